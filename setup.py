@@ -1,0 +1,47 @@
+"""Build the distribution `synchronized-batchnorm`, which is imported as `sync_batchnorm`."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+setup(
+    name="synchronized-batchnorm",
+    version="1.0.0",
+    description="Synchronized batch norm for torch.nn.DataParallel: N devices train to the same numbers as one",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=["sync_batchnorm"],
+    package_data={"sync_batchnorm": ["py.typed"]},
+    python_requires=">=3.10",
+    # The lower bound is the oldest torch that the test suite was run on.
+    install_requires=["torch>=2.13.0"],
+    extras_require={
+        # Pinned: one torch for everybody who runs the tests, and the torchvision that belongs to it.
+        "test": [
+            "torch==2.13.0",
+            "torchvision==0.28.0",
+            "timm==1.0.31",
+            "pytest==9.2.0",
+            "hypothesis==6.170.15",
+            "scikit-learn==1.9.1",
+            "matplotlib==3.11.2",
+            "tqdm==4.70.1",
+            "onnx",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+        ],
+        "examples": ["torchvision", "scikit-learn", "matplotlib", "tqdm"],
+    },
+    classifiers=[
+        "Development Status :: 5 - Production/Stable",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    zip_safe=False,
+)

@@ -1,0 +1,34 @@
+"""Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one."""
+
+from sync_batchnorm.batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+from sync_batchnorm.comm import SlavePipe, SyncMaster
+from sync_batchnorm.convert import convert_model
+from sync_batchnorm.errors import ReplicaSyncError
+from sync_batchnorm.replicate import (
+    CallbackContext,
+    DataParallelWithCallback,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+
+__all__ = [
+    "CallbackContext",
+    "DataParallelWithCallback",
+    "ReplicaSyncError",
+    "SlavePipe",
+    "SyncMaster",
+    "SynchronizedBatchNorm",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "convert_model",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+    "set_sbn_eps_mode",
+]

@@ -1,0 +1,215 @@
+"""The modules: when a layer synchronizes, what it refuses, and its running statistics."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sync_batchnorm.comm import SyncMaster
+from sync_batchnorm.functional import Pipe, Statistics, merge_messages, sync_batch_norm
+from sync_batchnorm.nodes import ScaleRule
+from sync_batchnorm.replicate import CallbackContext
+
+__all__ = [
+    "SynchronizedBatchNorm",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "set_sbn_eps_mode",
+]
+
+EPS_MODES = ("plus", "clamp")
+_default_eps_mode = "plus"
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Set how layers whose `eps_mode` is None keep the variance away from zero.
+
+    Args:
+        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default; ``"clamp"`` for
+            ``1 / sqrt(max(var, eps))``, which older libraries of this design compute when they synchronize.
+
+    Raises:
+        ValueError: for any other mode.
+    """
+    global _default_eps_mode
+    _check_eps_mode(mode)
+    _default_eps_mode = mode
+
+
+def _check_eps_mode(mode: str | None) -> None:
+    if mode not in EPS_MODES:
+        raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
+
+
+class _SynchronizedBatchNorm(_BatchNorm):
+    """What all synchronized layers share; not for use by itself.
+
+    NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
+    dropped. The user's own module never holds one: class attributes are the defaults for a module whose class was
+    swapped, and for everything that was pickled before.
+    """
+
+    eps_mode: str | None = None
+    group_size: int | None = None
+    process_group: Any = None
+    _sync_pipe: Pipe | None = None
+    _sync_updates_running_stats = False
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        eps_mode: str | None = None,
+        group_size: int | None = None,
+        process_group: Any = None,
+    ) -> None:
+        without_bias = {} if bias else {"bias": False}  # Older torch has no such argument and says so.
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
+        self._set_sync_options(eps_mode, group_size, process_group)
+
+    def _set_sync_options(self, eps_mode: str | None, group_size: int | None, process_group: Any) -> None:
+        if eps_mode is not None:
+            _check_eps_mode(eps_mode)
+        if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+            raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
+        self.eps_mode, self.group_size, self.process_group = eps_mode, group_size, process_group
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
+        first = copy_id if self.group_size is None else copy_id - copy_id % self.group_size
+        if self.group_size is None:
+            first = 0
+        if copy_id == first:
+            ctx.sync_master = SyncMaster(merge_messages)  # type: ignore[attr-defined]
+            self._sync_pipe = ctx.sync_master  # type: ignore[attr-defined]
+        else:
+            self._sync_pipe = ctx.sync_master.register_slave(copy_id)  # type: ignore[attr-defined]
+        self._sync_updates_running_stats = copy_id == 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self._sync_pipe is None:
+            if self.training:
+                self._warn_if_replica()
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self._check_input(input)
+        rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
+        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule)
+        if statistics is not None and self._sync_updates_running_stats and self.track_running_stats:
+            self._update_running_stats(statistics)
+        return output
+
+    def _check_input(self, input: Tensor) -> None:
+        """Let torch's own function refuse what it refuses, in its words, before anybody is met.
+
+        Only what looks unusual is handed to it, repeated along the batch so that one row is no reason to complain.
+        """
+        tensors = [t for t in (self.weight, self.bias, self.running_mean, self.running_var) if t is not None]
+        usual = self.eps > 0 and (self.running_mean is None) == (self.running_var is None)
+        for tensor in tensors:
+            usual = usual and tensor.shape[0] == input.shape[1] and tensor.device == input.device
+            usual = usual and (tensor.dtype == input.dtype or _is_mixed(input.dtype, tensor.dtype))
+        if usual and input.is_floating_point():
+            return
+        mean, var = (None if b is None else b.clone() for b in (self.running_mean, self.running_var))
+        rows = torch.cat((input[:1], input[:1]))
+        with torch.no_grad():
+            F.batch_norm(rows, mean, var, self.weight, self.bias, True, 0.0, self.eps)
+
+    def _update_running_stats(self, statistics: Statistics) -> None:
+        """Count the call and move the running statistics towards it, in place, with the unbiased variance."""
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is None or self.running_var is None or not statistics.count:
+            return
+        factor = 0.0 if factor is None else factor
+        unbiased = statistics.var * (statistics.count / (statistics.count - 1))
+        self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    def _warn_if_replica(self) -> None:
+        if getattr(self, "_is_replica", False):
+            warnings.warn(
+                f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
+                "are those of one replica; wrap the model with DataParallelWithCallback, or call "
+                "patch_replication_callback(data_parallel) on the DataParallel object that you have",
+                stacklevel=4,
+            )
+
+    def extra_repr(self) -> str:
+        options = {"eps_mode": self.eps_mode, "group_size": self.group_size, "process_group": self.process_group}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
+
+
+def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
+    return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
+
+
+class SynchronizedBatchNorm(_SynchronizedBatchNorm):
+    """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
+
+    .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
+
+    In training mode, inside of a `DataParallelWithCallback`, mean and (biased) variance are those of the batches of all
+    replicas together, weighted by elements; forward and backward equal those of one device on the whole batch. In eval
+    mode, or with a single replica, the layer is the layer of torch that it inherits from. The running statistics and
+    the counter of the wrapped module are updated in place, once for each call, with the unbiased variance.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: the weight of this call in the running statistics; None for their cumulative average.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers. float16 and bfloat16 inputs may also meet float32 parameters.
+        bias: whether there is a bias beside the weight; on a torch that has this argument.
+        eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
+        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
+            group. The running statistics are those of the group of replica 0. None: all replicas.
+        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
+
+    Shape:
+        - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
+        - output: as the input, in shape, dtype and memory format.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
+            a channel is refused only if it is the only one of all replicas.
+        ReplicaSyncError: if the replicas cannot meet.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
+
+
+class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
+
+
+class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""

@@ -1,0 +1,241 @@
+"""A `DataParallel` for any devices: replicas on the CPU, and several replicas on one device.
+
+`torch.nn.parallel` refuses both. The four steps here do what its four do, with two differences that one device allows:
+replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from sync_batchnorm.errors import Caught
+from sync_batchnorm.trees import gather, scatter, tensors_in
+
+__all__: list[str] = []
+
+DeviceId = int | str | torch.device
+
+
+class AnyDeviceDataParallel(nn.DataParallel[Any]):
+    """`torch.nn.DataParallel` that also takes CPU replicas and several replicas on one device."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+    ) -> None:
+        devices = [as_device(device) for device in device_ids or ()]
+        if not is_local(devices):
+            super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+            if not self.device_ids:  # Without an accelerator torch returns before it has set these.
+                self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
+            return
+        if len({device.type for device in devices}) > 1:
+            raise ValueError(
+                f"expected device_ids of one kind, but got {[str(device) for device in devices]}; "
+                "use accelerators or the CPU, not both"
+            )
+        nn.Module.__init__(self)
+        self.module = module
+        self.dim = dim
+        self.device_ids = devices  # type: ignore[assignment]
+        self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
+        self.src_device_obj = devices[0]
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        kwargs = kwargs or {}
+        self._check_sizes(inputs, kwargs)
+        devices = [as_device(device) for device in device_ids]
+        if not is_local(devices):
+            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
+        if not inputs and not kwargs:
+            return (), ()
+        chunks = scatter((inputs, kwargs), devices, self.dim)
+        return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
+
+    def _check_sizes(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes = [tuple(tensor.shape) for tensor in tensors_in((inputs, kwargs))]
+        dim = self.dim
+        if any(not -len(shape) <= dim < len(shape) for shape in shapes) or len({shape[dim] for shape in shapes}) > 1:
+            raise ValueError(
+                f"expected tensors of one size along dimension {dim}, which is cut into chunks, but got {shapes}; "
+                "give every tensor a row for each sample, and pass what all replicas share as a buffer of the module"
+            )
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        devices = [as_device(device) for device in device_ids]
+        if not is_local(devices):
+            return super().replicate(module, device_ids)  # type: ignore[arg-type]
+        return replicate(module, devices, not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
+        devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
+        if not is_local(devices):
+            return super().parallel_apply(replicas, inputs, kwargs)
+        return parallel_apply(replicas, inputs, kwargs, devices)
+
+    def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        devices = [tensors[0].device for tensors in map(tensors_in, outputs) if tensors]
+        if not is_local(devices):
+            return super().gather(outputs, output_device)  # type: ignore[arg-type]
+        return gather(outputs, as_device(output_device), self.dim)
+
+
+def as_device(device: DeviceId) -> torch.device:
+    """Return the `torch.device` that a device id names, with one name for each device.
+
+    Raises:
+        RuntimeError: in torch's words, for a kind of device that it does not know.
+    """
+    if isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device(accelerator.type if accelerator is not None else "cuda", device)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, 0)
+
+
+def is_local(devices: Sequence[torch.device]) -> bool:
+    """Tell whether replicas on `devices` need this module instead of `torch.nn.parallel`."""
+    return any(device.type == "cpu" for device in devices) or len(set(devices)) < len(devices)
+
+
+class _Share(torch.autograd.Function):
+    """Give a replica tensors of its own over the same storage, as `Broadcast` gives it copies."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def _share(tensors: Sequence[Tensor], detach: bool) -> dict[Tensor, Tensor]:
+    differentiable = [] if detach else [tensor for tensor in tensors if tensor.requires_grad]
+    copies = _Share.apply(*differentiable) if differentiable else ()  # type: ignore[no-untyped-call]
+    shared = dict(zip(differentiable, copies, strict=True))
+    return {tensor: shared[tensor] if tensor in shared else tensor.detach() for tensor in tensors}
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
+    """Return one replica of `module` for each of `devices`.
+
+    On the first replica of a device the buffers are those that were put there: the module's own on the first device.
+    Further replicas of that device get copies. Parameters are non-leaf tensors over shared storage.
+    """
+    distinct = list(dict.fromkeys(devices))
+    placed = [module] if len(distinct) == 1 else nn.parallel.replicate(module, distinct, detach)
+    originals = dict(zip(distinct, placed, strict=True))
+    seen: set[torch.device] = set()
+    replicas = []
+    for device in devices:
+        first = device not in seen
+        seen.add(device)
+        if first and len(distinct) > 1:
+            replicas.append(originals[device])
+        else:
+            replicas.append(_replica_of(originals[device], own_buffers=first, detach=detach))
+    return replicas
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
+    parameters = {**getattr(module, "_former_parameters", {}), **module._parameters}
+    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+
+
+def _replica_of(original: nn.Module, own_buffers: bool, detach: bool) -> nn.Module:
+    modules = list(original.modules())
+    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of `torch.nn.parallel.replicate`,
+    # which RNNs, lazy and scripted modules override. It has been there, unchanged, since torch 1.5.
+    replicas: dict[nn.Module, nn.Module] = {
+        module: module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for module in modules
+    }
+    tensors = {id(t): t for module in modules for t in _tensors_of(module).values()}
+    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    tensors.update((key, b) for key, b in buffers.items() if b.requires_grad)
+    shared = {id(t): s for t, s in _share(list(tensors.values()), detach).items()}
+    for key, buffer in buffers.items():
+        if key not in shared:
+            shared[key] = buffer if own_buffers else buffer.detach().clone()
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(replica, name, replicas[child])
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+        former = {name: shared[id(tensor)] for name, tensor in _tensors_of(module).items()}
+        replica.__dict__["_former_parameters"] = former
+        present = {name: shared[id(buffer)] for name, buffer in module._buffers.items() if buffer is not None}
+        for name, tensor in (former | present).items():
+            setattr(replica, name, tensor)
+    return replicas[original]
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
+) -> list[Any]:
+    """Call each module with its inputs, each in a thread of its own, and return the outputs in order.
+
+    The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
+
+    Raises:
+        BaseException: the exception of the lowest replica that failed, as `Caught.rebuild` makes it.
+    """
+    outputs: list[Any] = [None] * len(modules)
+    failures: list[Caught | None] = [None] * len(modules)
+    places = [_Place(device) for device in devices]
+
+    def work(i: int) -> None:
+        try:
+            with places[i].entered():
+                args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+                outputs[i] = modules[i](*args, **kwargs_tup[i])
+        except BaseException as error:
+            failures[i] = Caught(error, i, str(devices[i]))
+
+    if len(modules) == 1:
+        work(0)
+    else:
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for failure in failures:
+        if failure is not None:
+            raise failure.rebuild()
+    return outputs
+
+
+class _Place:
+    """The device of a replica, and the stream that the caller uses on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def entered(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(torch.cuda.stream(self._stream))
+        return stack

@@ -1,0 +1,270 @@
+"""The replication callback, and two ways to have it called: `DataParallelWithCallback` and a patched `DataParallel`.
+
+A forward of the wrapper makes its replicas, seats each of them in one `Roster`, and calls `__data_parallel_replicate__`
+on every copy of every submodule that has it. Nothing of that is stored on the wrapped module: all state lives on the
+replicas and ends with them. This file knows no batch norm; any module may use the callback.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from sync_batchnorm.comm import joining
+from sync_batchnorm.errors import ReplicaSyncError
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
+from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
+
+__all__ = [
+    "CallbackContext",
+    "DataParallelWithCallback",
+    "execute_replication_callbacks",
+    "patch_replication_callback",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
+
+
+class CallbackContext:
+    """What the copies of one submodule share during one forward; set any attribute on it.
+
+    `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with.
+    """
+
+
+def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
+    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule of every replica that has it.
+
+    Copy 0 comes first, as a whole, then copy 1, and so on. The copies of one submodule share one `CallbackContext`; a
+    submodule that is used under several names is called once. `DataParallelWithCallback` and patched objects do this by
+    themselves; it is public for wrappers of your own.
+
+    Args:
+        modules: the replicas of one module, in the order of their copy ids.
+    """
+    _execute_callbacks(modules, Roster())
+
+
+def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
+    found = [
+        (name, CallbackContext())
+        for name, module in modules[0].named_modules()
+        if hasattr(type(module), "__data_parallel_replicate__")
+    ]
+    for copy_id, replica in enumerate(modules):
+        for name, ctx in found:
+            module = replica.get_submodule(name)
+            with joining(roster, copy_id, name or type(module).__name__):
+                module.__data_parallel_replicate__(ctx, copy_id)  # type: ignore[operator]
+
+
+class _CallerState:
+    """What the thread of a replica takes over from the caller: grad and inference mode, autocast with its dtype.
+
+    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
+    """
+
+    def __init__(self) -> None:
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        accelerator = torch.accelerator.current_accelerator()
+        device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)
+        ]
+
+    def entered(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
+        for device_type, dtype in self._autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
+        return stack
+
+
+class _Seat:
+    """The place of one replica in the roster of its forward."""
+
+    def __init__(self, roster: Roster, replica_id: int, state: _CallerState) -> None:
+        self.roster = roster
+        self.replica_id = replica_id
+        self.state = state
+        self.watched = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
+
+
+def _bare(cls: type[ModuleT]) -> ModuleT:
+    """Make the object that the rest of a pickle or copy fills."""
+    return cls.__new__(cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _seated(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the class of a replica whose calls tell the roster when they begin and how they end.
+
+    NOTE [seated replicas]: The roster must learn of every way out of a replica, hooks included, and also in a
+    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
+    call the replica. Python looks `__call__` up on the class, so it is the class that is swapped, of the root of each
+    replica and of nothing else.
+    """
+
+    class Seated(cls):  # type: ignore[valid-type, misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            seat: _Seat = self.__dict__["_sync_seat"]
+            try:
+                with seat.state.entered(), seat.roster.seat(seat.replica_id):
+                    return super().__call__(*args, **kwargs)
+            except Exception:
+                raise
+            except BaseException as error:
+                if not seat.watched or threading.current_thread() is threading.main_thread():
+                    raise
+                # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
+                raise ReplicaSyncError(f"{type(error).__name__} in replica {seat.replica_id}") from None
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _, _, state, *rest = super().__reduce_ex__(protocol)
+            return _bare, (cls,), {name: value for name, value in state.items() if name != "_sync_seat"}, *rest
+
+    Seated.__name__, Seated.__qualname__, Seated.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Seated
+
+
+class _Callbacks(DataParallel[Any]):
+    """The part of a `DataParallel` that seats its replicas, calls the callbacks, and picks the error to raise."""
+
+    timeout: float = DEFAULT_TIMEOUT
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        if len(device_ids) == 1:
+            return [module]
+        replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
+        roster = Roster([str(device) for device in device_ids], self.timeout)
+        state = _CallerState()
+        for replica_id, replica in enumerate(replicas):
+            replica.__class__ = _seated(type(replica))  # type: ignore[arg-type]
+            replica.__dict__["_sync_seat"] = _Seat(roster, replica_id, state)
+        _execute_callbacks(replicas, roster)
+        return replicas
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
+        seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
+        state = _CallerState()
+        for seat in seats:
+            seat.state, seat.watched = state, True
+        try:
+            return super().parallel_apply(replicas, inputs, kwargs)
+        except BaseException as error:
+            failure = None
+            if seats:
+                seats[0].roster.abort(error)
+                failure = seats[0].roster.failure()
+            if failure is None:
+                raise
+        raise failure.rebuild()
+
+
+class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
+    """`torch.nn.DataParallel` whose replicas know of each other, also on the CPU and several on one device.
+
+    After it has replicated the module, it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every copy of every
+    submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
+    or leaves while others wait for it, they are released at once and the caller gets the original exception.
+
+    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks.
+
+    Args:
+        module: the module to run in parallel. It must live on the first of `device_ids`.
+        device_ids: one entry for each replica, as integers, strings or `torch.device`. They may name the CPU and repeat
+            a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
+        output_device: where the outputs are gathered. None: the first of `device_ids`.
+        dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
+        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`. The last resort:
+            failures are noticed at once.
+
+    Raises:
+        TypeError, ValueError: for a bad `timeout`.
+        ValueError: for `device_ids` of different kinds, and from a call whose arguments differ in size along `dim`.
+        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`.
+        ReplicaSyncError: from a call, if the replicas cannot meet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        timeout = _checked_timeout(timeout)
+        super().__init__(module, device_ids, output_device, dim)
+        self.timeout = timeout
+
+
+def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+    """Teach an existing `torch.nn.DataParallel` object to call the replication callbacks; return that object.
+
+    The object is patched in place, by its class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object
+    of a subclass gets a subclass of that, which keeps whatever it overrides. Copies and pickles of it stay patched.
+    Patching twice changes nothing, the timeout included.
+
+    Args:
+        data_parallel: the object to patch.
+        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`.
+
+    Raises:
+        TypeError: if it is not a `DataParallel`, or for a bad `timeout`.
+        ValueError: for a bad `timeout`.
+    """
+    if not isinstance(data_parallel, DataParallel):
+        raise TypeError(
+            f"expected an instance of torch.nn.DataParallel, but got {type(data_parallel).__name__}; "
+            "wrap the module with DataParallelWithCallback"
+        )
+    timeout = _checked_timeout(timeout)
+    if not isinstance(data_parallel, _Callbacks):
+        cls = type(data_parallel)
+        patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]
+        data_parallel.__class__ = patched  # type: ignore[assignment]
+        data_parallel.timeout = timeout  # type: ignore[assignment]
+    return data_parallel
+
+
+class _Patched(_Callbacks):
+    """Marks the classes that `_patched` makes; a pickle names the user's class, from which they can be made again."""
+
+    _unpatched: type[DataParallel[Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = tuple(super().__reduce_ex__(protocol))
+        return _bare_patched, (self._unpatched,), *rest
+
+
+@functools.lru_cache(maxsize=256)
+def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
+    return type(cls.__name__, (_Patched, cls), {"__module__": cls.__module__, "_unpatched": cls})
+
+
+def _bare_patched(cls: type[DataParallel[Any]]) -> DataParallel[Any]:
+    return _bare(_patched(cls))  # type: ignore[arg-type]
+
+
+def _checked_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"expected timeout as a number of seconds, but got {timeout!r}; pass for example 300.0")
+    # `threading.TIMEOUT_MAX` is the longest wait that the platform can express.
+    if not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"expected timeout between 0 and {threading.TIMEOUT_MAX:g} seconds, but got {timeout!r}; "
+            "pass for example 300.0"
+        )
+    return float(timeout)

@@ -1,0 +1,112 @@
+"""What every test runs under: the watchdog, no thread left behind, and a torchvision that imports without its kernels."""
+
+from __future__ import annotations
+
+import faulthandler
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+WATCHDOG_SECONDS = 10.0
+CUDA_COUNT = torch.cuda.device_count()
+
+
+def _define_missing_torchvision_operators() -> None:
+    """Let torchvision import where its compiled operators do not fit torch; its models do without them."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _define_missing_torchvision_operators.library = library  # type: ignore[attr-defined]  # it must stay alive
+    except ImportError:
+        pass
+
+
+_define_missing_torchvision_operators()
+
+
+def within(seconds: float, body: Callable[[], Any]) -> Any:
+    """Run `body` in a thread and return what it returns; fail with all stacks if it is not back in time."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, body()))
+        except BaseException as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True, name="watched test")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        faulthandler.dump_traceback(all_threads=True)
+        stacks = "\n".join("".join(traceback.format_stack(f)) for f in sys._current_frames().values())
+        pytest.fail(f"not back within {seconds} seconds, so something hangs:\n{stacks}", pytrace=False)
+    succeeded, value = outcome[0]
+    if not succeeded:
+        raise value
+    return value
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Run every test under the watchdog; ``@pytest.mark.watchdog(seconds)`` gives one more time."""
+    marker = pyfuncitem.get_closest_marker("watchdog")
+    seconds = marker.args[0] if marker else WATCHDOG_SECONDS
+    function = pyfuncitem.obj
+    pyfuncitem.obj = lambda *args, **kwargs: within(seconds, lambda: function(*args, **kwargs))
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = function
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name != "watched test"]
+    for thread in left:
+        thread.join(2.0)
+    assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def device_lists(*sizes: int) -> list[Any]:
+    """Device lists of the given sizes: CPU replicas, replicas on one GPU, and distinct GPUs where there are enough."""
+    lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}") for n in sizes]
+    lists += [pytest.param([0] * n, id=f"cuda0-{n}", marks=pytest.mark.cuda) for n in sizes if n > 1]
+    lists += [
+        pytest.param(list(range(n)), id=f"cuda-{n}", marks=pytest.mark.cuda) for n in sizes if 1 < n <= CUDA_COUNT
+    ]
+    return lists
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not CUDA_COUNT:
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=device_lists(1, 2, 3, 4))
+def devs(request: pytest.FixtureRequest) -> list[str] | list[int]:
+    """The devices of the replicas."""
+    return request.param
