@@ -8,7 +8,7 @@ from sync_batchnorm.batchnorm import (
     set_sbn_eps_mode,
 )
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.convert import convert_model
+from sync_batchnorm.convert import convert_model, patch_sync_batchnorm, revert_model
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.replicate import (
     CallbackContext,
@@ -30,5 +30,7 @@ __all__ = [
     "convert_model",
     "execute_replication_callbacks",
     "patch_replication_callback",
+    "patch_sync_batchnorm",
+    "revert_model",
     "set_sbn_eps_mode",
 ]

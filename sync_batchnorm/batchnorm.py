@@ -47,6 +47,21 @@ def _check_eps_mode(mode: str | None) -> None:
         raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
 
 
+def check_sync_options(eps_mode: str | None, group_size: int | None) -> None:
+    """Refuse what no layer can take.
+
+    Raises:
+        TypeError: for a `group_size` that is no int.
+        ValueError: for an unknown `eps_mode`, or a `group_size` below 1.
+    """
+    if eps_mode is not None:
+        _check_eps_mode(eps_mode)
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+        raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
+
+
 class _SynchronizedBatchNorm(_BatchNorm):
     """What all synchronized layers share; not for use by itself.
 
@@ -81,13 +96,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._set_sync_options(eps_mode, group_size, process_group)
 
     def _set_sync_options(self, eps_mode: str | None, group_size: int | None, process_group: Any) -> None:
-        if eps_mode is not None:
-            _check_eps_mode(eps_mode)
-        if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
-            raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
-        self.eps_mode, self.group_size, self.process_group = eps_mode, group_size, process_group
+        """Take the options that are given; those left out stay with the class, so that nothing is left to undo."""
+        check_sync_options(eps_mode, group_size)
+        options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
+        for name, value in options.items():
+            if value is not None:
+                setattr(self, name, value)
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
