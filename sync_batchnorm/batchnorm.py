@@ -156,8 +156,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return
         factor = 0.0 if factor is None else factor
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
-        self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
+        # forward in eval mode, which has saved these buffers, must not refuse to run.
+        self.running_mean.data.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
+        self.running_var.data.lerp_(unbiased.to(self.running_var.dtype), factor)
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False):
