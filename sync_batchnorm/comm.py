@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from sync_batchnorm.roster import MASTER, Circle, MasterCallback, Roster
+from sync_batchnorm.circle import MASTER, Circle
+from sync_batchnorm.roster import MasterCallback, Roster
 
 __all__ = ["SlavePipe", "SyncMaster"]
 
@@ -37,13 +38,14 @@ def joining(roster: Roster, replica_id: int, name: str) -> Iterator[None]:
 class _End:
     """What master and slaves have in common: a place in a circle."""
 
+    _roster: Roster
     _circle: Circle
     identifier: Hashable
 
     @property
     def has_left(self) -> bool:
         """Whether the forward of this replica is over."""
-        return self._circle.roster.has_left(self._circle.members[self.identifier])
+        return self._roster.has_left(self._circle.members[self.identifier])
 
     @property
     def history(self) -> list[Any]:
@@ -51,12 +53,12 @@ class _End:
         return self._circle.history[self.identifier]
 
     def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
-        circle = self._circle
+        roster, circle = self._roster, self._circle
         try:
-            return circle.roster.meet(circle, self.identifier, message, callback)
+            return roster.meet(circle, self.identifier, message, callback)
         except BaseException as error:
             # Who does not get its result here never will: the peers must not wait, also where no wrapper watches.
-            circle.roster.interrupt(circle.members[self.identifier], error)
+            roster.interrupt(circle.members[self.identifier], error)
             raise
 
 
@@ -66,7 +68,8 @@ class SlavePipe(_End):
     Made by `SyncMaster.register_slave`. It belongs to one forward: pickled or copied, it becomes ``None``.
     """
 
-    def __init__(self, circle: Circle, identifier: Hashable) -> None:
+    def __init__(self, roster: Roster, circle: Circle, identifier: Hashable) -> None:
+        self._roster = roster
         self._circle = circle
         self.identifier = identifier
 
@@ -105,7 +108,11 @@ class SyncMaster(_End):
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
-        self._circle = self._new_circle()
+        here = _joining.get()
+        if here is None:
+            self._begin(Roster(), "a SyncMaster of its own", 0)
+        else:
+            self._begin(here.roster, here.name, here.replica_id)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._circle.name}, {self.nr_slaves} slaves)"
@@ -116,12 +123,10 @@ class SyncMaster(_End):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    @staticmethod
-    def _new_circle(master: int = 0) -> Circle:
-        here = _joining.get()
-        if here is None:
-            return Circle(Roster(), "a SyncMaster of its own", master)
-        return Circle(here.roster, here.name, here.replica_id)
+    def _begin(self, roster: Roster, name: str, master: int) -> None:
+        self._roster = roster
+        self._circle = Circle(name)
+        roster.admit(self._circle, MASTER, master)
 
     @property
     def nr_slaves(self) -> int:
@@ -138,14 +143,13 @@ class SyncMaster(_End):
             ValueError: if the identifier is taken.
         """
         here = _joining.get()
-        circle = self._circle
-        if circle.calls[MASTER] or (here is not None and here.roster is not circle.roster):
-            # A new forward: who registered for the last one, and whatever ended it, is forgotten.
-            circle = self._circle = (
-                Circle(Roster(), circle.name, 0) if here is None else Circle(here.roster, here.name, 0)
-            )
-        circle.add(identifier, len(circle.members) if here is None else here.replica_id)
-        return SlavePipe(circle, identifier)
+        if here is None:
+            if self._circle.is_used:  # Who registered for the last exchange, and whatever ended it, is forgotten.
+                self._begin(Roster(), self._circle.name, 0)
+        elif here.roster is not self._roster or self._circle.is_used:
+            self._begin(here.roster, here.name, 0)
+        self._roster.admit(self._circle, identifier, self.nr_slaves + 1 if here is None else here.replica_id)
+        return SlavePipe(self._roster, self._circle, identifier)
 
     def run_master(self, msg: Any) -> Any:
         """Collect the messages of all slaves, run the callback on them and `msg`, and return the master's result.

@@ -1,5 +1,8 @@
-"""What goes wrong between replicas: the exception classes, and how an exception travels between threads."""
+"""What goes wrong between replicas: the exception classes, their wording, and how an exception reaches the caller."""
 
+from __future__ import annotations
+
+import copy
 import traceback
 
 __all__ = ["ReplicaSyncError"]
@@ -31,17 +34,18 @@ class Caught:
 
     It keeps type and text only: a stored exception would keep the frames of the failed forward alive, and with them
     every tensor in them. What is not an `Exception` (`KeyboardInterrupt`, `SystemExit`) carries meaning beyond its
-    text, so that object itself travels, without its frames.
+    text, so a copy of it travels, which has no frames.
     """
 
     def __init__(self, error: BaseException, replica_id: int, device: str) -> None:
         self.replica_id = replica_id
         self._type = type(error)
-        self._text = (
-            f"Caught {type(error).__name__} in replica {replica_id} on device {device}.\n"
-            f"Original {''.join(traceback.format_exception(type(error), error, error.__traceback__))}"
-        )
-        self._itself = None if isinstance(error, Exception) else error.with_traceback(None)
+        try:
+            original = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        except Exception:  # Peers must be released even if the error of a replica cannot be shown.
+            original = f"{type(error).__name__}: its text and traceback could not be made"
+        self._text = f"Caught {type(error).__name__} in replica {replica_id} on device {device}.\nOriginal {original}"
+        self._twin = None if isinstance(error, Exception) else _without_frames(error)
 
     def rebuild(self) -> BaseException:
         """Return the exception to raise in the caller: the original type, with the traceback of the replica as text.
@@ -49,8 +53,8 @@ class Caught:
         A type that cannot be made from one string becomes a `RuntimeError` with the same text, as in
         `torch.nn.parallel.parallel_apply`.
         """
-        if self._itself is not None:
-            return self._itself
+        if self._twin is not None:
+            return self._twin
         text = _KeyErrorText(self._text) if issubclass(self._type, KeyError) else self._text
         try:
             rebuilt = self._type(text)
@@ -58,3 +62,78 @@ class Caught:
         except Exception:
             faithful = False
         return rebuilt if faithful else RuntimeError(self._text)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    try:
+        twin = copy.copy(error)  # Made from its arguments, it has no traceback; the one that is raised keeps its own.
+    except Exception:
+        return error.with_traceback(None)
+    return twin if type(twin) is type(error) else error.with_traceback(None)
+
+
+def is_caused_by(error: BaseException | None, text: str) -> bool:
+    """Tell whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
+    seen: set[int] = set()
+    ahead = [error]
+    while ahead:
+        link = ahead.pop()
+        if link is None or id(link) in seen:
+            continue
+        if isinstance(link, ReplicaSyncError) and text in str(link):
+            return True
+        seen.add(id(link))
+        ahead += [link.__cause__, link.__context__]
+    return False
+
+
+# The wording: `<expected>, but got <actual> (<where>); <what to do>`. docs/troubleshooting.md explains every text.
+
+
+def failed_text(who: str, error: BaseException) -> str:
+    """Say that a replica failed: what its peers are told."""
+    return (
+        f"expected all replicas to finish, but got {type(error).__name__} in {who}; "
+        "mend that error, this replica was only released"
+    )
+
+
+def aborted_text(error: BaseException) -> str:
+    """Say that the thread which started the replicas no longer waits for them."""
+    return (
+        f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
+        "this replica was only released"
+    )
+
+
+def left_text(layer: str, who: str, how: str, waiting: str, meeting: str) -> str:
+    """Say that a replica is gone although others wait for it in a layer."""
+    return (
+        f"expected every replica to call {layer} equally often, but got {who}, which {how}, while {waiting} "
+        f"({meeting}); make every replica call every synchronized layer in every forward"
+    )
+
+
+def deadlock_text(places: str) -> str:
+    """Say that replicas wait for each other in different layers or calls."""
+    return (
+        f"expected all replicas to reach the same layer, but got {places}; "
+        "make every replica call the synchronized layers in the same order"
+    )
+
+
+def timeout_text(timeout: float, waiting: str, late: str, meeting: str) -> str:
+    """Say who came in time, and who did not."""
+    return (
+        f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({meeting}); "
+        "pass a longer timeout if it is only slow, and run replicas in threads of their own: one after another in one "
+        "thread they can never meet"
+    )
+
+
+def second_thread_text(who: str, meeting: str, layer: str) -> str:
+    """Say that two threads of one replica exchange at the same time."""
+    return (
+        f"expected one thread of a replica to exchange at a time, but got {who} calling {layer} while it waits "
+        f"in {meeting}; call synchronized layers from one thread of each replica"
+    )

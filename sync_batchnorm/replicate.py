@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -137,6 +138,9 @@ def _seated(cls: type[nn.Module]) -> type[nn.Module]:
     return Seated
 
 
+_rosters: ContextVar[list[Roster]] = ContextVar("sync_batchnorm_rosters")  # of the call of a wrapper in this thread
+
+
 class _Callbacks(DataParallel[Any]):
     """The part of a `DataParallel` that seats its replicas, calls the callbacks, and picks the error to raise."""
 
@@ -147,6 +151,7 @@ class _Callbacks(DataParallel[Any]):
             return [module]
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         roster = Roster([str(device) for device in device_ids], self.timeout)
+        _rosters.get([]).append(roster)
         state = _CallerState()
         for replica_id, replica in enumerate(replicas):
             replica.__class__ = _seated(type(replica))  # type: ignore[arg-type]
@@ -156,18 +161,40 @@ class _Callbacks(DataParallel[Any]):
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
         seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
+        if not seats:
+            return super().parallel_apply(replicas, inputs, kwargs)
         state = _CallerState()
         for seat in seats:
             seat.state, seat.watched = state, True
+        roster = seats[0].roster
+        roster.call([seat.replica_id for seat in seats])
         try:
             return super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
-            failure = None
-            if seats:
-                seats[0].roster.abort(error)
-                failure = seats[0].roster.failure()
+            roster.abort(error)
+            # What is not an Exception happened in this thread, see `_seated`: Ctrl-C, while replicas were running.
+            failure = roster.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise
+        raise failure.rebuild()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A `forward` of the user's own may run the replicas without `parallel_apply`: whatever it ends with, they are
+        # released, and an error that is only the consequence of another one gives way to it.
+        rosters: list[Roster] = []
+        token = _rosters.set(rosters)
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException as error:
+            failure = None
+            for roster in rosters:
+                roster.abort(error)
+                if failure is None and roster.has_caused(error):
+                    failure = roster.failure()
+            if failure is None:
+                raise
+        finally:
+            _rosters.reset(token)
         raise failure.rebuild()
 
 

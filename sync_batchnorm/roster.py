@@ -6,80 +6,40 @@ a mailbox that belongs to the waiting replica alone.
 NOTE [who may break a meeting]: All state of a forward is guarded by the lock of its roster. A roster breaks at most
 once, and whoever finds the reason breaks it, at the moment it becomes true:
 
-1. a replica that fails or is interrupted (`Roster.leave` with an error, `Roster.abort`);
+1. a replica that fails or is interrupted (`Roster.leave` with an error, `Roster.interrupt`), or the caller that no
+   longer waits for the replicas (`Roster.abort`);
 2. a replica that leaves while somebody waits for it (`Roster.leave`), or that starts to wait for somebody who has left;
 3. a replica that starts to wait for one that, over any number of others, waits for it (`Roster._find_deadlock`): a
    meeting needs all its members, so any circle of waiting replicas can never be resolved;
 4. a replica whose time is up (`Roster._wait`).
 
 Breaking empties `_waiting` and puts one envelope into the mailbox of each replica that was in it. Delivering a result
-takes the replica out of `_waiting` under the same lock. So a mailbox never holds more than one envelope, and a replica
-that got its result before the break returns it and learns of the break at its next meeting.
+takes the replica out of `_waiting` under the same lock. So until a break a mailbox never holds more than one envelope,
+a replica that got its result before the break returns it, and everybody learns of the break at the next meeting. A
+broken roster stays broken: the next forward makes its own.
+
+NOTE [rounds]: Replicas may be called again, by whoever called `replicate` once for several batches. One that begins its
+second call must not be told that a peer left, if what that peer left was its first. So a replica is only gone for those
+that have not begun more calls than it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
 
+from sync_batchnorm import errors
+from sync_batchnorm.circle import MASTER, Circle, Meeting
 from sync_batchnorm.errors import Caught, ReplicaSyncError, ReplicaTimeoutError
 
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 300.0
-MASTER = 0  # the identifier of every master
 
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Sequence[tuple[Hashable, Any]]]
-
-
-class _Meeting:
-    """One call of one layer: who has arrived, and with what."""
-
-    __slots__ = ("members", "messages", "name", "number")
-
-    def __init__(self, name: str, number: int, members: dict[Hashable, int]) -> None:
-        self.name = name
-        self.number = number
-        self.members = members
-        self.messages: dict[Hashable, Any] = {}
-
-    def __str__(self) -> str:
-        return f"{self.name}, call {self.number}"
-
-    def missing(self) -> list[int]:
-        """Return the replicas that have not arrived, in order."""
-        return [replica for identifier, replica in self.members.items() if identifier not in self.messages]
-
-    def needed(self) -> list[int]:
-        """Return the replicas without which the meeting cannot end: those missing, or the master at work."""
-        return self.missing() or [self.members[MASTER]]
-
-
-class Circle:
-    """The replicas that exchange through one `SyncMaster` during one forward. The first member is the master."""
-
-    def __init__(self, roster: Roster, name: str, master: int) -> None:
-        self.roster = roster
-        self.name = name
-        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> replica
-        self.calls: dict[Hashable, int] = {MASTER: 0}
-        self.history: dict[Hashable, list[Any]] = {MASTER: []}
-        self.meetings: dict[int, _Meeting] = {}  # the incomplete ones, by number of the call
-        roster.admit(master)
-
-    def add(self, identifier: Hashable, replica_id: int) -> None:
-        if identifier in self.members:
-            raise ValueError(
-                f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
-                "register each slave once a forward, and leave 0 to the master"
-            )
-        self.members[identifier] = replica_id
-        self.calls[identifier] = 0
-        self.history[identifier] = []
-        self.roster.admit(replica_id)
 
 
 class Roster:
@@ -97,73 +57,92 @@ class Roster:
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
             replica: SimpleQueue() for replica in self._devices
         }
-        self._started: set[int] = set()
-        self._waiting: dict[int, _Meeting] = {}
+        self._rounds: dict[int, int] = {}  # how many calls each replica has begun, see NOTE [rounds]
+        self._inside: set[int] = set()
+        self._waiting: dict[int, Meeting] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
         self._failures: list[tuple[bool, int, Caught]] = []
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{replica}: {self._state(replica)}" for replica in self._mailboxes)
+        states = ", ".join(f"{replica} {self._state(replica)}" for replica in self._mailboxes)
         return f"{type(self).__name__}({states or 'nobody'}{'; broken' if self._broken else ''})"
 
-    def admit(self, replica_id: int) -> None:
-        """Make room for a replica that was not listed at the start."""
-        self._mailboxes.setdefault(replica_id, SimpleQueue())
+    def admit(self, circle: Circle, identifier: Hashable, replica_id: int) -> None:
+        """Make a replica, which may be one that is not listed, a member of `circle` under the name `identifier`."""
+        with self._lock:
+            circle.add(identifier, replica_id)
+            self._mailboxes.setdefault(replica_id, SimpleQueue())
 
     def has_left(self, replica_id: int) -> bool:
         """Tell whether the replica has returned from its forward, or failed in it."""
         return replica_id in self._left
 
+    def call(self, replica_ids: Collection[int]) -> None:
+        """Tell that these replicas, and no others, are about to be called."""
+        with self._lock:
+            for replica_id in self._mailboxes:
+                if replica_id not in replica_ids and replica_id not in self._inside:
+                    self._rounds[replica_id] = self._rounds.get(replica_id, 0) + 1
+                    self._left[replica_id] = "was given no input"
+
     @contextmanager
     def seat(self, replica_id: int) -> Iterator[None]:
-        """Run the body as the forward of a replica: peers that wait for it learn at once when it ends, and how."""
+        """Run the body as the forward of a replica: peers that wait for it learn at once when it ends, and how.
+
+        A replica that calls itself in its forward stays until the outermost call ends.
+        """
         with self._lock:
-            self._started.add(replica_id)
-            self._left.pop(replica_id, None)
+            outermost = replica_id not in self._inside
+            if outermost:
+                self._inside.add(replica_id)
+                self._rounds[replica_id] = self._rounds.get(replica_id, 0) + 1
+                self._left.pop(replica_id, None)
         try:
             yield
         except BaseException as error:
-            self.leave(replica_id, error)
+            if outermost:
+                self.leave(replica_id, error)
             raise
-        self.leave(replica_id)
+        if outermost:
+            self.leave(replica_id)
 
     def leave(self, replica_id: int, error: BaseException | None = None) -> None:
         """Record that a replica is gone, and release everybody who would wait for it in vain."""
+        # Made without the lock: it reads source files, and runs code of the user.
+        caught = None if error is None else Caught(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
-            if replica_id in self._left:
+            self._inside.discard(replica_id)
+            if error is not None and caught is not None:
+                self._left[replica_id] = f"failed with {type(error).__name__}"
+                self._failures.append((self._caused(error), replica_id, caught))
+                self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
                 return
-            self._waiting.pop(replica_id, None)
-            if error is None:
-                self._left[replica_id] = "returned"
-                waiting = next((m for m in self._waiting.values() if replica_id in m.needed()), None)
-                if waiting is not None:
-                    self._break(ReplicaSyncError, self._left_text(replica_id, waiting))
-                return
-            self._left[replica_id] = f"failed with {type(error).__name__}"
-            secondary = self._broken is not None and isinstance(error, ReplicaSyncError)
-            self._failures.append((secondary, replica_id, Caught(error, replica_id, self._device(replica_id))))
-            self._break(ReplicaSyncError, self._failed_text(replica_id, error))
+            self._left[replica_id] = "left its forward"
+            for waiting, meeting in self._waiting.items():
+                if replica_id in meeting.needed() and self._is_gone(replica_id, waiting):
+                    return self._break(ReplicaSyncError, self._left_text(replica_id, meeting))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
         """Release everybody, because an exception took a replica out of a meeting; its seat will say the rest."""
         with self._lock:
-            self._waiting.pop(replica_id, None)
-            self._break(ReplicaSyncError, self._failed_text(replica_id, error))
+            self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
 
     def abort(self, error: BaseException) -> None:
         """Release everybody, because the thread that started the replicas no longer waits for them."""
         with self._lock:
-            self._break(
-                ReplicaSyncError,
-                f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
-                "this replica was only released",
-            )
+            self._break(ReplicaSyncError, errors.aborted_text(error))
+
+    def has_caused(self, error: BaseException) -> bool:
+        """Tell whether `error` is what a replica raised, or led to, because it was released."""
+        with self._lock:
+            return self._caused(error)
 
     def failure(self) -> Caught | None:
         """Return the failure to show, and forget all: originals before those they caused, then the lowest replica."""
-        shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
-        self._failures.clear()
+        with self._lock:
+            shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
+            self._failures.clear()
         return shown
 
     def meet(self, circle: Circle, identifier: Hashable, message: Any, callback: MasterCallback | None) -> Any:
@@ -173,16 +152,10 @@ class Roster:
         """
         replica_id = circle.members[identifier]
         with self._lock:
-            self._raise_if_broken()
-            circle.calls[identifier] += 1
-            number = circle.calls[identifier]
-            meeting = circle.meetings.get(number)
-            if meeting is None:
-                meeting = circle.meetings[number] = _Meeting(circle.name, number, circle.members)
-            meeting.messages[identifier] = message
+            meeting = self._arrive(circle, identifier, message)
             complete = len(meeting.messages) == len(circle.members)
             if complete:
-                del circle.meetings[number]
+                del circle.meetings[meeting.number]
                 if callback is None:
                     self._deliver(circle.members[MASTER], None)
             if callback is None or not complete:
@@ -224,43 +197,61 @@ class Roster:
 
     # The lock is held by the caller of everything below.
 
+    def _arrive(self, circle: Circle, identifier: Hashable, message: Any) -> Meeting:
+        self._raise_if_broken()
+        replica_id = circle.members[identifier]
+        if replica_id in self._waiting:
+            text = errors.second_thread_text(self._who(replica_id), str(self._waiting[replica_id]), circle.name)
+            raise RuntimeError(text)
+        number = circle.calls[identifier] = circle.calls[identifier] + 1
+        meeting = circle.meetings.get(number)
+        if meeting is None:
+            meeting = circle.meetings[number] = Meeting(circle.name, number, circle.members)
+        meeting.messages[identifier] = message
+        return meeting
+
     def _deliver(self, replica_id: int, value: Any) -> None:
         del self._waiting[replica_id]
         self._mailboxes[replica_id].put((True, value))
 
     def _break(self, error_type: type[ReplicaSyncError], text: str) -> None:
-        if self._broken is not None:
-            return
-        self._broken = (error_type, text)
-        for replica_id in self._waiting:
+        # Ctrl-C may hit in the middle of it: then the next one who breaks it finishes the work.
+        if self._broken is None:
+            self._broken = (error_type, text)
+        for replica_id in list(self._waiting):
             self._mailboxes[replica_id].put((False, self._broken))
-        self._waiting.clear()
+            del self._waiting[replica_id]
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             error_type, text = self._broken
             raise error_type(text)
 
-    def _find_deadlock(self, replica_id: int, meeting: _Meeting) -> None:
+    def _caused(self, error: BaseException) -> bool:
+        return self._broken is not None and errors.is_caused_by(error, self._broken[1])
+
+    def _is_gone(self, peer: int, replica_id: int) -> bool:
+        """Tell whether `peer` will not come any more where `replica_id` waits, see NOTE [rounds]."""
+        return peer in self._left and self._rounds.get(peer, 0) >= self._rounds.get(replica_id, 0)
+
+    def _find_deadlock(self, replica_id: int, meeting: Meeting) -> None:
         """Break if `replica_id`, which begins to wait in `meeting`, does so in vain."""
         if not self._left and len(self._waiting) == len(meeting.messages):
             return  # Nobody has left, and all who wait are in this meeting.
         seen: set[int] = set()
-        ahead = meeting.missing()
+        ahead = meeting.needed()
+        gone = next((peer for peer in ahead if self._is_gone(peer, replica_id)), None)
+        if gone is not None:
+            return self._break(ReplicaSyncError, self._left_text(gone, meeting))
         while ahead:
             peer = ahead.pop()
-            if peer in self._left:
-                return self._break(ReplicaSyncError, self._left_text(peer, meeting))
             if peer == replica_id:
-                return self._break(ReplicaSyncError, self._circle_text())
+                return self._break(ReplicaSyncError, errors.deadlock_text(self._places(self._waiting)))
             if peer in self._waiting and peer not in seen:
                 seen.add(peer)
-                ahead += self._waiting[peer].missing()
+                ahead += self._waiting[peer].needed()
 
     # What the messages say.
-
-    def _device(self, replica_id: int) -> str:
-        return self._devices.get(replica_id, "unknown")
 
     def _who(self, replica_id: int) -> str:
         device = self._devices.get(replica_id)
@@ -271,35 +262,19 @@ class Roster:
             return self._left[replica_id]
         if replica_id in self._waiting:
             return f"waits in {self._waiting[replica_id]}"
-        return "is running" if replica_id in self._started else "has not started"
+        return "is running" if replica_id in self._rounds else "has not started"
 
-    def _join(self, meeting: _Meeting) -> str:
-        return " and ".join(self._who(replica) for replica, other in sorted(self._waiting.items()) if other is meeting)
+    def _places(self, replica_ids: Collection[int]) -> str:
+        return ", ".join(f"{self._who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
 
-    def _failed_text(self, replica_id: int, error: BaseException) -> str:
-        return (
-            f"expected all replicas to finish, but got {type(error).__name__} in {self._who(replica_id)}; "
-            "mend that error, this replica was only released"
-        )
+    def _wait_text(self, meeting: Meeting) -> str:
+        waiting = sorted(replica for replica, other in self._waiting.items() if other is meeting)
+        return f"{' and '.join(map(self._who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
 
-    def _left_text(self, replica_id: int, meeting: _Meeting) -> str:
-        return (
-            f"expected every replica to call {meeting.name} equally often, but got {self._who(replica_id)} "
-            f"leaving its forward while {self._join(meeting)} waits ({meeting}); "
-            "make every replica call every synchronized layer in every forward"
-        )
+    def _left_text(self, replica_id: int, meeting: Meeting) -> str:
+        who, how = self._who(replica_id), self._left[replica_id]
+        return errors.left_text(meeting.name, who, how, self._wait_text(meeting), str(meeting))
 
-    def _circle_text(self) -> str:
-        places = ", ".join(f"{self._who(replica)} in {meeting}" for replica, meeting in sorted(self._waiting.items()))
-        return (
-            f"expected all replicas to reach the same layer, but got {places}; "
-            "make every replica call the synchronized layers in the same order"
-        )
-
-    def _timeout_text(self, meeting: _Meeting) -> str:
-        late = ", ".join(f"{self._who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
-        return (
-            f"expected all replicas within {self.timeout:g} seconds, but got only {self._join(meeting)} and not {late} "
-            f"({meeting}); pass a longer timeout if it is only slow, and run replicas in threads of their own: one "
-            "after another in one thread they can never meet"
-        )
+    def _timeout_text(self, meeting: Meeting) -> str:
+        late = " and ".join(f"{self._who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
+        return errors.timeout_text(self.timeout, self._wait_text(meeting), late, str(meeting))
