@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sync_batchnorm import distributed
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.functional import Pipe, Statistics, merge_messages, sync_batch_norm
 from sync_batchnorm.nodes import ScaleRule
@@ -22,6 +23,8 @@ __all__ = [
     "SynchronizedBatchNorm3d",
     "set_sbn_eps_mode",
 ]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
@@ -47,12 +50,12 @@ def _check_eps_mode(mode: str | None) -> None:
         raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
 
 
-def check_sync_options(eps_mode: str | None, group_size: int | None) -> None:
+def check_sync_options(eps_mode: str | None, group_size: int | None, process_group: Any = None) -> None:
     """Refuse what no layer can take.
 
     Raises:
         TypeError: for a `group_size` that is no int.
-        ValueError: for an unknown `eps_mode`, or a `group_size` below 1.
+        ValueError: for an unknown `eps_mode`, a `group_size` below 1, or a `group_size` beside a `process_group`.
     """
     if eps_mode is not None:
         _check_eps_mode(eps_mode)
@@ -60,6 +63,11 @@ def check_sync_options(eps_mode: str | None, group_size: int | None) -> None:
         raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
     if group_size is not None and group_size < 1:
         raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
+    if group_size is not None and process_group is not None:
+        raise ValueError(
+            f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides the "
+            "replicas of one process, which then synchronizes with no other, so leave one of them out"
+        )
 
 
 class _SynchronizedBatchNorm(_BatchNorm):
@@ -97,7 +105,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def _set_sync_options(self, eps_mode: str | None, group_size: int | None, process_group: Any) -> None:
         """Take the options that are given; those left out stay with the class, so that nothing is left to undo."""
-        check_sync_options(eps_mode, group_size)
+        check_sync_options(eps_mode, group_size, process_group)
         options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
         for name, value in options.items():
             if value is not None:
@@ -116,17 +124,57 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._sync_updates_running_stats = copy_id == 0
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self._sync_pipe is None:
-            if self.training:
-                self._warn_if_replica()
+        if not self.training:
+            return super().forward(input)
+        group = self._peers()
+        if self._sync_pipe is None and group is None:
+            self._warn_if_replica()
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_input(input)
         rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
-        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule)
-        if statistics is not None and self._sync_updates_running_stats and self.track_running_stats:
+        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group)
+        speaks = self._sync_pipe is None or self._sync_updates_running_stats
+        if statistics is not None and speaks and self.track_running_stats:
             self._update_running_stats(statistics)
         return output
+
+    def _peers(self) -> distributed.Group | None:
+        """Return the group of processes to synchronize with, or None for this process alone."""
+        group = distributed.peers(None if self.group_size is not None else self.process_group)
+        if group is None:
+            return None
+        if self._sync_pipe is None and getattr(self, "_is_replica", False):
+            return None  # Replicas that do not know each other would all speak for their process, in any order.
+        if self.group_size is None:
+            return group
+        if self._sync_pipe is None and self.group_size > 1:
+            warnings.warn(
+                f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
+                "process, so its statistics are those of this process; pass process_group=torch.distributed."
+                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes",
+                stacklevel=4,
+            )
+        return None
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
+        """Do what `convert_model` does, under the name that `torch.nn.SyncBatchNorm` has for it."""
+        from sync_batchnorm.convert import convert_model  # which is built on this file
+
+        return convert_model(module, process_group=process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if state.get("process_group") is not None:
+            state["process_group"] = distributed.SharedGroup(self.process_group)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shared = state.get("process_group")
+        group = shared.group if isinstance(shared, distributed.SharedGroup) else shared
+        state = state if shared is None else state | {"process_group": group}
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _check_input(self, input: Tensor) -> None:
         """Let torch's own function refuse what it refuses, in its words, before anybody is met.
@@ -201,8 +249,11 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         bias: whether there is a bias beside the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
-            group. The running statistics are those of the group of replica 0. None: all replicas.
-        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
+            group. The running statistics are those of the group of replica 0. None: all replicas. Groups of replicas
+            lie inside of one process and do not synchronize with another one.
+        process_group: the `torch.distributed` group over which processes synchronize once it is initialized with more
+            than one process; None: all processes. The replicas of each process come first. Copies of the layer share
+            the group, a pickle cannot hold it.
 
     Shape:
         - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
@@ -211,7 +262,8 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     Raises:
         ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
             a channel is refused only if it is the only one of all replicas.
-        ReplicaSyncError: if the replicas cannot meet.
+        ValueError: also for a `process_group` that this process does not belong to.
+        ReplicaSyncError: if the replicas cannot meet. If processes cannot, the error is that of `torch.distributed`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

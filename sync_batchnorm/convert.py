@@ -77,13 +77,13 @@ def convert_model(
             with a forward of their own, lazy layers without an input so far, parametrized and scripted layers.
     """
     modules = _named_modules(module)
-    check_sync_options(eps_mode, group_size)
+    check_sync_options(eps_mode, group_size, process_group)
     left: dict[str, list[str]] = {}
     for name, child in modules:
         if isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
         elif _is_scripted(child):
-            why = f"{child.original_name} is compiled by TorchScript; convert the model before it is scripted or traced"
+            why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
             left.setdefault(why, []).append(name)
         elif isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm):
             reason = _synchronize(child, eps_mode, group_size, process_group)
@@ -176,7 +176,7 @@ def _reason_to_leave(layer: _BatchNorm) -> str | None:
             f"has a {own[0]} of its own; derive its class from {nearest or SynchronizedBatchNorm.__name__} and call "
             "super().forward(input), or put a torch.nn.BatchNorm in its place"
         )
-    expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
+    expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
     clashes = sorted(name for name in _RESERVED - expected if hasattr(layer, name))
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"

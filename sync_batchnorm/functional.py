@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import moments
+from sync_batchnorm import distributed, moments
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_moments, merge_moments, normalize
 
@@ -26,6 +26,9 @@ class Message(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     rule: ScaleRule | None  # None: the scale is the variance itself
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Statistics:
     mean: Tensor  # (C,), on the device of the master, not part of the graph
     var: Tensor  # (C,), biased, as `mean`
     count: int
+    affine: moments.Affine | None = None
+    weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
 
 
 class _Call(NamedTuple):
@@ -64,22 +69,53 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hasha
             f"but got {inputs}; give every replica the same kind of input"
         )
     counts = [moments.channel_count(message.shape) for message in contents]
-    if sum(counts) == 1:
-        single = contents[counts.index(1)]
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single.shape}")
-    if sum(counts) == 0:
-        mean, var = contents[0].moments.unbind()
-        return [(replica, Statistics(m.moments, m.carrier, mean, var, 0)) for replica, m in messages]
-    merge = Merge(counts, [message.moments.device for message in contents], contents[0].dtype, contents[0].rule)
+    group = contents[0].group
+    if group is None and sum(counts) < 2:
+        return _without_variance(messages, sum(counts))
+    weighted = _share_parameters(contents)
+    merge = Merge(
+        counts,
+        [message.moments.device for message in contents],
+        contents[0].dtype,
+        contents[0].rule,
+        contents[0].weight if weighted else None,
+        contents[0].bias if weighted else None,
+        group,
+    )
     merged = merge_moments(merge, [message.moments for message in contents], [message.carrier for message in contents])
+    if merge.count < 2:  # as only the group can tell
+        return _without_variance(messages, merge.count)
     on_device = {
-        device: Statistics(normalizer, carrier, merge.mean, merge.var, merge.count)
+        device: Statistics(normalizer, carrier, merge.mean, merge.var, merge.count, merge.affine, weighted)
         for device, (normalizer, carrier) in merged.items()
     }
     return [(replica, on_device[message.moments.device]) for replica, message in messages]
 
 
-def _exchange(pipe: Pipe, message: Message) -> Statistics:
+def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> list[tuple[Hashable, Statistics]]:
+    if count:
+        sizes = [message.shape for _, message in messages]
+        single = next((size for size in sizes if moments.channel_count(size)), sizes[0])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
+    mean, var = messages[0][1].moments.unbind()
+    return [(replica, Statistics(m.moments, m.carrier, mean, var, 0)) for replica, m in messages]
+
+
+def _share_parameters(messages: list[Message]) -> bool:
+    """Tell whether all replicas have weight and bias over the same storage, as replicas on the CPU have.
+
+    Then what depends on them is computed once, by the master. They differ if the module computes them in its forward.
+    """
+
+    def storage(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return len({(storage(message.weight), storage(message.bias)) for message in messages}) == 1
+
+
+def _exchange(pipe: Pipe | None, message: Message) -> Statistics:
+    if pipe is None:
+        return merge_messages([(0, message)])[0][1]
     statistics: Statistics = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     # Detached, the history keeps neither graph nor input alive.
     constant = statistics.normalizer.detach()
@@ -92,13 +128,14 @@ def _exchange(pipe: Pipe, message: Message) -> Statistics:
 # nobody to meet then, and nothing to count: the call repeats an earlier one and reuses its statistics. It is recognized
 # by the running backward, through a private function of torch, without which there is still the fact that the replica
 # has left its forward; that fails only for a backward inside of a forward. Which earlier call is repeated is told by
-# the input: the one with the nearest moments, whatever the order in which segments are recomputed.
+# the input: the one with the nearest moments, whatever the order in which segments are recomputed. The only replica of
+# a process has no pipe that could keep the call: then all processes exchange again, and only do not count it.
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-def _recall(pipe: Pipe, input: Tensor) -> Statistics | None:
+def _recall(pipe: Pipe | None, input: Tensor) -> Statistics | None:
     """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation."""
-    if not pipe.history or (_graph_task_id() == -1 and not pipe.has_left):
+    if pipe is None or not pipe.history or (_graph_task_id() == -1 and not pipe.has_left):
         return None
     calls: list[_Call] = pipe.history
     if len(calls) > 1:
@@ -111,7 +148,12 @@ def _recall(pipe: Pipe, input: Tensor) -> Statistics | None:
 
 
 def sync_batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Pipe, rule: ScaleRule
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    pipe: Pipe | None,
+    rule: ScaleRule,
+    group: distributed.Group | None = None,
 ) -> tuple[Tensor, Statistics | None]:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -121,8 +163,9 @@ def sync_batch_norm(
         input: ``(N, C, +)``, with its own N and sizes in each replica; may be empty.
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
-        pipe: the connection of this replica.
+        pipe: the connection of this replica; None if it is the only one of its process.
         rule: how eps enters.
+        group: the processes to exchange with, as `distributed.peers` finds them; None for this one alone.
 
     Returns:
         The output, as `input` in shape, dtype and memory format, and the statistics of this call; None instead of them
@@ -133,21 +176,26 @@ def sync_batch_norm(
         ReplicaSyncError: if the replicas cannot meet.
         RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
-    record = Record(weight)
+    record = Record()
     recalled = _recall(pipe, input)
     if recalled is not None:
-        record.count = recalled.count
+        record.affine = recalled.affine
     parts, carrier, *inputs = local_moments(input, record)
-    statistics = recalled or _exchange(pipe, Message(parts, carrier, input.shape, input.dtype, rule))
-    record.normalizer, record.count = statistics.normalizer.detach(), statistics.count
-    if statistics.count == 0:
-        output = torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
-    else:
-        output = normalize((inputs[0], inputs[1]), statistics.normalizer, statistics.carrier, weight, bias)
-    return output, None if recalled is not None else statistics
+    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group)
+    statistics = recalled or _exchange(pipe, message)
+    repeated = recalled is not None or (pipe is None and _graph_task_id() != -1)
+    counted = None if repeated else statistics
+    affine = statistics.affine
+    if affine is None:  # There is not a single element in all replicas.
+        return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False), counted
+    record.normalizer, record.affine = statistics.normalizer.detach(), affine
+    if statistics.weighted:
+        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine), counted
+    output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, affine)
+    return moments.weigh(output, weight, bias), counted
 
 
-def sync_moments(input: Tensor, pipe: Pipe) -> tuple[Tensor, Tensor, int]:
+def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over the inputs of all replicas; differentiable.
 
     The building block for normalizations of your own, inside a module with `__data_parallel_replicate__`. Blocks the
@@ -156,17 +204,23 @@ def sync_moments(input: Tensor, pipe: Pipe) -> tuple[Tensor, Tensor, int]:
 
     Args:
         input: ``(N, C, +)``, with its own N and sizes in each replica; may be empty.
-        pipe: the `SyncMaster` (made with `merge_messages`) or `SlavePipe` of this replica.
+        pipe: the `SyncMaster` (made with `merge_messages`) or `SlavePipe` of this replica; None if it is the only one
+            of its process.
+        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
 
     Returns:
         mean and variance, ``(C,)``, in float32 (float64 for float64 inputs) on the device of `input`, and the number
         of elements a channel over all replicas.
 
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all.
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all;
+            if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
     """
+    group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
-    statistics = _recall(pipe, input) or _exchange(pipe, Message(parts, carrier, input.shape, input.dtype, None))
+    statistics = _recall(pipe, input) or _exchange(
+        pipe, Message(parts, carrier, input.shape, input.dtype, None, group=group)
+    )
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

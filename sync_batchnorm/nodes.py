@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sync_batchnorm import moments
+from sync_batchnorm import distributed, moments
 
 __all__: list[str] = []
 
@@ -56,10 +56,9 @@ class ScaleRule(NamedTuple):
 class Record:
     """What the two nodes of a replica share: known only after the exchange, and detached, so that no cycle closes."""
 
-    def __init__(self, weight: Tensor | None) -> None:
-        self.weight = weight
+    def __init__(self) -> None:
         self.normalizer: Tensor | None = None
-        self.count: int | None = None
+        self.affine: moments.Affine | None = None
 
 
 class _LocalMoments(torch.autograd.Function):
@@ -68,23 +67,26 @@ class _LocalMoments(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input)
         ctx.record = record
-        recomputed = record is not None and record.count is not None
+        recomputed = record is not None and record.affine is not None
         parts = input.new_empty(0) if recomputed else moments.local_moments(input)
         return parts, parts.detach(), input, input
 
     @staticmethod
     def backward(
-        ctx: Any, grad_moments: Tensor | None, sums: Tensor | None, grad_output: Tensor | None, input: Tensor | None
+        ctx: Any,
+        grad_moments: Tensor | None,
+        coefficients: Tensor | None,
+        grad_output: Tensor | None,
+        input: Tensor | None,
     ) -> tuple[Tensor | None, None]:
         if input is None:
             (input,) = ctx.saved_tensors
         grad_input = grad_output  # With `create_graph` it is the true gradient, and so all there is to do.
-        if not torch.is_grad_enabled() and not (sums is None and grad_output is None):
+        if not torch.is_grad_enabled() and not (coefficients is None and grad_output is None):
             record: Record = ctx.record
-            if sums is None or record.normalizer is None or record.count is None:
+            if coefficients is None or record.normalizer is None or record.affine is None:
                 raise RuntimeError(RECOMPUTED)
-            means = (sums / record.count).to(record.normalizer.dtype)
-            grad_input = moments.input_gradient(grad_output, input, record.normalizer, record.weight, means)
+            grad_input = moments.input_gradient(grad_output, input, record.normalizer, record.affine, coefficients)
         if grad_moments is not None:
             through_moments = moments.moments_gradient(grad_moments, input)
             grad_input = through_moments if grad_input is None else grad_input + through_moments
@@ -96,16 +98,26 @@ class Merge:
 
     mean: Tensor
     var: Tensor
+    affine: moments.Affine | None = None
 
     def __init__(
-        self, counts: Sequence[int], devices: Sequence[torch.device], dtype: torch.dtype, rule: ScaleRule | None
-    ):
+        self,
+        counts: Sequence[int],
+        devices: Sequence[torch.device],
+        dtype: torch.dtype,
+        rule: ScaleRule | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        group: distributed.Group | None = None,
+    ) -> None:
         self.counts = counts
-        self.count = sum(counts)
+        self.count = sum(counts)  # with a group, after the merge, over all of its processes
         self.device = devices[0]
         self.devices = list(dict.fromkeys(devices))
         self.dtype = moments.statistics_dtype(dtype)
         self.rule = rule
+        self.weight, self.bias = weight, bias
+        self.group = group
 
 
 class _MergeMoments(torch.autograd.Function):
@@ -117,10 +129,16 @@ class _MergeMoments(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         parts = parts_and_carriers[: len(merge.counts)]
         ctx.merge, ctx.parts = merge, parts
-        mean, var = moments.merge_moments([part.to(merge.device) for part in parts], merge.counts)
+        mean, var = parts[0].unbind()
+        if merge.count:
+            mean, var = moments.merge_moments([part.to(merge.device) for part in parts], merge.counts)
+        if merge.group is not None:
+            mean, var, merge.count = distributed.merge_moments(mean, var, merge.count, merge.group)
         scale = var if merge.rule is None else merge.rule.scale(var)
         normalizer = torch.stack((mean, scale)).to(merge.dtype)
         merge.mean, merge.var = mean, var
+        if merge.rule is not None:
+            merge.affine = moments.make_affine(mean, scale, normalizer, merge.weight, merge.bias)
         results = [normalizer.to(device, copy=i > 0) for i, device in enumerate(merge.devices)]
         return *results, *[result.detach() for result in results]
 
@@ -135,12 +153,25 @@ class _MergeMoments(torch.autograd.Function):
         if constant is not None:
             grad = None if grad is None else torch.stack((grad[0], grad[1].masked_fill(constant, 0)))
             sums = None if sums is None else torch.stack((sums[0], sums[1].masked_fill(constant, 0)))
+        affine = merge.affine
+        if merge.group is not None:
+            # Each process weighs its sums, and then not the total: all of them need not have the same weight.
+            sums = sums if sums is None or merge.weight is None else sums * merge.weight
+            affine = None if affine is None else distributed.unweighted(affine)
+            if not torch.is_grad_enabled():
+                grad, sums = distributed.total_gradients(grad, sums, merge.group)
         grad_parts: list[Tensor | None] = [None for _ in parts]
         if grad is not None:
             local = [part.to(merge.device) for part in parts]
-            of_parts = moments.merge_gradients(grad, local, merge.counts)
+            if merge.group is None:
+                of_parts = moments.merge_gradients(grad, local, merge.counts)
+            else:
+                of_parts = distributed.merge_gradients(grad, local, merge.counts, merge.mean, merge.count, merge.group)
             grad_parts = [g.to(part.device) for g, part in zip(of_parts, parts, strict=True)]
-        return None, *grad_parts, *[None if sums is None else sums.to(part.device) for part in parts]
+        if sums is None or affine is None:
+            return None, *grad_parts, *[None for _ in parts]
+        coefficients = moments.gradient_coefficients(sums, merge.count, affine)
+        return None, *grad_parts, *[coefficients.to(part.device) for part in parts]
 
 
 def _total(grads: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
@@ -161,29 +192,30 @@ class _Normalize(torch.autograd.Function):
         carrier: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        affine: moments.Affine,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         # The input is saved by `_LocalMoments`, unless that has nothing to differentiate.
         ctx.local_moments = input.grad_fn if input.requires_grad else None
         ctx.save_for_backward(weight, input if ctx.local_moments is None else None)
-        ctx.normalizer = normalizer
-        return moments.normalize(input, normalizer, weight, bias)
+        ctx.normalizer, ctx.affine = normalizer, affine
+        return moments.normalize(input, normalizer, affine, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 6
+            return (None,) * 7
         weight, input = ctx.saved_tensors
         if input is None:
             (input,) = ctx.local_moments.saved_tensors
-        needs_input, _, needs_normalizer, _, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_input, _, needs_normalizer, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_normalizer = sums = None
         if torch.is_grad_enabled():
             gradients = moments.normalize_gradients(grad_output, input, ctx.normalizer, weight)
             grad_input, grad_normalizer, grad_weight, grad_bias = gradients
         else:
             grad_input = grad_output
-            grad_bias, grad_weight = moments.gradient_sums(grad_output, input, ctx.normalizer)
+            grad_bias, grad_weight = moments.gradient_sums(grad_output, input, ctx.normalizer, ctx.affine)
             sums = torch.stack((grad_bias, grad_weight)) if needs_normalizer else None
         return (
             grad_input if needs_input else None,
@@ -192,6 +224,7 @@ class _Normalize(torch.autograd.Function):
             sums,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
+            None,
         )
 
 
@@ -211,8 +244,16 @@ def merge_moments(
 
 
 def normalize(
-    inputs: tuple[Tensor, Tensor], normalizer: Tensor, carrier: Tensor, weight: Tensor | None, bias: Tensor | None
+    inputs: Sequence[Tensor],
+    normalizer: Tensor,
+    carrier: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    affine: moments.Affine,
 ) -> Tensor:
     """Return the normalized input; `inputs` are the two that `local_moments` hands out."""
-    output: Tensor = _Normalize.apply(*inputs, normalizer, carrier, weight, bias)  # type: ignore[no-untyped-call]
+    same, again = inputs
+    output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+        same, again, normalizer, carrier, weight, bias, affine
+    )
     return output
