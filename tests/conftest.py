@@ -1,4 +1,4 @@
-"""What every test runs under: the watchdog, no thread left behind, and a torchvision that imports without its kernels."""
+"""What every test runs under: the watchdog, no thread left behind, a torchvision that imports without its kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _define_missing_torchvision_operators() -> None:
             raise
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+        library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _define_missing_torchvision_operators.library = library  # type: ignore[attr-defined]  # it must stay alive
@@ -35,6 +35,8 @@ def _define_missing_torchvision_operators() -> None:
 
 
 _define_missing_torchvision_operators()
+# Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
+torch.set_num_threads(1)
 
 
 def within(seconds: float, body: Callable[[], Any]) -> Any:

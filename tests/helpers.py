@@ -25,10 +25,32 @@ def randomize(module: nn.Module) -> nn.Module:
     return module
 
 
+def as_devices(device_ids: Sequence[Any]) -> list[torch.device]:
+    """Return the devices that the ids of a device list of `conftest.py` name."""
+    return [torch.device("cuda", i) if isinstance(i, int) else torch.device(i) for i in device_ids]
+
+
+def doubles(*shape: int, devices: Sequence[Any] = ("cpu",)) -> Tensor:
+    """Return random numbers in float64 on the first of `devices`."""
+    return torch.randn(*shape, dtype=torch.float64, device=as_devices(devices)[0])
+
+
+class TwoLayers(nn.Module):
+    """Two layers with a ReLU in place between them: the smallest net with everything that can go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(input)))))
+
+
 def twins(module: nn.Module, devices: Sequence[Any], **options: Any) -> tuple[nn.Module, DataParallelWithCallback]:
     """Return `module` on one device and a synchronized copy of it on `devices`, with equal random parameters."""
-    home = devices[0] if devices[0] == "cpu" else f"cuda:{devices[0]}"
-    plain = randomize(module).to(home)
+    plain = randomize(module).to(as_devices(devices)[0])
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=5.0, **options)
     return plain, parallel
 
@@ -79,4 +101,35 @@ def assert_same_step(
     expected.backward(grad)
     actual.backward(grad)
     assert_equal(inputs[1].grad, inputs[0].grad, "input gradient", tolerance)
+    assert_same_state(parallel, plain, tolerance)
+
+
+def run_parts(parallel: DataParallelWithCallback, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Run one replica on each part, whatever its size: what a forward does, without scatter and gather."""
+    device_ids = parallel.device_ids[: len(parts)]
+    moved = [part.to(device) for part, device in zip(parts, as_devices(device_ids), strict=True)]
+    replicas = parallel.replicate(parallel.module, device_ids)
+    return parallel.parallel_apply(replicas, [(part,) for part in moved], [{} for _ in parts])
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """Turn ``(N, C, +)`` into one sample of size one for each element of a channel: ``(N * sizes, C, 1, ...)``."""
+    rows = tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
+    return rows.view(*rows.shape, *[1] * (tensor.dim() - 2))
+
+
+def assert_same_parts(
+    plain: nn.Module, parallel: DataParallelWithCallback, parts: Sequence[Tensor], tolerance: float | None = None
+) -> None:
+    """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows."""
+    ours, theirs = ([part.detach().clone().requires_grad_() for part in parts] for _ in range(2))
+    outputs = run_parts(parallel, ours)
+    assert [output.shape for output in outputs] == [part.shape for part in parts]
+    expected = plain(torch.cat([as_rows(part) for part in theirs]))
+    assert_equal(torch.cat([as_rows(output.to(expected.device)) for output in outputs]), expected, "output", tolerance)
+    grads = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, grads)
+    expected.backward(torch.cat([as_rows(grad.to(expected.device)) for grad in grads]))
+    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert_equal(our.grad, their.grad, f"input gradient of part {i}", tolerance)
     assert_same_state(parallel, plain, tolerance)

@@ -1,14 +1,239 @@
 """Replicas compute what one device computes on the whole batch."""
 
+import pytest
 import torch
-from helpers import assert_same_step, twins
+from conftest import device_lists
+from helpers import (
+    TwoLayers,
+    as_devices,
+    assert_equal,
+    assert_same_parts,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    randomize,
+    run_parts,
+    twins,
+)
 from torch import nn
 
+BATCHES = {
+    "rows": (nn.BatchNorm1d, (16, 10)),
+    "1d": (nn.BatchNorm1d, (7, 4, 5)),
+    "2d": (nn.BatchNorm2d, (6, 3, 5, 4)),
+    "3d": (nn.BatchNorm3d, (5, 2, 3, 4, 3)),
+}
+OPTIONS = [
+    {"eps": 0.3},
+    {"momentum": 0.3},
+    {"momentum": None},
+    {"momentum": 0.0},
+    {"momentum": 1.0},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"bias": False},
+]
 
-def test_conv_net_steps_are_those_of_one_device(devs):
-    net = nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
-    )
-    plain, parallel = twins(net.double(), devs)
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
+    layer, shape = BATCHES[kind]
+    plain, parallel = twins(layer(shape[1]).to(dtype), devs)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(*shape, devices=devs).to(dtype))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
+    plain, parallel = twins(nn.BatchNorm2d(3, **options).double(), devices)
     for _ in range(3):
-        assert_same_step(plain, parallel, torch.randn(7, 3, 9, 8, dtype=torch.float64, device=plain[0].weight.device))
+        assert_same_step(plain, parallel, doubles(5, 3, 4, 2, devices=devices))
+    assert parallel.module.bias is None or options != {"bias": False}
+
+
+@pytest.mark.parametrize("batch", [8, 4], ids=["two-a-replica", "one-a-replica"])
+def test_training_stays_equal_step_by_step(devs, batch):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (plain, parallel)]
+    data = doubles(batch, 3, 7, 6, devices=devs)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_same_step(plain, parallel, data[torch.randperm(batch)])
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(parallel, plain)
+
+
+def test_statistics_of_single_replicas_would_fail_these_tests():
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 4)
+    data = doubles(8, 3, 5, 5)
+    apart = torch.cat([plain(chunk) for chunk in data.chunk(4)])
+    assert (parallel(data) - apart).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("devices", device_lists(4))
+@pytest.mark.parametrize("rows", [5, 7, 9, 10], ids=lambda rows: f"{rows}-rows")
+def test_chunks_of_different_sizes_are_weighted_by_elements(devices, rows):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    assert_same_step(plain, parallel, doubles(rows, 3, 4, 2, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(4))
+@pytest.mark.parametrize("sizes", [(16, 8), (2, 3, 4, 5), (1, 1, 9)], ids=str)
+def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    parts = [doubles(size, 3, 2) for size in sizes]
+    parts[0] *= 50
+    assert_same_parts(plain, parallel, parts)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_parts_may_differ_in_their_spatial_sizes(devices, dtype):
+    plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
+    for _ in range(2):
+        assert_same_parts(plain, parallel, [torch.randn(2, 3, 5, 5).to(dtype), torch.randn(1, 3, 9, 2).to(dtype)])
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_running_statistics_converge_to_those_of_all_elements(devices):
+    _, parallel = twins(nn.BatchNorm1d(2, momentum=0.99, affine=False).double(), devices)
+    parts = [torch.full((2, 2, 10**i), 0.1**i, dtype=torch.float64) for i in range(3)]
+    for part in parts:
+        part[:, 1] *= 3
+    for _ in range(20):
+        run_parts(parallel, parts)
+    elements = torch.cat([part.movedim(1, 0).reshape(2, -1) for part in parts], 1)
+    assert_equal(parallel.module.running_mean.cpu(), elements.mean(1), "running mean")
+    assert_equal(parallel.module.running_var.cpu(), elements.var(1), "running variance")
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_one_value_in_each_replica_is_enough(devices):
+    plain, parallel = twins(nn.BatchNorm1d(2, momentum=1.0, affine=False), devices)
+    output = parallel(torch.tensor([[3.0, -1.0], [5.0, 2.0]], device=as_devices(devices)[0])).cpu()
+    half = torch.tensor([1.0, 1.5])  # half of the distance of the two samples
+    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]]) * half / (half**2 + plain.eps).sqrt()
+    assert_equal(output, expected, "output", 1e-6)
+    assert_equal(parallel.module.running_mean.cpu(), torch.tensor([4.0, 0.5]), "running mean", 1e-6)
+    assert_equal(parallel.module.running_var.cpu(), torch.tensor([2.0, 4.5]), "running variance", 1e-6)
+
+
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_one_value_in_each_of_four_replicas_is_enough(devices):
+    plain, parallel = twins(nn.BatchNorm1d(4).double(), devices)
+    assert_same_step(plain, parallel, torch.arange(16.0, device=as_devices(devices)[0]).view(4, 4, 1).double())
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_frozen_parameters_get_no_gradient(devices, frozen):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    for module in (plain, parallel.module):
+        for name in frozen:
+            getattr(module, name).requires_grad_(False)
+    assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+    assert all(getattr(parallel.module, name).grad is None for name in frozen)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_unit_weight_and_zero_bias_equal_no_parameters(devices):
+    (_, affine), (_, bare) = (twins(nn.BatchNorm1d(3, affine=a).double(), devices) for a in (True, False))
+    nn.init.ones_(affine.module.weight)
+    nn.init.zeros_(affine.module.bias)
+    data = doubles(6, 3, devices=devices)
+    assert_equal(affine(data), bare(data))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.0, 1.0, 0.1], ids=str)
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, momentum):
+    plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
+    for rows in (6, 0, 5, 7):
+        assert_same_step(plain, parallel, doubles(rows, 3, devices=devices))
+    plain.reset_running_stats()
+    parallel.module.reset_running_stats()
+    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+@pytest.mark.parametrize("sizes", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 2, 0), (0, 1, 1), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_empty_replicas_take_part(devices, sizes, dtype):
+    plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
+    assert_same_parts(plain, parallel, [torch.randn(size, 3, 2, 2, dtype=dtype) for size in sizes])
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_empty_images_are_an_empty_batch(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_empty_replica_inside_a_net_leaves_the_others_right(devices):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).double()
+    plain, parallel = twins(net, devices)
+    data = doubles(3, 3, 2, 2, devices=devices)
+    expected, outputs = plain(data), run_parts(parallel, [data[:0], data])
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    torch.autograd.backward(outputs, [torch.zeros_like(outputs[0]), grad.to(outputs[1].device)])
+    assert_equal(outputs[1], expected.to(outputs[1].device))
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("rows", [4, 5], ids=["even", "uneven"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_gradcheck_passes(devices, training, rows):
+    _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    bn = parallel.train(training).module
+    inputs = [doubles(rows, 3, devices=devices).requires_grad_(), bn.weight, bn.bias]
+    assert torch.autograd.gradcheck(lambda input, *_: parallel(input), inputs)
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False], ids=["input-differentiable", "first-layer"])
+def test_parameter_gradients_do_not_depend_on_those_of_the_input(devs, needs_gradient):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
+    data, grad = doubles(6, 3, devices=devs), doubles(6, 3, devices=devs)
+    for module in (plain, parallel):
+        module(data.clone().requires_grad_(needs_gradient)).backward(grad)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
+    data = doubles(6, 3, devices=devs)
+    with mode():
+        expected, output = plain(data), parallel(data)
+    assert_equal(output, expected)
+    assert not output.requires_grad
+    assert not any(buffer.requires_grad or buffer.is_inference() for buffer in parallel.module.buffers())
+    assert_same_state(parallel, plain)
+    assert_same_step(plain, parallel, data)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_formulas_written_out_give_the_same(devices):
+    bn = randomize(nn.BatchNorm2d(3).double())
+    _, parallel = twins(bn, devices)
+    input, grad = doubles(4, 3, 5, 2, devices=devices).requires_grad_(), doubles(4, 3, 5, 2, devices=devices)
+    weight, bias = (p.detach().view(-1, 1, 1) for p in (bn.weight, bn.bias))
+    x, dims = input.detach(), (0, 2, 3)
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    invstd = (centered.square().mean(dims, keepdim=True) + bn.eps).rsqrt()
+    normalized = centered * invstd
+    output = parallel(input)
+    output.backward(grad)
+    assert_equal(output, normalized * weight + bias, "output")
+    along = (grad * normalized).mean(dims, keepdim=True)
+    expected = weight * invstd * (grad - grad.mean(dims, keepdim=True) - normalized * along)
+    assert_equal(input.grad, expected, "input gradient")
+    assert_equal(parallel.module.weight.grad, (grad * normalized).sum(dims), "weight gradient")
+    assert_equal(parallel.module.bias.grad, grad.sum(dims), "bias gradient")

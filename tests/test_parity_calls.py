@@ -1,0 +1,123 @@
+"""Several calls of one layer, several forwards, and several backwards stay apart or add up, as on one device."""
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from torch import nn
+
+
+class Pyramid(nn.Module):
+    """One layer for feature levels of three sizes, as detection heads share it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, input):
+        levels = [input, input[..., ::2], input[..., 1:, ::3]]
+        return torch.cat([self.bn(self.conv(level)).flatten(1) for level in levels], 1)
+
+
+def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
+    plain, parallel = twins(Pyramid().double(), devs)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, 5, 7, devices=devs))
+    assert parallel.module.bn.num_batches_tracked == 6
+
+
+def test_one_layer_twice_in_a_sequence_is_one_layer(devs):
+    layer = nn.BatchNorm1d(3)
+    plain, parallel = twins(nn.Sequential(layer, nn.Linear(3, 3), layer).double(), devs)
+    assert parallel.module[0] is parallel.module[2]
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devs))
+
+
+def test_two_forwards_before_one_backward_add_up(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    first, second = doubles(4, 3, 6, 6, devices=devs), doubles(6, 3, 7, 6, devices=devs)
+    grads = [doubles(*plain.eval()(data).shape, devices=devs) for data in (first, second)]
+    for module in (plain.train(), parallel):
+        torch.autograd.backward([module(first), module(second)], grads)
+    assert_same_state(parallel, plain)
+
+
+def test_gradients_accumulate_over_micro_batches(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    for rows in (4, 3, 5, 4):
+        assert_same_step(plain, parallel, doubles(rows, 3, 6, 6, devices=devs))
+
+
+def test_eval_forward_between_two_training_forwards_changes_nothing(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    data = doubles(4, 3, 6, 6, devices=devs)
+    grad = doubles(*plain.eval()(data).shape, devices=devs)
+    for module in (plain, parallel):
+        first, _, last = [module.train(training)(data) for training in (True, False, True)]
+        torch.autograd.backward([first, last], [grad, 2 * grad])
+    assert_same_state(parallel, plain)
+
+
+def test_training_forward_between_an_eval_forward_and_its_backward_is_no_error(devs):
+    _, parallel = twins(TwoLayers().double(), devs)
+    data = doubles(4, 3, 6, 6, devices=devs)
+    output = parallel.eval()(data)
+    parallel.train()(data)
+    output.backward(torch.randn_like(output))
+    assert parallel.module.bn1.weight.grad is not None
+
+
+class Branching(nn.Module):
+    """Takes another branch by content, but calls its layer equally often in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, input):
+        return self.bn(self.linear(input)) if input[0, 0] > 0 else -self.bn(self.linear(input) * 2)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_may_take_different_branches_with_equal_calls(devices):
+    net = Branching().double()
+    _, parallel = twins(net, devices)
+    data = doubles(6, 3, devices=devices)
+    data[0, 0], data[3, 0] = 1.0, -1.0
+    hidden = net.linear(data)
+    expected = net.bn(torch.cat((hidden[:3], hidden[3:] * 2))) * torch.tensor([[1.0]] * 3 + [[-1.0]] * 3).to(data)
+    output, grad = parallel(data), torch.randn_like(expected)
+    assert_equal(output, expected)
+    expected.backward(grad)
+    output.backward(grad)
+    assert_same_state(parallel, net)
+
+
+class Yielding(nn.Module):
+    """Lets other threads run first, a random number of times."""
+
+    def forward(self, input):
+        for _ in range(random.randrange(4)):
+            getattr(os, "sched_yield", lambda: None)()
+        return input
+
+
+@pytest.mark.watchdog(60)
+def test_many_forwards_under_frequent_thread_switches_stay_equal():
+    net = nn.Sequential(*[layer for _ in range(3) for layer in (Yielding(), nn.BatchNorm1d(3), nn.Linear(3, 3))])
+    plain, parallel = twins(net.double(), ["cpu"] * 4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for i in range(300):
+            data = doubles(4 + i % 7, 3)
+            with torch.no_grad():
+                assert_equal(parallel(data), plain(data), f"forward {i}")
+    finally:
+        sys.setswitchinterval(interval)
+    assert_same_state(parallel, plain)
