@@ -167,7 +167,12 @@ class Roster:
         if not complete:
             self._wait(replica_id)
         messages = [(member, meeting.messages[member]) for member in circle.members]
-        results = dict(callback(messages))
+        try:
+            results = dict(callback(messages))
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"The replicas met in {meeting}.")
+            raise
         if results.keys() != circle.members.keys():
             raise RuntimeError(
                 f"expected the master callback to return one result for each of {list(circle.members)}, "

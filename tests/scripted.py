@@ -1,0 +1,151 @@
+"""A model whose replicas do what a test tells them, and every kind of wrapper that can run them on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from helpers import assert_equal
+from torch import Tensor, nn
+
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
+from sync_batchnorm.local_parallel import as_device, gather, replicate, scatter
+
+R = 3  # replicas of most tests; every replica gets two rows
+
+
+class Scripted(nn.Module):
+    """Two layers, and one place before, between and after them where a replica may be made to do something else.
+
+    The second input says in which replica a row will be, so that a step knows where it runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(SynchronizedBatchNorm1d(4))
+        self.head = SynchronizedBatchNorm1d(4)
+        self.steps: dict[tuple[int, str], Callable[[Scripted, Tensor], Any]] = {}
+
+    def at(self, replica: int, place: str, x: Tensor) -> Any:
+        step = self.steps.get((replica, place))
+        return None if step is None else step(self, x)
+
+    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
+        number = int(replica[0])
+        early = self.at(number, "before", x)
+        if early is not None:
+            return early
+        y = self.stem(x)
+        early = self.at(number, "between", y)
+        if early is not None:
+            return early
+        y = self.head(y * 2)
+        self.at(number, "after", y)
+        return y
+
+
+class TorchStyle(nn.DataParallel):
+    """A subclass with four steps of its own, as far as the CPU needs them; its threads are those of torch."""
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.dim = 0
+        self.device_ids = ["cpu"] * number
+        self.output_device = self.src_device_obj = torch.device("cpu")
+
+    def forward(self, *inputs: Any) -> Any:
+        parts = scatter(inputs, [torch.device("cpu")] * len(self.device_ids), 0)
+        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        return gather(self.parallel_apply(replicas, parts, [{} for _ in parts]), torch.device("cpu"), 0)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        return replicate(module, [as_device(device) for device in device_ids], not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
+        """Keep only an `Exception` for the caller, as torch does; the rest ends its thread."""
+        outcomes: dict[int, Any] = {}
+
+        def work(i: int) -> None:
+            try:
+                outcomes[i] = replicas[i](*inputs[i], **kwargs[i])
+            except Exception as error:
+                outcomes[i] = error
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ordered = [outcomes[i] for i in range(len(replicas))]
+        for outcome in ordered:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return ordered
+
+
+class OwnForward(TorchStyle):
+    """Never calls the `parallel_apply` method: replicas run in threads that its `forward` starts."""
+
+    def forward(self, *inputs: Any) -> Any:
+        parts = scatter(inputs, [torch.device("cpu")] * len(self.device_ids), 0)
+        replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+        outputs = TorchStyle.parallel_apply(self, replicas, parts, [{} for _ in parts])
+        return gather(outputs, torch.device("cpu"), 0)
+
+
+class OneThread(TorchStyle):
+    """Runs its replicas one after another in one thread, where they can never meet."""
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
+        return [replica(*args, **kw) for replica, args, kw in zip(replicas, inputs, kwargs, strict=True)]
+
+
+def stock(module: nn.Module) -> nn.DataParallel:
+    """Return a stock `DataParallel` of CPU replicas, which torch itself does not make."""
+    parallel = nn.DataParallel(module)
+    parallel.__dict__.update(
+        dim=0, device_ids=["cpu"] * R, output_device=torch.device("cpu"), src_device_obj=torch.device("cpu")
+    )
+    return parallel
+
+
+WRAPPERS: dict[str, Callable[..., nn.DataParallel]] = {
+    "wrapper": lambda module, **options: DataParallelWithCallback(module, ["cpu"] * R, **options),
+    "patched": lambda module, **options: patch_replication_callback(stock(module), **options),
+    "own-parallel_apply": lambda module, **options: patch_replication_callback(TorchStyle(module, R), **options),
+    "own-forward": lambda module, **options: patch_replication_callback(OwnForward(module, R), **options),
+}
+
+
+def batch(number: int = R) -> tuple[Tensor, Tensor]:
+    return torch.randn(2 * number, 4, dtype=torch.float64), torch.arange(number).repeat_interleave(2)
+
+
+def scripted(*steps: tuple[int, str, Callable[[Scripted, Tensor], Any]]) -> Scripted:
+    model = Scripted().double()
+    model.steps = {(replica, place): step for replica, place, step in steps}
+    return model
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[[Scripted, Tensor], Any]:
+    def step(model: Scripted, x: Tensor) -> None:
+        raise error
+
+    return step
+
+
+def assert_next_forward_is_right(parallel: nn.DataParallel, calls: Sequence[int]) -> None:
+    """The running statistics hold `calls` completed calls of stem and head, and a good step equals one device."""
+    model = parallel.module
+    assert [int(model.stem[0].num_batches_tracked), int(model.head.num_batches_tracked)] == list(calls)
+    model.steps = {}
+    plain = copy.deepcopy(model)
+    inputs = batch()
+    expected, actual = plain(*inputs), parallel(*inputs)
+    assert_equal(actual, expected, "output")
+    for name, value in plain.state_dict().items():
+        assert_equal(model.state_dict()[name], value, name)
