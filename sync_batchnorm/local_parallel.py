@@ -53,8 +53,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
-        self._check_sizes(inputs, kwargs)
         devices = [as_device(device) for device in device_ids]
+        if len(devices) > 1:  # A single chunk may hold tensors of any sizes.
+            self._check_sizes(inputs, kwargs)
         if not is_local(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         if not inputs and not kwargs:

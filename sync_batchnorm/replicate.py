@@ -106,6 +106,13 @@ def _bare(cls: type[ModuleT]) -> ModuleT:
     return cls.__new__(cls)
 
 
+class _Unregistered(nn.Module):
+    """Keeps a class that is made here from its user's `__init_subclass__`, which may want arguments or keep a list."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
 @functools.lru_cache(maxsize=256)
 def _seated(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of the class of a replica whose calls tell the roster when they begin and how they end.
@@ -116,7 +123,7 @@ def _seated(cls: type[nn.Module]) -> type[nn.Module]:
     replica and of nothing else.
     """
 
-    class Seated(cls):  # type: ignore[valid-type, misc]
+    class Seated(_Unregistered, cls):  # type: ignore[valid-type, misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             seat: _Seat = self.__dict__["_sync_seat"]
             try:
@@ -278,7 +285,7 @@ class _Patched(_Callbacks):
 
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    return type(cls.__name__, (_Patched, cls), {"__module__": cls.__module__, "_unpatched": cls})
+    return type(cls.__name__, (_Unregistered, _Patched, cls), {"__module__": cls.__module__, "_unpatched": cls})
 
 
 def _bare_patched(cls: type[DataParallel[Any]]) -> DataParallel[Any]:
