@@ -122,7 +122,7 @@ def parse_options(arguments: list[str] | None) -> Options:
         devices = [_usable_device(names[i % len(names)]) for i in range(replicas)]
         DataParallelWithCallback(nn.Identity(), devices)
     except (RuntimeError, AssertionError, ValueError) as error:  # Torch without CUDA raises an AssertionError.
-        parser.error(f"expected devices of this machine, but got {given.devices!r}; torch says: {error}")
+        parser.error(f"expected devices of this machine, but got {given.devices!r}: {error}")
     try:
         given.output.mkdir(parents=True, exist_ok=True)
         (given.output / "train_digits.png").unlink(

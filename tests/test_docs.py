@@ -1,0 +1,180 @@
+"""What the pages say is so: their code runs, their links lead somewhere, and the reference has every public name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import socket
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import matplotlib
+import pytest
+
+import sync_batchnorm
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+API = ROOT / "docs" / "api.md"
+
+
+class Block(NamedTuple):
+    language: str
+    line: int  # of the first line of the code, counted from 1
+    code: str
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    fence, language, start, lines = "", "", 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        opening = re.match(r"(```+)(\S*)", line)
+        if fence and line.strip() == fence:
+            yield Block(language, start, "\n".join(lines) + "\n")
+            fence = ""
+        elif fence:
+            lines.append(line)
+        elif opening:
+            fence, language, start, lines = opening[1], opening[2], number + 1, []
+    assert not fence, f"{page.name}: the block of line {start} has no end"
+
+
+def prose_of(page: Path) -> str:
+    """Return the text of a page without its blocks and inline code."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^(```+).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^(```+).*?^\1$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"[`*]", "", heading) for heading in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+    seen: Counter[str] = Counter()
+    anchors = set()
+    for slug in slugs:
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return anchors
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(params=PAGES, ids=relative)
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run code of a page in an empty folder, without a display or network; put back what it sets for the process."""
+
+    def refuse(*args: Any) -> NoReturn:
+        raise OSError(f"expected code that needs no network, but got a connection to {args[1:]}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    backend = matplotlib.get_backend()
+    matplotlib.use("Agg")
+    yield
+    matplotlib.use(backend)
+    sync_batchnorm.set_sbn_eps_mode("plus")
+
+
+@pytest.mark.usefixtures("_clean_room")
+@pytest.mark.watchdog(60)
+def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
+    for block in blocks_of(page):
+        if block.language == "python":
+            # The empty lines make a traceback name the line of the page.
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+
+
+def test_blocks_of_a_page_say_what_they_are(page: Path):
+    languages = {"python", "bash", "text", "diff"}
+    wrong = [f"line {block.line}: {block.language!r}" for block in blocks_of(page) if block.language not in languages]
+    assert not wrong, f"{relative(page)}: expected one of {languages}, but got {wrong}"
+
+
+def test_local_links_of_a_page_lead_somewhere(page: Path):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    assert not broken, f"{relative(page)}: broken links {broken}"
+
+
+def test_every_page_of_docs_is_on_the_map():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", prose_of(index))}
+    missing = [relative(page) for page in (ROOT / "docs").glob("*.md") if page != index and page not in linked]
+    assert not missing
+
+
+def test_shell_blocks_of_the_readme_are_its_two_commands():
+    first, second = [block.code for block in blocks_of(ROOT / "README.md") if block.language == "bash"]
+    assert len(first.splitlines()) == len(second.splitlines()) == 1
+    assert first.endswith("/python docs/examples/train_digits.py\n")
+    assert second.endswith("/python -m pytest\n")
+    for command in (first, second):
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+        assert "'.[test]'" in command
+
+
+def signature_of(qualified_name: str) -> str:
+    """Return how a public name, or a method of one, is called: the signature of its object without annotations."""
+    name, _, method = qualified_name.partition(".")
+    owner = getattr(sync_batchnorm, name)
+    if not method and isinstance(owner, type) and issubclass(owner, BaseException):
+        return f"{name}(message)"  # Exceptions that are written in C have no signature to inspect.
+    found = inspect.signature(getattr(owner, method) if method else owner)
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values()][1 if method else 0 :]
+    return f"{qualified_name}{inspect.Signature(parameters)}"
+
+
+def sections_of_the_reference() -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", API.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {heading.strip("`"): text for heading, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_reference_has_one_section_for_each_public_name():
+    assert sorted(sections_of_the_reference()) == sorted(sync_batchnorm.__all__)
+
+
+@pytest.mark.parametrize("name", sync_batchnorm.__all__)
+def test_signatures_in_the_reference_are_those_of_the_code(name: str):
+    section = sections_of_the_reference().get(name, "")
+    block = re.search(r"^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    assert block, f"the section {name} of {relative(API)} begins with no block of signatures"
+    # A signature may go on in lines that are indented.
+    signatures = re.sub(r"\n +", " ", block[1]).replace("( ", "(").splitlines()
+    expected = [signature_of(signature.partition("(")[0]) for signature in signatures]
+    assert signatures == expected
+    assert all(signature.startswith((f"{name}(", f"{name}.")) for signature in signatures)
+
+
+def test_files_that_the_inner_pages_name_exist():
+    files = {file.name for folder in ("sync_batchnorm", "tests", "docs") for file in (ROOT / folder).rglob("*.py")}
+    for page in (ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "contributing.md"):
+        named = set(re.findall(r"\b(\w+\.py)\b", page.read_text(encoding="utf-8"))) - {"setup.py"}
+        assert named <= files, f"{relative(page)}: no such files {sorted(named - files)}"
+
+
+def test_table_of_files_has_every_file_of_the_package():
+    rows = re.findall(
+        r"^\| `(\w+\.py)` \|", (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    files = sorted(file.name for file in (ROOT / "sync_batchnorm").glob("*.py"))
+    assert sorted(rows) == files
