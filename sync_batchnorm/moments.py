@@ -78,7 +78,7 @@ def _shifted_moments(input: Tensor) -> Tensor:
     sample = input[: 1 + 63 // input.shape[2:].numel()]
     shift = sample.to(torch.float32).mean(dims)
     sums = []
-    for part in input.split(max(1, CHUNK // input[0].numel())):
+    for part in torch.split(input, max(1, CHUNK // input[0].numel())):
         centered = part - per_channel(shift, input)
         sums += [centered.sum(dims), centered.mul_(centered).sum(dims)]
     total = torch.stack(sums).double().view(-1, 2, input.shape[1]).sum(0)
@@ -121,8 +121,8 @@ def merge_gradients(grad: Tensor, moments: Sequence[Tensor], counts: Sequence[in
 
 def moments_gradient(grad: Tensor, input: Tensor) -> Tensor:
     """Return the gradient of `local_moments` by its input, for `grad` ``(2, C)``; differentiable."""
-    if input.numel() == 0:
-        return torch.zeros_like(input)
+    if input.numel() == 0:  # nothing, but a function of `grad`: processes with elements go backward through it
+        return (input * per_channel(grad[0] + grad[1], input)).to(input.dtype)
     # d mean / dx = 1 / n and d var / dx = 2 (x - mean) / n.
     wide = input.to(grad.dtype)
     grad_mean, grad_var = grad / channel_count(input.shape)
@@ -238,7 +238,7 @@ def gradient_coefficients(sums: Tensor, count: int, affine: Affine) -> Tensor:
     """
     means = sums / count
     if affine.slope is None:
-        return means
+        return means if affine.weight is None else means * affine.weight
     mean_dy, mean_dy_normalized = (means * -affine.slope).unbind()
     slope = mean_dy_normalized * affine.scale.rsqrt()
     return torch.stack((slope, torch.addcmul(mean_dy, slope, affine.mean, value=-1)))
@@ -268,8 +268,8 @@ def input_gradient(
         mean, scale = normalizer.unbind()
         invstd = scale.rsqrt()
         factor = invstd if affine.weight is None else affine.weight.to(dtype) * invstd
-        slope = -factor * invstd * second
-        offset = -factor * first - slope * mean
+        slope = -invstd * invstd * second
+        offset = -invstd * first - slope * mean
         grad_input = torch.addcmul(per_channel(offset, input), wide, per_channel(slope, input))
     if grad_output is not None:
         grad_input.addcmul_(grad_output.to(dtype), per_channel(factor, input))

@@ -98,6 +98,7 @@ class Merge:
 
     mean: Tensor
     var: Tensor
+    constants: list[Tensor]
     affine: moments.Affine | None = None
 
     def __init__(
@@ -140,6 +141,7 @@ class _MergeMoments(torch.autograd.Function):
         if merge.rule is not None:
             merge.affine = moments.make_affine(mean, scale, normalizer, merge.weight, merge.bias)
         results = [normalizer.to(device, copy=i > 0) for i, device in enumerate(merge.devices)]
+        merge.constants = [result.detach() for result in results]
         return *results, *[result.detach() for result in results]
 
     @staticmethod

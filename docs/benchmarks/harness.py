@@ -1,0 +1,138 @@
+"""What the benchmarks share: CPU replicas for any library of this design, interleaved timing, and a process of its own.
+
+Nothing here imports a synchronized batch norm: the contenders are handed in, so that the same lines time all of them.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def shallow_replicas(module: nn.Module, num_replicas: int) -> list[nn.Module]:
+    """Replicate a module on one device: shared parameters, copied buffers but for copy 0."""
+    replicas = []
+    for copy_id in range(num_replicas):
+        copies = {child: child._replicate_for_data_parallel() for child in module.modules()}
+        for child, copy in copies.items():
+            for name, grandchild in child._modules.items():
+                setattr(copy, name, copies[grandchild])
+            for name, parameter in child._parameters.items():
+                setattr(copy, name, None if parameter is None else parameter.view_as(parameter))
+            for name, buffer in child._buffers.items():
+                setattr(copy, name, buffer if copy_id == 0 or buffer is None else buffer.clone())
+        replicas.append(copies[module])
+    return replicas
+
+
+class CpuReplicas:
+    """Run a module on CPU replicas, in threads, and call the replication callbacks of the library under test."""
+
+    def __init__(
+        self, module: nn.Module, num_replicas: int, callbacks: Callable[[Sequence[nn.Module]], None] | None
+    ) -> None:
+        self.module, self.num_replicas, self.callbacks = module, num_replicas, callbacks
+
+    def __call__(self, input: Tensor) -> Tensor:
+        chunks = input.chunk(self.num_replicas)
+        replicas = shallow_replicas(self.module, len(chunks))
+        if self.callbacks is not None:
+            self.callbacks(replicas)
+        outputs: list[Any] = [None] * len(chunks)
+
+        def work(i: int) -> None:
+            outputs[i] = replicas[i](chunks[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(chunks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cat(outputs)
+
+
+def training_step(model: Callable[[Tensor], Tensor], input: Tensor, grad: Tensor) -> Callable[[], float]:
+    """Return a function that runs one forward and backward and returns its seconds."""
+    leaf = input.clone(memory_format=torch.preserve_format).requires_grad_()
+
+    def step() -> float:
+        leaf.grad = None
+        start = time.perf_counter()
+        model(leaf).backward(grad)
+        return time.perf_counter() - start
+
+    return step
+
+
+def interleave(steps: dict[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Time all contenders in turn, so that whatever else the machine does meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(warmup + rounds):
+        for name, step in steps.items():
+            taken = step()
+            if i >= warmup:
+                seconds[name].append(taken)
+    return seconds
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Return the median of the ratios of neighbours in time."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+class Remote:
+    """A contender in a process of its own, for a library with the same import name as another.
+
+    The process runs `script` with `arguments`, prints ``ready``, and for each line ``step`` that it reads prints the
+    seconds of one step.
+    """
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._expect()
+
+    def _expect(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"expected an answer of {self._process.args}, but it ended; its error is above")
+        return line
+
+    def __call__(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return float(self._expect())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def serve(step: Callable[[], float]) -> None:
+    """Be the other end of `Remote`."""
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(step(), flush=True)
+
+
+def environment() -> str:
+    """Say what the figures were taken on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
+        f"{torch.get_num_threads()} intra-op thread(s), {device}"
+    )
