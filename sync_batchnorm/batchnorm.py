@@ -182,7 +182,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         Only what looks unusual is handed to it, repeated along the batch so that one row is no reason to complain.
         """
         tensors = [t for t in (self.weight, self.bias, self.running_mean, self.running_var) if t is not None]
-        usual = self.eps > 0 and (self.running_mean is None) == (self.running_var is None)
+        usual = self.eps > 0 and input.shape[1] > 0 and (self.running_mean is None) == (self.running_var is None)
         for tensor in tensors:
             usual = usual and tensor.shape[0] == input.shape[1] and tensor.device == input.device
             usual = usual and (tensor.dtype == input.dtype or _is_mixed(input.dtype, tensor.dtype))
