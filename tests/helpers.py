@@ -19,7 +19,7 @@ def randomize(module: nn.Module) -> nn.Module:
             if child.weight is not None:
                 nn.init.uniform_(child.weight, 0.5, 1.5)
                 with torch.no_grad():
-                    child.weight[0].neg_()
+                    child.weight[:1].neg_()
             if child.bias is not None:
                 nn.init.normal_(child.bias)
     return module

@@ -1,0 +1,282 @@
+"""The layers: when they synchronize, what they refuse, and that a checkpoint cannot tell them from torch's."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import (
+    TwoLayers,
+    as_devices,
+    assert_equal,
+    assert_same_step,
+    doubles,
+    randomize,
+    run_parts,
+    twins,
+)
+from torch import nn
+
+import sync_batchnorm
+from sync_batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    SyncMaster,
+    convert_model,
+)
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel
+
+LAYERS = {
+    SynchronizedBatchNorm1d: nn.BatchNorm1d,
+    SynchronizedBatchNorm2d: nn.BatchNorm2d,
+    SynchronizedBatchNorm3d: nn.BatchNorm3d,
+}
+
+
+def outcome(function):
+    """Return what a call raises, by type and text up to the sizes in it; None if it returns."""
+    try:
+        function()
+    except Exception as error:
+        original = str(error).rstrip().splitlines()[-1]  # behind the traceback of the replica
+        return type(error), original.removeprefix(f"{type(error).__name__}: ")
+    return None
+
+
+@pytest.fixture
+def meetings(monkeypatch):
+    """Count the meetings of replicas in a list."""
+    counted = []
+    run_master = SyncMaster.run_master
+    monkeypatch.setattr(SyncMaster, "run_master", lambda self, msg: (counted.append(self), run_master(self, msg))[1])
+    return counted
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)], ids=str)
+def test_single_value_in_all_is_refused_in_the_words_of_torch(devs, shape):
+    layer = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    plain, parallel = twins(layer(3).double(), devs)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size"):
+        parallel(doubles(*shape, devices=devs))
+    parallel.module.reset_running_stats()
+    assert_same_step(plain, parallel, doubles(4, *shape[1:], devices=devs))
+    single = doubles(*shape, devices=devs)
+    assert_equal(parallel.eval()(single), plain.eval()(single))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1)], ids=str)
+def test_single_value_beside_an_empty_replica_is_refused(devices, sizes):
+    _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size"):
+        run_parts(parallel, [doubles(size, 3) for size in sizes])
+    assert parallel.module.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("rows", [6, 1])
+def test_eval_is_that_of_torch_and_meets_nobody(devs, meetings, rows):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
+    assert len(meetings) == (2 if len(devs) > 1 else 0)
+    before = copy.deepcopy(parallel.state_dict())
+    data = doubles(rows, 3, 6, 6, devices=devs)
+    for module in (plain.eval(), parallel.eval()):
+        module.zero_grad()
+    for _ in range(2):
+        assert_same_step(plain, parallel, data)
+    with torch.no_grad():
+        assert_equal(parallel(data), plain(data))
+    assert len(meetings) == (2 if len(devs) > 1 else 0)
+    assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
+
+
+def test_frozen_layers_in_a_training_model_meet_nobody(devs, meetings):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    for module in (plain, parallel.module):
+        module.bn1.eval()
+    assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
+    assert len(meetings) == (1 if len(devs) > 1 else 0)
+
+
+def test_layer_without_running_statistics_is_local_in_eval(devs, meetings):
+    plain, parallel = twins(nn.BatchNorm1d(3, track_running_stats=False).double(), devs)
+    data = doubles(4 * len(devs), 3, devices=devs)
+    assert_same_step(plain, parallel, data)
+    del meetings[:]
+    expected = torch.cat([plain.eval()(chunk) for chunk in data.chunk(len(devs))])
+    assert_equal(parallel.eval()(data), expected)
+    assert not meetings
+    assert parallel.module.running_mean is parallel.module.num_batches_tracked is None
+
+
+def untrack(bn):
+    bn.track_running_stats = False
+
+
+def forget_counter(bn):
+    bn.num_batches_tracked = None
+
+
+def forget_statistics(bn):
+    bn.running_mean = bn.running_var = None
+
+
+def forget_mean(bn):
+    bn.running_mean = None
+
+
+def track_nothing(bn):
+    forget_statistics(bn)
+    bn.num_batches_tracked = None
+    bn.track_running_stats = True
+
+
+@pytest.mark.parametrize("change", [untrack, forget_counter, forget_statistics, forget_mean, track_nothing])
+@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_layers_changed_while_they_live_do_what_torch_does(devices, training, momentum, change):
+    plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
+    assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+    for module in (plain, parallel):
+        change(getattr(module, "module", module))
+        module.train(training)
+    data = doubles(6, 3, devices=devices)
+    expected = outcome(lambda: plain(data))
+    if expected is not None:
+        assert outcome(lambda: parallel(data)) == expected
+    elif training or (change is not forget_statistics and change is not track_nothing):
+        plain.load_state_dict(parallel.module.state_dict())
+        assert_same_step(plain, parallel, data)
+
+
+def test_tracking_switched_on_again_goes_on(devs):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
+    for tracks in (True, False, True):
+        plain.track_running_stats = parallel.module.track_running_stats = tracks
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devs))
+    assert parallel.module.num_batches_tracked == 2
+
+
+WRONG_INPUTS = {
+    "dimensions": (torch.zeros(4), torch.zeros(4, 3, 2, 2, 2, 2)),
+    "channels": (torch.randn(4, 5, 2), torch.randn(4, 5, 2, 2), torch.randn(4, 5, 2, 2, 2)),
+    "integer": tuple(torch.ones(4, 3, *[2] * n, dtype=torch.int64) for n in range(4)),
+    "complex": tuple(torch.ones(4, 3, *[2] * n, dtype=torch.complex64) for n in range(4)),
+    "dtype": tuple(torch.ones(4, 3, *[2] * n, dtype=torch.float64) for n in range(4)),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_INPUTS)
+@pytest.mark.parametrize("layer", LAYERS.values())
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_wrong_input_is_refused_in_the_words_of_torch(devices, layer, kind):
+    plain, parallel = twins(layer(3), devices)
+    before = copy.deepcopy(parallel.state_dict())
+    for data in WRONG_INPUTS[kind]:
+        data = data.to(as_devices(devices)[0])
+        expected, actual = outcome(lambda data=data: plain(data)), outcome(lambda data=data: parallel(data))
+        assert expected is not None
+        assert actual == expected
+    assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_eps_that_is_not_positive_is_refused_in_the_words_of_torch(devices, eps):
+    plain, parallel = twins(nn.BatchNorm1d(3, eps=eps), devices)
+    data = torch.randn(4, 3, device=as_devices(devices)[0])
+    expected = outcome(lambda: plain(data))
+    assert expected is not None
+    assert outcome(lambda: parallel(data)) == expected
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "bare"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_layer_without_channels_does_what_torch_does(devices, affine):
+    plain, parallel = twins(nn.BatchNorm1d(0, affine=affine), devices)
+    data = torch.zeros(4, 0, device=as_devices(devices)[0])
+    assert outcome(lambda: parallel(data)) == outcome(lambda: plain(data))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), LAYERS.items())
+def test_layers_are_those_of_torch(ours, theirs):
+    layer = ours(3)
+    assert isinstance(layer, theirs)
+    assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    assert not isinstance(layer, nn.SyncBatchNorm)
+    assert not any(isinstance(layer, other) for other in LAYERS.values() if other is not theirs)
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(layer), nn.SyncBatchNorm)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), LAYERS.items())
+def test_constructors_take_what_those_of_torch_take(ours, theirs):
+    expected = inspect.signature(theirs).parameters
+    actual = inspect.signature(ours).parameters
+    assert list(actual)[: len(expected)] == list(expected)
+    for name, parameter in expected.items():
+        assert (actual[name].default, actual[name].kind) == (parameter.default, parameter.kind)
+    added = list(actual.values())[len(expected) :]
+    assert [p.name for p in added] == ["eps_mode", "group_size", "process_group"]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in added)
+
+
+def test_constructor_options_reach_parameters_and_buffers():
+    layer = SynchronizedBatchNorm2d(3, 0.1, None, device="meta", dtype=torch.float64, bias=False)
+    assert (layer.eps, layer.momentum, layer.bias) == (0.1, None, None)
+    assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
+    assert layer.weight.dtype == layer.running_mean.dtype == torch.float64
+    assert list(layer.state_dict()) == ["weight", "running_mean", "running_var", "num_batches_tracked"]
+    with torch.device("meta"):
+        assert SynchronizedBatchNorm1d(3).running_var.device.type == "meta"
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2, 2, 2)], ids=str)
+def test_layer_for_any_number_of_dimensions_takes_them(shape):
+    layer = SynchronizedBatchNorm(3).double()
+    plain = nn.BatchNorm1d(3).double()
+    data = doubles(*shape)
+    assert_equal(layer(data), plain(data.flatten(2) if len(shape) > 2 else data).view(shape))
+    with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
+        layer(doubles(3))
+
+
+def test_repr_shows_the_options_that_are_given():
+    assert repr(SynchronizedBatchNorm1d(3)) == "Synchronized" + repr(nn.BatchNorm1d(3))
+    text = repr(SynchronizedBatchNorm1d(3, eps_mode="clamp", group_size=2))
+    assert text.endswith(", eps_mode=clamp, group_size=2)")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_unwrapped_layers_are_those_of_torch(training):
+    plain = randomize(TwoLayers().double()).train(training)
+    ours = convert_model(copy.deepcopy(plain))
+    for _ in range(2):
+        assert_same_step(plain, ours, doubles(4, 3, 6, 6))
+
+
+def test_replicas_without_callback_are_local_and_warn():
+    plain = randomize(nn.BatchNorm1d(3).double())
+    parallel = AnyDeviceDataParallel(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
+    data = doubles(6, 3)
+    with pytest.warns(UserWarning, match=r"never connected .* call patch_replication_callback\(data_parallel\)"):
+        output = parallel(data)
+    assert_equal(output, torch.cat([plain(half) for half in data.chunk(2)]))
+    assert_equal(parallel.eval()(data), copy.deepcopy(parallel.module)(data))  # and without a warning
+
+
+def test_moving_and_casting_between_forwards_works(devs):
+    plain, parallel = twins(TwoLayers(), devs)
+    for dtype in (torch.float64, torch.float32):
+        for module in (plain, parallel):
+            module.zero_grad()
+            module.to(dtype)
+        assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs).to(dtype))
+    assert parallel.module.bn1.num_batches_tracked.dtype == torch.int64
+
+
+def test_public_names_of_the_file_are_those_of_the_package():
+    assert set(sync_batchnorm.batchnorm.__all__) <= set(sync_batchnorm.__all__)

@@ -1,0 +1,202 @@
+"""The wrapper is a `DataParallel`: its buffers, chunks, hooks and state, and nothing that a forward leaves behind."""
+
+import contextlib
+import copy
+import gc
+import io
+import threading
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from torch import nn
+
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+
+
+def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
+    _, parallel = twins(TwoLayers().double(), devs)
+    before = {name: (buffer, buffer.data_ptr()) for name, buffer in parallel.module.named_buffers()}
+    parallel(doubles(8, 3, 6, 6, devices=devs))
+    for name, buffer in parallel.module.named_buffers():
+        assert (buffer, buffer.data_ptr()) == before[name]
+    assert parallel.state_dict()["module.bn1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_any_number_of_chunks_follows_any_other(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    for rows in (3, 2, 1, 8, 5, 1, 4, 0, 8):
+        assert_same_step(plain, parallel, doubles(rows, 3, 6, 6, devices=devices))
+
+
+def test_single_chunk_runs_the_module_itself(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a thread was started")
+
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert_same_step(plain, parallel, doubles(1, 3, 2))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_hooks_run_once_a_replica_with_its_chunk(devices):
+    _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
+    seen = []
+    layer = parallel.module[1]
+    layer.register_forward_pre_hook(lambda _, args: seen.append(("before", len(args[0]))))
+    layer.register_forward_hook(lambda _, args, output: seen.append(("after", len(output))))
+    layer.register_full_backward_hook(lambda _, grad_input, grad: seen.append(("gradient", len(grad[0]))))
+    parallel.register_forward_hook(lambda _, args, output: seen.append(("wrapper", len(output))))
+    output = parallel(doubles(5, 3, devices=devices))
+    output.backward(torch.randn_like(output))
+    chunks = [(name, rows) for name in ("after", "before", "gradient") for rows in (2, 3)]
+    assert sorted(seen) == [*chunks, ("wrapper", 5)]
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_hooks_that_replace_inputs_outputs_and_gradients_are_honoured(devices):
+    plain, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
+    for module in (plain, parallel.module):
+        module[1].register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+        module[1].register_forward_hook(lambda _, args, output: output * 2)
+        module[1].register_full_backward_pre_hook(lambda _, grad: (grad[0] * 5,))
+    assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a Python attribute and in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, input):
+        self.calls += 1
+        self.count += 1
+        return input
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_keep_buffers_of_the_first_and_no_attributes(devices):
+    parallel = DataParallelWithCallback(Counting().to(as_devices(devices)[0]), devices)
+    for _ in range(3):
+        parallel(torch.randn(4, 1, device=as_devices(devices)[0]))
+    assert parallel.module.calls == 0
+    assert parallel.module.count == 3
+
+
+def test_stateless_calls_are_refused_as_torch_refuses_them():
+    buffers = {"module.running_mean": torch.zeros(3)}
+    for wrapper in (nn.DataParallel, DataParallelWithCallback):
+        with pytest.raises(RuntimeError, match=r"stateless API can't be used with nn\.DataParallel"):
+            torch.func.functional_call(wrapper(SynchronizedBatchNorm1d(3)), buffers, torch.randn(4, 3))
+
+
+def test_stateless_calls_of_the_layer_change_the_replaced_buffers_only():
+    layer = SynchronizedBatchNorm1d(3)
+    mean = torch.zeros(3)
+    torch.func.functional_call(layer, {"running_mean": mean}, torch.randn(4, 3))
+    assert mean.abs().min() > 0
+    assert not layer.running_mean.any()
+
+
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_one_module_serves_two_wrappers_in_turn(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    other = DataParallelWithCallback(parallel.module, devices[:2])
+    for wrapper in (parallel, other, parallel, other):
+        assert_same_step(plain, wrapper, doubles(5, 3, 6, 6, devices=devices))
+
+
+def test_wrapper_inside_a_wrapper_synchronizes_over_its_own_replicas():
+    bn = nn.BatchNorm1d(3).double()
+    plain, parallel = twins(bn, ["cpu"] * 2)
+    outer = DataParallelWithCallback(parallel, ["cpu"] * 2)
+    data = doubles(8, 3)
+    expected = torch.cat([copy.deepcopy(plain)(half) for half in data.chunk(2)])
+    assert_equal(outer(data), expected)
+
+
+def test_wrapper_behaves_as_a_module():
+    _, parallel = twins(TwoLayers(), ["cpu"] * 2)
+    assert all(name.startswith("module.") for name in parallel.state_dict())
+    assert not parallel.eval().module.bn1.training
+    assert parallel.train().module.bn1.training
+    assert parallel.double().module.conv1.weight.dtype == torch.float64
+    assert parallel(doubles(4, 3, 6, 6)).dtype == torch.float64
+    assert parallel.half().module.bn1.running_mean.dtype == torch.float16
+    assert parallel.module.bn1.num_batches_tracked.dtype == torch.int64
+
+
+def test_replicas_can_be_saved():
+    _, parallel = twins(TwoLayers(), ["cpu"] * 2)
+    with torch.no_grad():
+        torch.save(parallel.replicate(parallel.module, parallel.device_ids), io.BytesIO())
+
+
+class Failing(nn.Module):
+    """Fails when it is told to, between two synchronized layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        self.fails = False
+
+    def forward(self, input):
+        hidden = self.first(input)
+        if self.fails:
+            raise KeyError("told to")
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["good", "failing"])
+def test_forward_leaves_no_reference_cycle_with_tensors(fails):
+    _, parallel = twins(Failing(), ["cpu"] * 3)
+    data = torch.randn(6, 3, requires_grad=True)
+
+    def step():
+        with contextlib.suppress(KeyError):
+            output = parallel(data)
+            output.backward(torch.randn_like(output))
+
+    step()
+    parallel.module.fails = fails
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [garbage for garbage in gc.garbage if isinstance(garbage, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_hundreds_of_forwards_leave_nothing_behind():
+    plain, parallel = twins(Failing().double(), ["cpu"] * 3)
+    data = doubles(6, 3)
+
+    def run(forwards):
+        for i in range(forwards):
+            parallel.module.fails = i % 4 == 1
+            with contextlib.suppress(KeyError), torch.no_grad():
+                parallel(data)
+
+    run(8)
+    threads = threading.active_count()
+    gc.collect()
+    objects = len(gc.get_objects())
+    run(200)
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(gc.get_objects()) - objects < 100
+    parallel.module.fails = False
+    for module in (plain, parallel.module):
+        module.load_state_dict(plain.state_dict())
+    assert_same_step(plain, parallel, data)
+    assert_same_state(parallel, plain)
