@@ -1,0 +1,164 @@
+"""Processes compute what one process computes on the whole batch; what they exchange, and how that fails.
+
+The checks themselves are in `distributed_worker.py`. Each world of processes is started once, and runs all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import distributed_worker
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_step, twins
+from torch import nn
+
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, distributed
+
+ROOT = Path(__file__).parents[1]
+SIZES = (2, 3)
+SECONDS = 100.0  # in which a world must have ended
+
+
+class World:
+    """Processes that run `distributed_worker.py`, and what they leave behind."""
+
+    def __init__(self, size: int, folder: Path, what: str) -> None:
+        self.folder = folder
+        self.size = size
+        path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py"))]
+        self.processes = []
+        for rank in range(size):
+            with (folder / f"stderr.{rank}").open("w") as stderr:
+                process = subprocess.Popen(
+                    [*command, str(rank), str(size), str(folder), what],
+                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                )
+            self.processes.append(process)
+
+    def join(self) -> list[int]:
+        """Wait for all processes, end those that hang, and return the exit codes."""
+        try:
+            return [process.wait(SECONDS) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+    def stderr(self, rank: int) -> str:
+        return (self.folder / f"stderr.{rank}").read_text(encoding="utf-8")
+
+    def outcome(self, name: str, rank: int) -> str:
+        path = self.folder / f"{name}.{rank}"
+        assert path.exists(), f"rank {rank} did not end {name}:\n{self.stderr(rank)}"
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, str]]:
+    """What every check had to say, in each process of each world: by size and rank, nothing if it succeeded."""
+    found = {}
+    for size in SIZES:
+        world = World(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
+        world.join()
+        for rank in range(size):
+            try:
+                found[size, rank] = world.outcome("results", rank)
+            except AssertionError as error:
+                found[size, rank] = dict.fromkeys(distributed_worker.CHECKS, str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for name, (_, sizes) in distributed_worker.CHECKS.items() for size in sizes]
+)
+def test_in_a_world(name, size, results):
+    for rank in range(size):
+        outcome = results[size, rank].get(name, "did not run, because an earlier check broke the world")
+        assert not outcome, f"rank {rank} of {size}:\n{outcome}"
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(2, tmp_path_factory.mktemp("ends"), "ends")
+    world.join()
+    return world
+
+
+def test_training_beside_a_process_in_eval_ends_with_the_timeout_of_torch(ends):
+    assert ends.outcome("train_beside_eval", 1) == "no error"
+    assert "Timed out waiting 2000ms" in ends.outcome("train_beside_eval", 0)
+
+
+def test_a_process_that_leaves_ends_the_others_with_the_error_of_torch(ends):
+    assert ends.outcome("a_process_leaves", 1) == "left"
+    assert ends.outcome("a_process_leaves", 0).startswith(("RuntimeError: ", "DistBackendError: "))
+
+
+def test_channels_that_differ_between_processes_end_with_the_error_of_torch(tmp_path):
+    world = World(2, tmp_path, "channels")
+    codes = world.join()
+    # Gloo ends the process that gets more than it expects, and the other one then has a broken connection.
+    assert any(codes)
+    assert "Received data size doesn't match expected size" in world.stderr(0) + world.stderr(1)
+    for rank, code in enumerate(codes):
+        assert code or world.outcome("channels_differ", rank).startswith("RuntimeError: ")
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_world_of_one_has_no_peers(world_of_one, monkeypatch):
+    for name in ("all_gather", "all_reduce"):
+        monkeypatch.setattr(dist, name, None)
+    layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3)
+    batch = torch.randn(4, 3, 2, 2)
+    assert torch.equal(layer(batch), plain(batch))
+    assert torch.equal(layer.running_var, plain.running_var)
+
+
+def test_replicas_in_a_world_of_one_are_unaffected(world_of_one):
+    plain, parallel = twins(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).double(), ["cpu"] * 2)
+    assert_same_step(plain, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+
+
+def test_layer_of_a_world_that_is_gone_is_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layer = SynchronizedBatchNorm2d(3, process_group=dist.group.WORLD)
+    dist.destroy_process_group()
+    batch = torch.randn(4, 3, 2, 2)
+    assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
+
+
+class _Mute(dist.ProcessGroup):
+    """A backend that has no collective at all."""
+
+
+def test_backend_without_the_collective_ends_with_the_error_of_torch():
+    dist.Backend.register_backend("mute", lambda store, rank, size, timeout: _Mute(rank, size), devices=["cpu"])
+    dist.init_process_group("mute", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        for devices in (["cpu"], ["cpu"] * 2):
+            parallel = DataParallelWithCallback(SynchronizedBatchNorm2d(3), devices)
+            with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+                parallel(torch.randn(4, 3, 2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_without_distributed_has_no_peers(monkeypatch):
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    assert distributed.peers(None) is None
