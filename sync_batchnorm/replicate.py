@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
@@ -67,34 +66,10 @@ def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
                 module.__data_parallel_replicate__(ctx, copy_id)  # type: ignore[operator]
 
 
-class _CallerState:
-    """What the thread of a replica takes over from the caller: grad and inference mode, autocast with its dtype.
-
-    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
-    """
-
-    def __init__(self) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._cache = torch.is_autocast_cache_enabled()
-        accelerator = torch.accelerator.current_accelerator()
-        device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)
-        ]
-
-    def entered(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
-        for device_type, dtype in self._autocast:
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
-        return stack
-
-
 class _Seat:
     """The place of one replica in the roster of its forward."""
 
-    def __init__(self, roster: Roster, replica_id: int, state: _CallerState) -> None:
+    def __init__(self, roster: Roster, replica_id: int, state: CallerState) -> None:
         self.roster = roster
         self.replica_id = replica_id
         self.state = state
@@ -159,7 +134,7 @@ class _Callbacks(DataParallel[Any]):
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         roster = Roster([str(device) for device in device_ids], self.timeout)
         _rosters.get([]).append(roster)
-        state = _CallerState()
+        state = CallerState()
         for replica_id, replica in enumerate(replicas):
             replica.__class__ = _seated(type(replica))  # type: ignore[arg-type]
             replica.__dict__["_sync_seat"] = _Seat(roster, replica_id, state)
@@ -170,7 +145,7 @@ class _Callbacks(DataParallel[Any]):
         seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
         if not seats:
             return super().parallel_apply(replicas, inputs, kwargs)
-        state = _CallerState()
+        state = CallerState()
         for seat in seats:
             seat.state, seat.watched = state, True
         roster = seats[0].roster

@@ -1,0 +1,159 @@
+"""The layout of the package: imports go in one direction, one file blocks, every file can be read in one sitting."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import sync_batchnorm
+
+PACKAGE = Path(sync_batchnorm.__file__).parent
+TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+LONGEST = 300
+
+# What each file may import from the package, in an order in which every file comes after what it imports.
+IMPORTS = {
+    "errors": set(),
+    "circle": set(),
+    "roster": {"circle", "errors"},
+    "comm": {"circle", "roster"},
+    "moments": set(),
+    "distributed": {"moments"},
+    "nodes": {"distributed", "moments"},
+    "functional": {"comm", "distributed", "moments", "nodes"},
+    "trees": set(),
+    "local_parallel": {"errors", "trees"},
+    "caller": set(),
+    "replicate": {"caller", "comm", "errors", "local_parallel", "roster"},
+    "batchnorm": {"comm", "distributed", "functional", "nodes", "replicate"},
+    "convert": {"batchnorm", "local_parallel", "replicate"},
+}
+ENTRANCES = {"__init__", "__main__"}  # may import everything
+
+# Imports in a function, against the direction, when the function is called.
+LATE_IMPORTS = {("batchnorm", "convert")}
+
+WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
+
+# What each file uses of `threading` and `queue` that waits, or makes a thread.
+WAITING = {
+    "roster": {"Empty", "Lock", "SimpleQueue"},
+    "comm": {"Lock"},  # hands out a lock of the roster
+    "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
+    "local_parallel": {"Thread"},
+}
+HARMLESS = {"TIMEOUT_MAX", "current_thread", "main_thread"}
+
+
+def imported(nodes):
+    """Yield the names of modules that are imported, with the names taken from each."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                yield node.module, alias.name
+
+
+def own_imports(nodes):
+    """Return the files of the package that are imported."""
+    found = set()
+    for module, name in imported(nodes):
+        if module == "sync_batchnorm":
+            found.add(name)
+        elif module.startswith("sync_batchnorm."):
+            found.add(module.removeprefix("sync_batchnorm."))
+    return found
+
+
+def functions_in(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def late_imports(tree):
+    return own_imports(node for function in functions_in(tree) for node in ast.walk(function))
+
+
+def test_every_file_has_its_place():
+    assert set(TREES) - ENTRANCES <= set(IMPORTS)
+
+
+def test_the_order_of_the_files_has_no_circle():
+    above = set()
+    for file, allowed in IMPORTS.items():
+        assert allowed <= above
+        above.add(file)
+
+
+@pytest.mark.parametrize("file", sorted(set(TREES) - ENTRANCES))
+def test_imports_go_in_one_direction(file):
+    late = late_imports(TREES[file])
+    assert own_imports(ast.walk(TREES[file])) - late <= IMPORTS[file]
+    assert {(file, name) for name in late - IMPORTS[file]} <= LATE_IMPORTS
+
+
+def test_documented_table_has_every_file_behind_those_that_it_imports():
+    table = (PACKAGE.parent / "docs" / "contributing.md").read_text()
+    rows = [file for file in re.findall(r"^\| `(\w+)\.py` \|", table, re.MULTILINE) if file not in ENTRANCES]
+    assert sorted(rows) == sorted(set(TREES) - ENTRANCES)
+    for i, file in enumerate(rows):
+        assert IMPORTS[file] & set(TREES) <= set(rows[:i]), f"{file} stands above what it imports"
+
+
+@pytest.mark.parametrize("file", WITHOUT_TORCH)
+def test_threads_meet_without_torch(file):
+    assert not [module for module, _ in imported(ast.walk(TREES[file])) if module.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_only_one_file_blocks(file):
+    tree = TREES[file]
+    used = {name for module, name in imported(ast.walk(tree)) if module in ("threading", "queue")} - {"threading"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "threading":
+            used.add(node.attr)
+    assert used - HARMLESS == WAITING.get(file, set())
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_first_line_says_what_the_file_is_for(file):
+    first = (ast.get_docstring(TREES[file]) or "").split("\n")[0]
+    assert first.endswith((".", ":"))
+    assert len(first) > 20
+
+
+@pytest.mark.parametrize("file", sorted(set(TREES) - {"__main__"}))
+def test_public_names_are_listed_and_there(file):
+    module = importlib.import_module("sync_batchnorm" if file == "__init__" else f"sync_batchnorm.{file}")
+    assert sorted(set(module.__all__)) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_package_has_the_public_names_of_its_files():
+    files = [importlib.import_module(f"sync_batchnorm.{file}") for file in set(TREES) - ENTRANCES - {"functional"}]
+    # What `functional` has to offer is for authors of layers of their own, who import it from there.
+    assert set(sync_batchnorm.__all__) == {name for module in files for name in module.__all__}
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_public_objects_have_docstrings(file):
+    module = importlib.import_module("sync_batchnorm" if file == "__init__" else f"sync_batchnorm.{file}")
+    assert all(getattr(module, name).__doc__ for name in getattr(module, "__all__", ()))
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_no_file_is_too_long_to_be_read_in_one_sitting(file):
+    assert len((PACKAGE / f"{file}.py").read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_mistakes_of_users_are_no_assertions(file):
+    assert not [node.lineno for node in ast.walk(TREES[file]) if isinstance(node, ast.Assert)]
+
+
+def test_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
