@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
 from typing import Any, NamedTuple
 
 from sync_batchnorm.circle import MASTER, Circle
@@ -52,11 +51,6 @@ class _End:
     def history(self) -> list[Any]:
         """A list that lives as long as this forward, for what the calls of this replica leave to a later one."""
         return self._circle.history[self.identifier]
-
-    @property
-    def turn(self) -> Lock:
-        """A lock that the replicas of this forward share, to take turns; never held in a meeting."""
-        return self._roster.turn
 
     def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
         roster, circle = self._roster, self._circle

@@ -87,6 +87,13 @@ def _shifted_moments(input: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
+def _weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the share of each of `counts` in their sum."""
+    with torch.inference_mode(False):
+        return torch.tensor(counts, dtype=dtype, device=device) / sum(counts)
+
+
+@functools.lru_cache(maxsize=256)
 def _constants(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return zeros and ones, which the operators want as mean and variance of what is normalized already."""
     with torch.inference_mode(False):
@@ -99,10 +106,9 @@ def merge_moments(moments: Sequence[Tensor], counts: Sequence[int]) -> tuple[Ten
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
     number of parts at once. Differentiable. The order of summation is that of the arguments.
     """
-    total = sum(counts)
-    parts = [(part, count / total) for part, count in zip(moments, counts, strict=True) if count]
-    weights = torch.tensor([weight for _, weight in parts], dtype=parts[0][0].dtype, device=parts[0][0].device)
-    means, variances = torch.stack([part for part, _ in parts]).unbind(1)  # (R, 2, C) -> (R, C), (R, C)
+    parts = [part for part, count in zip(moments, counts, strict=True) if count]
+    weights = _weights(tuple(count for count in counts if count), parts[0].dtype, parts[0].device)
+    means, variances = torch.stack(parts).unbind(1)  # (R, 2, C) -> (R, C), (R, C)
     mean = weights @ means
     deviations = means - mean
     return mean, weights @ torch.addcmul(variances, deviations, deviations)
@@ -138,23 +144,19 @@ class Affine(NamedTuple):
     weight: Tensor | None
     slope: Tensor | None = None  # on the CPU the output is input * slope + offset, in the dtype of the statistics
     offset: Tensor | None = None
-    residual: Tensor | None = None  # what rounding the mean to that dtype adds to the normalized input
 
 
-def make_affine(mean: Tensor, scale: Tensor, normalizer: Tensor, weight: Tensor | None, bias: Tensor | None) -> Affine:
-    """Prepare the normalization by `mean` and `scale`, rounded in `normalizer`, for all replicas of a device.
+def make_affine(mean: Tensor, scale: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Affine:
+    """Prepare the normalization by `mean` and `scale`, with statistics of `dtype`, for all replicas of a device.
 
     The offset is made from the rounded slope and the unrounded mean, so that it cancels the mean to the last digit.
     """
     if mean.device.type != "cpu":
         return Affine(mean, scale, weight)
-    dtype = normalizer.dtype
     invstd = scale.rsqrt()
     slope = (invstd if weight is None else invstd * weight).to(dtype)
-    offset = mean * -slope
-    offset = (offset if bias is None else offset + bias).to(dtype)
-    residual = None if dtype == mean.dtype else ((normalizer[0] - mean) * invstd).to(dtype)
-    return Affine(mean, scale, None, slope, offset, residual)
+    offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
+    return Affine(mean, scale, None, slope, offset.to(dtype))
 
 
 def _multiply_add(input: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
@@ -220,7 +222,9 @@ def gradient_sums(grad_output: Tensor, input: Tensor, normalizer: Tensor, affine
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if input.device.type == "cpu":
         _, dot, total = _backward(grad_output, input, None, mean, scale, None, None, False, 0.0, [False, True, True])
-        return total, dot if affine.residual is None else dot.addcmul_(total, affine.residual)
+        if mean.dtype != affine.mean.dtype:  # Rounding the mean moved all normalized values by the same amount.
+            dot += total * ((mean - affine.mean) * affine.scale.rsqrt()).to(mean.dtype)
+        return total, dot
     dims = reduced_dims(input)
     if input.device.type == "cuda":
         invstd = scale.rsqrt()

@@ -139,7 +139,7 @@ class _MergeMoments(torch.autograd.Function):
         normalizer = torch.stack((mean, scale)).to(merge.dtype)
         merge.mean, merge.var = mean, var
         if merge.rule is not None:
-            merge.affine = moments.make_affine(mean, scale, normalizer, merge.weight, merge.bias)
+            merge.affine = moments.make_affine(mean, scale, merge.dtype, merge.weight, merge.bias)
         results = [normalizer.to(device, copy=i > 0) for i, device in enumerate(merge.devices)]
         merge.constants = [result.detach() for result in results]
         return *results, *[result.detach() for result in results]

@@ -52,7 +52,6 @@ class Roster:
 
     def __init__(self, devices: Sequence[str] = (), timeout: float = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
-        self.turn = Lock()
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
