@@ -48,7 +48,8 @@ _PLAIN: dict[type[nn.Module], type[_BatchNorm]] = {ours: plain for plain, ours i
 # What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(_BatchNorm, name))
 _FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
-_COMPUTES = ("forward", "__call__", "__reduce__", "__reduce_ex__")
+# What a synchronized layer replaces, and calls no other version of.
+_COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def convert_model(
@@ -169,7 +170,7 @@ def _reason_to_leave(layer: _BatchNorm) -> str | None:
         return "is parametrized; convert the model before its layers are parametrized"
     if cls is not nn.SyncBatchNorm and isinstance(layer, nn.SyncBatchNorm):
         return "is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-    own = [name for name in _COMPUTES if name in vars(layer) or getattr(cls, name) is not _of_torch(cls, name)]
+    own = [name for name in _COMPUTES if name in vars(layer) or getattr(cls, name, None) is not _of_torch(cls, name)]
     if own:
         nearest = next((_SYNCHRONIZED[base].__name__ for base in cls.__mro__ if base in _SYNCHRONIZED), None)
         return (
@@ -184,7 +185,8 @@ def _reason_to_leave(layer: _BatchNorm) -> str | None:
 
 
 def _of_torch(cls: type[_BatchNorm], name: str) -> Any:
-    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else _BatchNorm, name)
+    # Python 3.10 has no `__getstate__` to inherit.
+    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else _BatchNorm, name, None)
 
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:

@@ -468,7 +468,7 @@ def test_a_class_derived_as_the_warning_advises_synchronizes():
     synchronized_step(convert_model(net), plain, 3, 4, 4)
 
 
-def test_a_call_of_its_own_or_a_forward_of_the_object_is_left():
+def test_a_call_or_pickling_of_its_own_or_a_forward_of_the_object_is_left():
     class Called(nn.BatchNorm2d):
         def __call__(self, input: Tensor) -> Tensor:
             return input
@@ -477,13 +477,18 @@ def test_a_call_of_its_own_or_a_forward_of_the_object_is_left():
         def __reduce__(self) -> Any:
             return Reduced, (self.num_features,)
 
-    net = nn.Sequential(Called(2), Reduced(2), nn.BatchNorm2d(2))
+    class Saved(nn.BatchNorm3d):
+        def __getstate__(self) -> Any:
+            return vars(self) | {"training": True}
+
+    net = nn.Sequential(Called(2), Reduced(2), nn.BatchNorm2d(2), Saved(2))
     net[2].forward = lambda input: input
     text = left(net)
     assert "- 0: Called has a __call__ of its own; derive its class from SynchronizedBatchNorm2d" in text
     assert "- 1: Reduced has a __reduce__ of its own; derive its class from SynchronizedBatchNorm1d" in text
     assert "- 2: BatchNorm2d has a forward of its own" in text
-    assert [type(layer) for layer in net] == [Called, Reduced, nn.BatchNorm2d]
+    assert "- 3: Saved has a __getstate__ of its own" in text
+    assert [type(layer) for layer in net] == [Called, Reduced, nn.BatchNorm2d, Saved]
 
 
 def test_quantized_layers_are_left():
