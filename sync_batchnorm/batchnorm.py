@@ -133,7 +133,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_input(input)
         rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
-        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group)
+        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group, self)
         speaks = self._sync_pipe is None or self._sync_updates_running_stats
         if statistics is not None and speaks and self.track_running_stats:
             self._update_running_stats(statistics)

@@ -10,8 +10,8 @@ replicas of a process meet in each of them, and only the master speaks for them.
 the engine runs one graph, which is the same graph in every process, and one thread for all CPU nodes, or for all nodes
 of the device of the master. Blocking there waits for another process only, never for a replica of this one.
 
-A recomputation by activation checkpointing runs inside of the backward. Where a process has replicas, it reuses what
-the first call left, see NOTE [recomputation]. Where it has none, nothing was kept, and all processes exchange again.
+A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call left, see NOTE
+[recomputation].
 """
 
 from __future__ import annotations
@@ -55,14 +55,23 @@ def merge_moments(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[
 
     One collective. Every process merges in the order of ranks, so the result is the same in all of them, bit by bit.
     It is zero where no process has an element. On CUDA the host waits for the counts.
+
+    Raises:
+        ValueError: if the processes differ in channels, and the backend has let that pass.
     """
-    packed = torch.cat((mean, var, mean.new_tensor([count])))
+    packed = torch.cat((mean.new_tensor([len(mean), count]), mean, var))
     gathered = packed.new_empty(dist.get_world_size(group), len(packed))
     dist.all_gather(list(gathered.unbind()), packed, group=group)
-    counts = [int(number) for number in gathered[:, -1].tolist()]
+    heads = gathered[:, :2].tolist()
+    if any(channels != len(mean) for channels, _ in heads):
+        raise ValueError(
+            f"expected inputs of one number of channels in all processes, but got {len(mean)} in this one and "
+            f"{[int(channels) for channels, _ in heads]} by rank; make every process call the same layers in one order"
+        )
+    counts = [int(number) for _, number in heads]
     if not any(counts):
         return torch.zeros_like(mean), torch.zeros_like(var), 0
-    parts = gathered[:, :-1].reshape(len(counts), 2, -1)  # (W, 2 * C) -> (W, 2, C)
+    parts = gathered[:, 2:].reshape(len(counts), 2, -1)  # (W, 2 * C) -> (W, 2, C)
     mean, var = moments.merge_moments(list(parts.unbind()), counts)
     return mean, var, sum(counts)
 

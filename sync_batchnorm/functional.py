@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_mom
 __all__ = ["sync_moments"]
 
 Pipe = SyncMaster | SlavePipe
-
-# Up to this many elements in a replica the calls cost more than what they compute. Measured on two cores, torch 2.13.0.
-TURNS = 16384
 
 
 class Message(NamedTuple):
@@ -118,11 +115,17 @@ def _share_parameters(messages: list[Message]) -> bool:
     return len({(storage(message.weight), storage(message.bias)) for message in messages}) == 1
 
 
-def _exchange(pipe: Pipe | None, message: Message) -> Statistics:
+def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Statistics:
+    statistics: Statistics
     if pipe is None:
-        return merge_messages([(0, message)])[0][1]
-    statistics: Statistics = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
-    pipe.history.append(_Call(message.moments, statistics, torch.is_grad_enabled()))
+        statistics = merge_messages([(0, message)])[0][1]
+        kept = replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
+        call = _Call(message.moments.detach(), kept, torch.is_grad_enabled())
+        if owner is not None:
+            _calls.setdefault(owner, []).append((ref(statistics.normalizer), call))
+    else:
+        statistics = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
+        pipe.history.append(_Call(message.moments, statistics, torch.is_grad_enabled()))
     return statistics
 
 
@@ -131,15 +134,26 @@ def _exchange(pipe: Pipe | None, message: Message) -> Statistics:
 # by the running backward, through a private function of torch, without which there is still the fact that the replica
 # has left its forward; that fails only for a backward inside of a forward. Which earlier call is repeated is told by
 # the input: the one with the nearest moments, whatever the order in which segments are recomputed. The only replica of
-# a process has no pipe that could keep the call: then all processes exchange again, and only do not count it.
+# a process has no pipe: its calls are kept here, for as long as the graph of the call holds their normalizer. A call
+# without a graph is not kept. Then, with reentrant checkpointing, all processes exchange again, and do not count it.
+_calls: WeakKeyDictionary[Any, list[tuple[ReferenceType[Tensor], _Call]]] = WeakKeyDictionary()
 _graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-def _recall(pipe: Pipe | None, input: Tensor) -> Statistics | None:
+def _history(pipe: Pipe | None, owner: object) -> list[_Call]:
+    if pipe is not None:
+        return pipe.history
+    if owner is None or owner not in _calls:
+        return []
+    _calls[owner] = [(graph, call) for graph, call in _calls[owner] if graph() is not None]
+    return [call for _, call in _calls[owner]]
+
+
+def _recall(pipe: Pipe | None, owner: object, input: Tensor) -> Statistics | None:
     """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation."""
-    if pipe is None or not pipe.history or (_graph_task_id() == -1 and not pipe.has_left):
+    calls = _history(pipe, owner)
+    if not calls or (_graph_task_id() == -1 and not (pipe is not None and pipe.has_left)):
         return None
-    calls: list[_Call] = pipe.history
     if len(calls) > 1:
         with torch.no_grad():
             here = moments.local_moments(input)
@@ -150,15 +164,6 @@ def _recall(pipe: Pipe | None, input: Tensor) -> Statistics | None:
     return replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
 
 
-def _turn(pipe: Pipe | None, input: Tensor) -> AbstractContextManager[Any]:
-    """Let the replicas take turns with small inputs.
-
-    Each call of torch gives up the lock of the interpreter and takes it back. Two threads with many small calls wake
-    each other at every one of them, and take several times as long as one after the other.
-    """
-    return pipe.turn if pipe is not None and input.numel() <= TURNS else nullcontext()
-
-
 def sync_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -166,6 +171,7 @@ def sync_batch_norm(
     pipe: Pipe | None,
     rule: ScaleRule,
     group: distributed.Group | None = None,
+    owner: object = None,
 ) -> tuple[Tensor, Statistics | None]:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -178,6 +184,7 @@ def sync_batch_norm(
         pipe: the connection of this replica; None if it is the only one of its process.
         rule: how eps enters.
         group: the processes to exchange with, as `distributed.peers` finds them; None for this one alone.
+        owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
 
     Returns:
         The output, as `input` in shape, dtype and memory format, and the statistics of this call; None instead of them
@@ -189,13 +196,12 @@ def sync_batch_norm(
         RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
     record = Record()
-    recalled = _recall(pipe, input)
+    recalled = _recall(pipe, owner, input)
     if recalled is not None:
         record.affine = recalled.affine
-    with _turn(pipe, input):
-        parts, carrier, *inputs = local_moments(input, record)
+    parts, carrier, *inputs = local_moments(input, record)
     message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group)
-    statistics = recalled or _exchange(pipe, message)
+    statistics = recalled or _exchange(pipe, owner, message)
     repeated = recalled is not None or (pipe is None and _graph_task_id() != -1)
     counted = None if repeated else statistics
     affine = statistics.affine
@@ -203,8 +209,7 @@ def sync_batch_norm(
         return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False), counted
     record.normalizer, record.affine = statistics.constant, affine
     if statistics.weighted:
-        with _turn(pipe, input):
-            return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine), counted
+        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine), counted
     output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, affine)
     return moments.weigh(output, weight, bias), counted
 
@@ -233,8 +238,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     """
     group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
-    statistics = _recall(pipe, input) or _exchange(
-        pipe, Message(parts, carrier, input.shape, input.dtype, None, group=group)
-    )
+    message = Message(parts, carrier, input.shape, input.dtype, None, group=group)
+    statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count
