@@ -1,0 +1,211 @@
+"""What one replica calls: the building block, its refusals, and layers among views and changes in place."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import device_lists
+from helpers import as_devices, assert_equal, assert_same_step, doubles, twins
+from torch import nn
+
+from sync_batchnorm import DataParallelWithCallback, SyncMaster
+from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
+from sync_batchnorm.nodes import ScaleRule
+
+
+class Whitening(nn.Module):
+    """A normalization of a user's own, with nothing of ours but the moments."""
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+
+    def forward(self, input):
+        mean, var, count = sync_moments(input, self.pipe)
+        shape = (-1, *[1] * (input.dim() - 2))
+        return (input - mean.view(shape)) * (var.view(shape) + 0.1).rsqrt() + count
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (7, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_moments_build_a_normalization_of_ones_own(devices, shape):
+    parallel = DataParallelWithCallback(Whitening(), devices)
+    input = doubles(*shape, devices=devices).requires_grad_()
+    again = input.detach().clone().requires_grad_()
+    output, grad = parallel(input), torch.randn_like(input)
+    expected = F.batch_norm(again, None, None, training=True, eps=0.1) + input[:, 0].numel()
+    assert_equal(output, expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_equal(input.grad, again.grad)
+
+
+def test_moments_can_be_differentiated_any_number_of_times():
+    parallel = DataParallelWithCallback(Whitening(), ["cpu"] * 2)
+    data = doubles(4, 2).requires_grad_()
+    assert torch.autograd.gradcheck(parallel, data)
+    assert torch.autograd.gradgradcheck(parallel, data)
+
+
+def test_moments_of_a_single_replica_need_no_pipe():
+    input = doubles(5, 3, 2)
+    mean, var, count = sync_moments(input, None)
+    assert_equal(mean, input.mean((0, 2)))
+    assert_equal(var, input.var((0, 2), correction=0))
+    assert count == 10
+
+
+def test_normalization_of_a_single_replica_needs_no_pipe():
+    input, weight, bias = doubles(5, 3, 2), doubles(3), doubles(3)
+    output, statistics = sync_batch_norm(input, weight, bias, None, ScaleRule(0.1, "plus"))
+    assert_equal(output, F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1))
+    assert statistics.count == 10
+    assert_equal(statistics.var, input.var((0, 2), correction=0))
+
+
+class Feeding(nn.Module):
+    """Gives its layer another input in each replica."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.inputs = inputs
+
+    def forward(self, index):
+        return self.bn(self.inputs[int(index[0])].to(index.device))
+
+
+DIFFERENT = {
+    "dimensions": (torch.zeros(4, 3), torch.zeros(4, 3, 2)),
+    "dtypes": (torch.zeros(4, 3), torch.zeros(4, 3, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_inputs_that_differ_in_kind_are_refused_with_their_values(devices, kind):
+    _, parallel = twins(Feeding(DIFFERENT[kind]), devices)
+    with pytest.raises(
+        ValueError, match="expected inputs of one dtype, number of channels and number of dimensions"
+    ) as e:
+        parallel(torch.arange(2, device=as_devices(devices)[0]))
+    for replica, input in enumerate(DIFFERENT[kind]):
+        assert f"{tuple(input.shape)} of {input.dtype} in replica {replica}" in str(e.value)
+    assert parallel.module.bn.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_parameters_that_each_replica_makes_are_its_own(devices):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+            self.scale = nn.Parameter(torch.randn(3))
+
+        def forward(self, input):
+            weight = self.bn.weight
+            if hasattr(self, "_is_replica"):
+                self.bn.weight = weight * self.scale.exp()
+                return self.bn(input)
+            bn = self.bn
+            return F.batch_norm(input, bn.running_mean, bn.running_var, weight * self.scale.exp(), bn.bias, True)
+
+    plain, parallel = twins(Scaled().double(), devices)
+    data, grad = (doubles(6, 3, devices=devices) for _ in range(2))
+    for module in (plain, parallel):
+        module(data).backward(grad)
+    for name, parameter in plain.named_parameters():
+        assert_equal(dict(parallel.module.named_parameters())[name].grad, parameter.grad, name)
+
+
+def test_replicas_run_in_threads_of_their_own():
+    class Whoami(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.threads = []
+
+        def forward(self, input):
+            self.threads.append(threading.get_ident())
+            return input
+
+    parallel = DataParallelWithCallback(Whoami(), ["cpu"] * 3)
+    parallel(torch.zeros(3))
+    assert threading.get_ident() not in parallel.module.threads
+    assert len(parallel.module.threads) == 3
+
+
+class Changing(nn.Module):
+    """Changes tensors in place around its layer."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.where = where
+
+    def forward(self, input):
+        input = input * 1
+        if self.where == "before":
+            input.mul_(2)
+        if self.where == "slice":
+            input[:, :3] = self.bn(input[:, :3].clone())
+            return input
+        output = self.bn(input[:, :3])
+        if self.where == "after":
+            output.mul_(2).add_(1)
+        if self.where == "input":
+            input.mul_(2)
+        return output
+
+
+@pytest.mark.parametrize("where", ["before", "after", "slice"])
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_changes_in_place_around_a_layer_are_allowed(devices, where):
+    plain, parallel = twins(Changing(where).double(), devices)
+    assert_same_step(plain, parallel, doubles(6, 4, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_changes_in_place_of_a_saved_input_are_noticed(devices):
+    _, parallel = twins(Changing("input").double(), devices)
+    output = parallel(doubles(6, 4, devices=devices).requires_grad_())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward(torch.randn_like(output))
+
+
+class Layouts(nn.Module):
+    """Hands its layer views that are not contiguous."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+        self.view = view
+
+    def forward(self, input):
+        return self.bn(self.view(input))
+
+
+VIEWS = {
+    "strided": lambda x: x[..., ::2],
+    "transposed": lambda x: x.transpose(2, 3),
+    "channels-moved": lambda x: x.movedim(-1, 1)[:, :3],
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "flipped": lambda x: x.flip(2),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_views_that_are_not_contiguous_are_normalized(devices, view):
+    plain, parallel = twins(Layouts(VIEWS[view]).double(), devices)
+    assert_same_step(plain, parallel, doubles(6, 3, 4, 4, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_upstream_gradients_need_not_be_contiguous(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    expanded = doubles(1, 3, 1, 1, devices=devices).expand(4, 3, 5, 5)
+    reversed_axes = doubles(5, 5, 3, 4, devices=devices).permute(3, 2, 1, 0)
+    for grad in (expanded, reversed_axes):
+        assert_same_step(plain, parallel, doubles(4, 3, 5, 5, devices=devices), grad)

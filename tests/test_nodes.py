@@ -1,0 +1,235 @@
+"""The three autograd nodes: the graph that they make, what it keeps, and every way to go backward through it."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from torch import nn
+
+from sync_batchnorm.nodes import ScaleRule
+
+
+def nodes_of(output):
+    """Return the names of the nodes of the graph behind `output`."""
+    seen, ahead = set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_each_call_merges_once_whatever_the_number_of_replicas(replicas):
+    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * replicas)
+    names = nodes_of(parallel(torch.randn(6, 3, requires_grad=True)))
+    assert names.count("_MergeMomentsBackward") == 1
+    assert names.count("_LocalMomentsBackward") == replicas
+    assert names.count("_NormalizeBackward") == replicas
+
+
+class Packing(nn.Module):
+    """Runs a layer and notes the tensors that autograd saves in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+        self.saved = []
+
+    def forward(self, input):
+        def pack(tensor):
+            self.saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return self.bn(input)
+
+
+@pytest.mark.parametrize("input_needs_gradient", [True, False], ids=["inner", "first-layer"])
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_input_is_saved_once_and_nothing_else_of_its_size(devices, input_needs_gradient):
+    _, parallel = twins(Packing(), devices)
+    data = torch.randn(6, 3, 4, 5, device=as_devices(devices)[0], requires_grad=input_needs_gradient)
+    output = parallel(data)
+    saved = parallel.module.saved
+    inputs = [tensor for tensor in saved if tensor.numel() > 3]
+    assert sorted(len(tensor) for tensor in inputs) == [6 // len(devices)] * len(devices)
+    assert len(saved) - len(inputs) <= 5 * len(devices)  # as many vectors as the layer of torch saves
+    output.backward(torch.randn_like(output))
+
+
+def test_saved_input_shares_the_storage_of_the_input():
+    _, parallel = twins(Packing(), ["cpu"] * 2)
+    data = torch.randn(6, 3, 4, 5, requires_grad=True)
+    parallel(data)
+    saved = {tensor.untyped_storage().data_ptr() for tensor in parallel.module.saved if tensor.numel() > 3}
+    assert saved == {data.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("after", ["backward", "deletion"])
+def test_nothing_outlives_its_use(after):
+    _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["cpu"] * 2)
+    data = torch.randn(6, 3)
+    kept = []
+    parallel.module[1].register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
+    output = parallel(data)
+    assert all(reference() is not None for reference in kept)
+    if after == "backward":
+        output.backward(torch.randn_like(output))
+    else:
+        del output
+    assert [reference() for reference in kept] == [None, None]
+
+
+@pytest.mark.parametrize("multithreading", [True, False], ids=["default", "single-threaded"])
+def test_backward_runs_in_the_thread_of_the_caller_and_waits_for_nobody(devs, multithreading):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    threads = set()
+    if devs[0] == "cpu":
+        parallel.module.bn2.register_full_backward_hook(lambda *_: threads.add(threading.get_ident()))
+    with torch.autograd.set_multithreading_enabled(multithreading):
+        assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
+    assert threads <= {threading.get_ident()}
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+@pytest.mark.parametrize("rows", [slice(2), slice(2, 4), slice(4, 6), slice(1, 5)], ids=str)
+def test_replicas_outside_of_the_loss_still_count(devices, rows):
+    plain, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
+    data, inputs = doubles(6, 3, devices=devices), []
+    grad = torch.randn_like(data[rows])
+    for module in (plain, parallel):
+        inputs.append(data.clone().requires_grad_())
+        module(inputs[-1])[rows].backward(grad)
+    assert_equal(inputs[1].grad, inputs[0].grad)
+    assert inputs[1].grad.abs().min() > 0
+    assert_same_state(parallel, plain)
+
+
+def test_outputs_can_go_backward_one_after_the_other():
+    _, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
+    data, grad = doubles(4, 3).requires_grad_(), doubles(4, 3)
+    output = parallel(data)
+    for half in (slice(2), slice(2, 4)):
+        output[half].backward(grad[half], retain_graph=True)
+    again = data.detach().clone().requires_grad_()
+    parallel(again).backward(grad)
+    assert_equal(data.grad, again.grad)
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_backward_twice_with_retain_graph_adds_up(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    data = doubles(4, 3, 6, 6, devices=devices)
+    grad = doubles(*plain.eval()(data).shape, devices=devices)
+    for module in (plain.train(), parallel):
+        output = module(data)
+        output.backward(grad, retain_graph=True)
+        output.backward(3 * grad)
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            output.backward(grad)
+    assert_same_state(parallel, plain)
+
+
+TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.weight",), ("0.bias", "1.bias")]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, targets):
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    plain, parallel = twins(net, devices)
+    data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
+    results = []
+    for module in (plain, parallel):
+        named = dict(getattr(module, "module", module).named_parameters())
+        named["input"] = data.clone().requires_grad_()
+        output = module(named["input"])
+        results.append(torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph))
+    for expected, actual in zip(*results, strict=True):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_gradient_penalty_trains_as_on_one_device(devices):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    plain, parallel = twins(net, devices)
+    data, direction = doubles(6, 3, devices=devices), doubles(6, 1, devices=devices)
+    for module in (plain, parallel):
+        input = data.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(input), input, direction, create_graph=True)
+        ((slope.norm(dim=1) - 1) ** 2).mean().backward()
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradient_of_first_and_second_order_meet_in_one_backward(devices):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    data, grad, weights = (doubles(6, 3, devices=devices) for _ in range(3))
+    inputs = []
+    for module in (plain, parallel):
+        inputs.append(data.clone().requires_grad_())
+        output = module(inputs[-1])
+        output.backward(grad, create_graph=True)
+        (output * weights + inputs[-1].grad ** 3 * weights).sum().backward()
+    assert_equal(inputs[1].grad, inputs[0].grad)
+    assert_same_state(parallel, plain)
+
+
+def test_second_derivatives_are_those_of_torch():
+    plain, parallel = twins(nn.BatchNorm1d(2).double(), ["cpu"] * 2)
+    data = doubles(3, 2)
+    hessians = [torch.autograd.functional.hessian(lambda x, m=m: (m(x) ** 3).sum(), data) for m in (plain, parallel)]
+    assert_equal(hessians[1], hessians[0])
+    assert hessians[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_batched_gradients_are_those_of_torch(devices):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    data, grads = doubles(4, 3, devices=devices), doubles(5, 4, 3, devices=devices)
+    results = []
+    for module in (plain, parallel):
+        input = data.clone().requires_grad_()
+        results.append(torch.autograd.grad(module(input), input, grads, is_grads_batched=True)[0])
+    assert_equal(results[1], results[0])
+
+
+class Offloading(nn.Module):
+    """Keeps what autograd saves in another place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = TwoLayers()
+
+    def forward(self, input):
+        with torch.autograd.graph.save_on_cpu():
+            return self.inner(input)
+
+
+def test_saved_tensors_may_be_kept_elsewhere(devs):
+    plain, parallel = twins(Offloading().double(), devs)
+    assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_has_nothing_to_say(devs):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    with torch.autograd.detect_anomaly():
+        assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
+
+
+@pytest.mark.parametrize("mode", ["plus", "clamp"])
+def test_scale_keeps_eps_as_the_mode_says(mode):
+    var = torch.tensor([0.0, 0.5, 2.0])
+    rule = ScaleRule(1.0, mode)
+    expected = {"plus": [1.0, 1.5, 3.0], "clamp": [1.0, 1.0, 2.0]}[mode]
+    assert rule.scale(var).tolist() == expected
+    constant = rule.without_gradient(var)
+    assert constant is None if mode == "plus" else constant.tolist() == [True, True, False]
