@@ -54,7 +54,7 @@ class Caught:
         `torch.nn.parallel.parallel_apply`.
         """
         if self._twin is not None:
-            return self._twin
+            return _without_frames(self._twin)  # Another one, or it would hold the frames that hold this object.
         text = _KeyErrorText(self._text) if issubclass(self._type, KeyError) else self._text
         try:
             rebuilt = self._type(text)

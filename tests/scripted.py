@@ -131,9 +131,11 @@ def scripted(*steps: tuple[int, str, Callable[[Scripted, Tensor], Any]]) -> Scri
     return model
 
 
-def raising(error: BaseException | type[BaseException]) -> Callable[[Scripted, Tensor], Any]:
+def raising(error: BaseException) -> Callable[[Scripted, Tensor], Any]:
+    """Return a step that raises a copy of `error`: one that is raised again keeps all frames it ever went through."""
+
     def step(model: Scripted, x: Tensor) -> None:
-        raise error
+        raise copy.copy(error)
 
     return step
 
