@@ -40,7 +40,7 @@ def _metadata(model: nn.Module) -> dict[str, object]:
     return dict(model.state_dict()._metadata)
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(240.0)
 def test_every_model_converts_and_reverts_to_what_it_was():
     converted = 0
     for name, model in zoo.models_with_batch_norm():
@@ -67,14 +67,14 @@ def test_every_model_converts_and_reverts_to_what_it_was():
 TOLERANCE = 1e-8
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(120.0)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
     assert max(largest.values()) < TOLERANCE, largest
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(120.0)
 def test_the_comparison_sees_replicas_that_do_not_synchronize(monkeypatch):
     monkeypatch.setattr(zoo, "convert_model", lambda model: model)
     largest = zoo.train_both(*zoo.FAMILIES["mobilenet_v3_small"]())
@@ -85,7 +85,7 @@ def _timm_net() -> nn.Module:
     return timm.create_model("mobilenetv3_small_050", pretrained=False, num_classes=3)
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(120.0)
 def test_a_timm_net_keeps_its_own_layers_and_is_told():
     net = _timm_net()
     own = [name for name, module in net.named_modules() if isinstance(module, BatchNormAct2d)]
@@ -101,7 +101,7 @@ def test_a_timm_net_keeps_its_own_layers_and_is_told():
     assert zoo.classes(net) == {name: KINDS.get(cls, cls) for name, cls in classes.items()}
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(120.0)
 def test_a_timm_net_with_most_layers_left_computes_in_eval_what_it_did():
     net = _timm_net().eval()
     input = torch.randn(2, 3, 32, 32)
@@ -119,7 +119,7 @@ class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
         return self.act(self.drop(super().forward(input)))
 
 
-@pytest.mark.watchdog(60.0)
+@pytest.mark.watchdog(120.0)
 def test_a_timm_net_trains_as_on_one_device_with_the_class_that_the_warning_advises(monkeypatch):
     def convert(net: nn.Module) -> nn.Module:
         for layer in net.modules():

@@ -124,26 +124,31 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     children: Iterable[Any] = tree.values() if isinstance(tree, dict) else tree
-    return [tensor for child in children if child is not None for tensor in _tensors(child)]
+    return [tensor for child in children if child is not None for tensor in tensors_in(child)]
 
 
-def train_both(model: nn.Module, input: Tensor, steps: int = 2, devices: int = 3) -> dict[str, float]:
-    """Train `model` on one device and a converted copy on CPU replicas; return the largest relative differences.
+def train_both(model: nn.Module, input: Tensor) -> dict[str, float]:
+    """Train `model` on one device and a converted copy of it on three CPU replicas, and return `differences`."""
+    plain = without_chance(model.double())
+    return differences(plain, DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 3), input)
+
+
+def differences(plain: nn.Module, wrapper: nn.Module, input: Tensor, steps: int = 2) -> dict[str, float]:
+    """Train `plain` and a `wrapper` of a copy of it alike, and return how much they differ at most.
 
     A step is a forward, a backward with random upstream gradients for all outputs, and one of SGD. Differences are
     relative to the largest value of each tensor, but at least to a millionth of the largest value of all tensors of its
     kind, because a normalization leaves gradients behind, and so biases, that are zero but for rounding.
 
     Returns:
-        The differences of outputs, gradients and state (parameters and buffers).
+        The largest differences of outputs, of gradients, and of state (parameters and buffers).
     """
-    plain = without_chance(model.double())
-    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * devices, timeout=60.0)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (plain, parallel)]
+    module: nn.Module = wrapper.module
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (plain, module)]
     largest = dict.fromkeys(("outputs", "gradients", "state"), 0.0)
 
     def compare(what: str, actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -157,17 +162,17 @@ def train_both(model: nn.Module, input: Tensor, steps: int = 2, devices: int = 3
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected, actual = _tensors(plain(input)), _tensors(parallel(input))
+        expected, actual = tensors_in(plain(input)), tensors_in(wrapper(input))
         grads = [torch.randn_like(output) for output in expected]
         torch.autograd.backward(expected, grads)
         torch.autograd.backward(actual, grads)
         compare("outputs", actual, expected)
-        pairs = list(zip(parallel.parameters(), plain.parameters(), strict=True))
+        pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
         assert all((a.grad is None) == (e.grad is None) for a, e in pairs)
         trained = [(a.grad, e.grad) for a, e in pairs if a.grad is not None and e.grad is not None]
         compare("gradients", [a for a, _ in trained], [e for _, e in trained])
         for optimizer in optimizers:
             optimizer.step()
-        assert list(parallel.module.state_dict()) == list(plain.state_dict())
-        compare("state", list(parallel.module.state_dict().values()), list(plain.state_dict().values()))
+        assert list(module.state_dict()) == list(plain.state_dict())
+        compare("state", list(module.state_dict().values()), list(plain.state_dict().values()))
     return largest

@@ -1,0 +1,79 @@
+"""Convert and revert every torchvision model, train the small ones on three CPU replicas, and print what differs.
+
+Beside the differences of each trained model stand those that rounding alone makes: one device trains it twice, and the
+second time gets the samples of the batch in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+import conftest  # noqa: F401  # It lets torchvision import where its compiled operators are missing.
+import zoo
+from harness import environment
+from torch import Tensor, nn
+
+from sync_batchnorm import convert_model, revert_model
+
+
+def sweep() -> None:
+    """Print how many models convert, and revert to what they were, and how long that takes."""
+    start, busy = time.perf_counter(), time.process_time()
+    models, layers, converting, reverting = 0, 0, 0.0, 0.0
+    for name, model in zoo.models_with_batch_norm():
+        before = zoo.anatomy(model), zoo.classes(model)
+        begin = time.perf_counter()
+        convert_model(model)
+        converting += time.perf_counter() - begin
+        same = zoo.anatomy(model) == before[0]
+        begin = time.perf_counter()
+        revert_model(model)
+        reverting += time.perf_counter() - begin
+        if not same or (zoo.anatomy(model), zoo.classes(model)) != before:
+            raise SystemExit(f"expected {name} as it was, but it has changed")
+        models, layers = models + 1, layers + len(zoo.batch_norms(model))
+    print(f"{models} models with {layers} layers, built, converted, reverted and compared twice:", end=" ")
+    print(f"{time.perf_counter() - start:.1f} s, {time.process_time() - busy:.1f} s of processor time")
+    print(f"convert_model {1e3 * converting / models:.1f} ms, revert_model {1e3 * reverting / models:.1f} ms a model")
+
+
+class Reordered(nn.Module):
+    """Run a module on the samples of the batch in reverse, and put its outputs back in order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor) -> list[Tensor]:
+        return [output.flip(0) for output in zoo.tensors_in(self.module(input.flip(0)))]
+
+
+def train() -> None:
+    """Print a row of the largest relative differences for each model that is trained."""
+    start = time.perf_counter()
+    print("| model | layers | outputs | gradients | state | gradients, reordered |")
+    print("|---|---|---|---|---|---|")
+    for name, make in zoo.FAMILIES.items():
+        torch.manual_seed(0)
+        model, input = make()
+        replicas = zoo.train_both(copy.deepcopy(model), input)
+        plain = zoo.without_chance(model.double())
+        rounding = zoo.differences(plain, Reordered(copy.deepcopy(plain)), input)
+        numbers = [*replicas.values(), rounding["gradients"]]
+        cells = " | ".join(f"{number:.1e}" for number in numbers)
+        print(f"| {name} | {len(zoo.batch_norms(model))} | {cells} |", flush=True)
+    print(f"{len(zoo.FAMILIES)} models trained three times in {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(environment())
+    sweep()
+    train()
