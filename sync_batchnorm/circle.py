@@ -37,7 +37,6 @@ class Circle:
         self.name = name
         self.members: dict[Hashable, int] = {}  # identifier -> replica
         self.calls: dict[Hashable, int] = {}
-        self.history: dict[Hashable, list[Any]] = {}
         self.meetings: dict[int, Meeting] = {}  # the incomplete ones, by number of the call
 
     @property
@@ -54,4 +53,3 @@ class Circle:
             )
         self.members[identifier] = replica_id
         self.calls[identifier] = 0
-        self.history[identifier] = []

@@ -42,16 +42,6 @@ class _End:
     _circle: Circle
     identifier: Hashable
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the forward of this replica is over."""
-        return self._roster.has_left(self._circle.members[self.identifier])
-
-    @property
-    def history(self) -> list[Any]:
-        """A list that lives as long as this forward, for what the calls of this replica leave to a later one."""
-        return self._circle.history[self.identifier]
-
     def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
         roster, circle = self._roster, self._circle
         try:

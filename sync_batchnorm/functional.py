@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments
+from sync_batchnorm import distributed, moments, recompute
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_moments, merge_moments, normalize
 
@@ -44,14 +43,6 @@ class Statistics:
     count: int
     affine: moments.Affine | None = None
     weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
-
-
-class _Call(NamedTuple):
-    """One synchronized call of a layer by a replica, kept on the pipe of that forward for a recomputation."""
-
-    moments: Tensor
-    statistics: Statistics
-    grad_enabled: bool
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Statistics]]:
@@ -119,49 +110,38 @@ def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Statistics:
     statistics: Statistics
     if pipe is None:
         statistics = merge_messages([(0, message)])[0][1]
-        kept = replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
-        call = _Call(message.moments.detach(), kept, torch.is_grad_enabled())
-        if owner is not None:
-            _calls.setdefault(owner, []).append((ref(statistics.normalizer), call))
     else:
         statistics = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
-        pipe.history.append(_Call(message.moments, statistics, torch.is_grad_enabled()))
+    recompute.keep(pipe or owner, lambda: _Call(statistics))
     return statistics
 
 
-# NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. There is
-# nobody to meet then, and nothing to count: the call repeats an earlier one and reuses its statistics. It is recognized
-# by the running backward, through a private function of torch, without which there is still the fact that the replica
-# has left its forward; that fails only for a backward inside of a forward. Which earlier call is repeated is told by
-# the input: the one with the nearest moments, whatever the order in which segments are recomputed. The only replica of
-# a process has no pipe: its calls are kept here, for as long as the graph of the call holds their normalizer. A call
-# without a graph is not kept. Then, with reentrant checkpointing, all processes exchange again, and do not count it.
-_calls: WeakKeyDictionary[Any, list[tuple[ReferenceType[Tensor], _Call]]] = WeakKeyDictionary()
-_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+class _Call:
+    """What a call leaves to its recomputation: its statistics, without the graph."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._requires_grad = statistics.normalizer.requires_grad
+        self._statistics = replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
+
+    def statistics(self) -> Statistics:
+        """Return the statistics; where autograd records, it must save with them what it saved in the call."""
+        if not self._requires_grad or not torch.is_grad_enabled():
+            return self._statistics
+        return replace(self._statistics, normalizer=self._statistics.constant.detach().requires_grad_())
 
 
-def _history(pipe: Pipe | None, owner: object) -> list[_Call]:
-    if pipe is not None:
-        return pipe.history
-    if owner is None or owner not in _calls:
-        return []
-    _calls[owner] = [(graph, call) for graph, call in _calls[owner] if graph() is not None]
-    return [call for _, call in _calls[owner]]
+def _recall(pipe: Pipe | None, owner: object) -> Statistics | None:
+    """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation.
 
-
-def _recall(pipe: Pipe | None, owner: object, input: Tensor) -> Statistics | None:
-    """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation."""
-    calls = _history(pipe, owner)
-    if not calls or (_graph_task_id() == -1 and not (pipe is not None and pipe.has_left)):
-        return None
-    if len(calls) > 1:
-        with torch.no_grad():
-            here = moments.local_moments(input)
-        calls = sorted(calls, key=lambda call: float((call.moments - here).abs().sum()))
-    if not calls[0].grad_enabled and torch.is_grad_enabled():
+    Raises:
+        RuntimeError: in a recomputation that cannot be served.
+    """
+    call: _Call | None = recompute.recall(pipe or owner)
+    if call is not None:
+        return call.statistics()
+    if pipe is not None and recompute.in_backward():
         raise RuntimeError(RECOMPUTED)
-    statistics = calls[0].statistics
-    return replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
+    return None
 
 
 def sync_batch_norm(
@@ -196,13 +176,13 @@ def sync_batch_norm(
         RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
     record = Record()
-    recalled = _recall(pipe, owner, input)
+    recalled = _recall(pipe, owner)
     if recalled is not None:
         record.affine = recalled.affine
     parts, carrier, *inputs = local_moments(input, record)
     message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group)
     statistics = recalled or _exchange(pipe, owner, message)
-    repeated = recalled is not None or (pipe is None and _graph_task_id() != -1)
+    repeated = recalled is not None or (pipe is None and recompute.in_backward())
     counted = None if repeated else statistics
     affine = statistics.affine
     if affine is None:  # There is not a single element in all replicas.
@@ -239,6 +219,6 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
     message = Message(parts, carrier, input.shape, input.dtype, None, group=group)
-    statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
+    statistics = _recall(pipe, None) or _exchange(pipe, None, message)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

@@ -74,10 +74,6 @@ class Roster:
             circle.add(identifier, replica_id)
             self._mailboxes.setdefault(replica_id, SimpleQueue())
 
-    def has_left(self, replica_id: int) -> bool:
-        """Tell whether the replica has returned from its forward, or failed in it."""
-        return replica_id in self._left
-
     def call(self, replica_ids: Collection[int]) -> None:
         """Tell that these replicas, and no others, are about to be called."""
         with self._lock:

@@ -1,0 +1,108 @@
+"""Activation checkpointing: which earlier call of a layer a recomputation repeats.
+
+NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. There is
+nobody to meet then, and nothing to count: the call repeats an earlier one and takes over what that one left. It is
+recognized by the running backward.
+
+NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and
+different ones in a peer. The frame does that torch keeps of each checkpoint. Hooks on saved tensors hold it, strongly
+while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
+lives. Its calls are repeated in order, though not always to the last. A checkpoint inside of a recomputed one is a new
+frame, and gets its calls anew.
+
+Frames, hooks and the running backward are private to torch, as of 2.1 to 2.13. Where they are not found, nothing is
+recalled, and the caller has to do without.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+__all__: list[str] = []
+
+Frame = Any  # a `torch.utils.checkpoint._CheckpointFrame`
+Hook = Callable[[Tensor], Any]
+
+_frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())
+_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_kept: WeakKeyDictionary[Frame, list[tuple[Any, Any]]] = WeakKeyDictionary()  # owner and result of each call
+_repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of the calls of each recomputation
+
+
+def in_backward() -> bool:
+    """Tell whether a backward runs in this thread."""
+    return _graph_task_id() != -1
+
+
+class _Place(NamedTuple):
+    """The checkpoints that the running code is in."""
+
+    recording: list[Frame]  # inside of the one that recomputes, if any
+    recomputing: Frame | None
+    run: Hook | None  # stands for this recomputation, as there may be several of one frame
+
+
+def _pack_hooks() -> list[Hook]:
+    """Return the hooks on saved tensors of this thread, outermost first."""
+    private: Any = getattr(torch._C, "_autograd", None)
+    top = getattr(private, "_top_saved_tensors_default_hooks", None)
+    pairs: list[tuple[Hook, Any]] = []
+    try:
+        while top is not None and (pair := top(True)) is not None:
+            pairs.insert(0, pair)
+            private._pop_saved_tensors_default_hooks()
+    finally:
+        for pack, unpack in pairs:
+            private._push_saved_tensors_default_hooks(pack, unpack)
+    return [pack for pack, _ in pairs]
+
+
+def _place() -> _Place:
+    place = _Place([], None, None)
+    for hook in _pack_hooks():
+        for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # The cell is empty, as in no hook of torch.
+                continue
+            if isinstance(held, _frame_type):
+                place.recording.append(held)
+            elif isinstance(held, ref) and isinstance(frame := held(), _frame_type):
+                place = _Place([], frame, hook)
+    return place
+
+
+def keep(owner: object, make_result: Callable[[], Any]) -> None:
+    """Keep the result of a call for its recomputation, if a checkpoint records it.
+
+    Args:
+        owner: whose calls these are: compared by identity.
+        make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
+    """
+    recording = _place().recording
+    result = make_result() if recording else None
+    for frame in recording:
+        _kept.setdefault(frame, []).append((owner, result))
+
+
+def recall(owner: object) -> Any:
+    """Return the result of the call of `owner` that the running recomputation repeats; None if there is none."""
+    place = _place()
+    if place.recomputing is None or place.run is None:
+        return None
+    results = [result for caller, result in _kept.get(place.recomputing, ()) if caller is owner]
+    repeated = _repeated.setdefault(place.run, [])
+    number = sum(caller is owner for caller in repeated)
+    if number >= len(results):
+        return None
+    repeated.append(owner)
+    for frame in place.recording:
+        _kept.setdefault(frame, []).append((owner, results[number]))
+    return results[number]
