@@ -41,7 +41,6 @@ WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
     "roster": {"Empty", "Lock", "SimpleQueue"},
-    "comm": {"Lock"},  # hands out a lock of the roster
     "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"Thread"},
 }
