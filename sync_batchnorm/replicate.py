@@ -120,6 +120,15 @@ def _seated(cls: type[nn.Module]) -> type[nn.Module]:
     return Seated
 
 
+def _give_up(roster: Roster, error: BaseException) -> None:
+    """Release the replicas, because their caller no longer waits for them."""
+    roster.abort(error)
+    if not isinstance(error, Exception):
+        # The program is likely to end, and a daemon thread that is inside of torch by then aborts the process
+        # ("terminate called without an active exception"). One second is arbitrary: more than most operations take.
+        roster.drain(1.0)
+
+
 _rosters: ContextVar[list[Roster]] = ContextVar("sync_batchnorm_rosters")  # of the call of a wrapper in this thread
 
 
@@ -153,7 +162,7 @@ class _Callbacks(DataParallel[Any]):
         try:
             return super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
-            roster.abort(error)
+            _give_up(roster, error)
             # What is not an Exception happened in this thread, see `_seated`: Ctrl-C, while replicas were running.
             failure = roster.failure() if isinstance(error, Exception) else None
             if failure is None:
@@ -170,7 +179,7 @@ class _Callbacks(DataParallel[Any]):
         except BaseException as error:
             failure = None
             for roster in rosters:
-                roster.abort(error)
+                _give_up(roster, error)
                 if failure is None and roster.has_caused(error):
                     failure = roster.failure()
             if failure is None:

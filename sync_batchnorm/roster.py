@@ -26,9 +26,10 @@ that have not begun more calls than it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 from sync_batchnorm import errors
@@ -62,6 +63,7 @@ class Roster:
         self._waiting: dict[int, Meeting] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
+        self._departures: SimpleQueue[int] = SimpleQueue()  # who left after the break
         self._failures: list[tuple[bool, int, Caught]] = []
 
     def __repr__(self) -> str:
@@ -109,6 +111,8 @@ class Roster:
         caught = None if error is None else Caught(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
             self._inside.discard(replica_id)
+            if self._broken is not None:
+                self._departures.put(replica_id)
             if error is not None and caught is not None:
                 self._left[replica_id] = f"failed with {type(error).__name__}"
                 self._failures.append((self._caused(error), replica_id, caught))
@@ -128,6 +132,13 @@ class Roster:
         """Release everybody, because the thread that started the replicas no longer waits for them."""
         with self._lock:
             self._break(ReplicaSyncError, errors.aborted_text(error))
+
+    def drain(self, seconds: float) -> None:
+        """Give those that still run the time to notice that they were released; whoever does not is left behind."""
+        deadline = monotonic() + seconds
+        with suppress(Empty):
+            while self._inside:
+                self._departures.get(timeout=max(0.0, deadline - monotonic()))
 
     def has_caused(self, error: BaseException) -> bool:
         """Tell whether `error` is what a replica raised, or led to, because it was released."""

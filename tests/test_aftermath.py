@@ -103,7 +103,7 @@ finally:
 @pytest.mark.watchdog(60)
 @pytest.mark.parametrize(
     ("name", "seconds"),
-    [("wrapper", None), ("patched", None), ("own-parallel_apply", 0.5), ("own-forward", 0.5)],
+    [("wrapper", None), ("own-parallel_apply", 0.5), ("own-forward", 0.5)],
 )
 def test_control_c_while_replicas_wait_ends_the_program(name, seconds):
     """A replica stands still, for ever or, where its threads are the user's and keep the process, for a moment."""
@@ -349,13 +349,3 @@ def test_layer_in_a_thread_of_the_replica_meets_the_others():
     x, replica = batch()
     expected = copy.deepcopy(parallel.module).stem[0](x).detach()
     assert_equal(parallel(x, replica), copy.deepcopy(parallel.module).head(expected * 2), "output")
-
-
-def test_two_threads_of_one_replica_at_once_are_refused():
-    def at_once(model: Scripted, x: Tensor) -> None:
-        _in_threads([lambda: model.stem(x), lambda: model.head(x)])
-
-    parallel = WRAPPERS["wrapper"](scripted((1, "before", at_once)))
-    with pytest.raises(RuntimeError, match="expected one thread of a replica to exchange at a time, but got replica 1"):
-        parallel(*batch())
-    assert_next_forward_is_right(parallel, (0, 0))
