@@ -7,6 +7,7 @@ from sync_batchnorm.batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
+from sync_batchnorm.check import assert_synchronized
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.convert import convert_model, patch_sync_batchnorm, revert_model
 from sync_batchnorm.errors import ReplicaSyncError
@@ -27,6 +28,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "assert_synchronized",
     "convert_model",
     "execute_replication_callbacks",
     "patch_replication_callback",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
                 "process, so its statistics are those of this process; pass process_group=torch.distributed."
                 f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes",
-                stacklevel=4,
+                stacklevel=5,
             )
         return None
 
@@ -210,12 +211,12 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self.running_var.data.lerp_(unbiased.to(self.running_var.dtype), factor)
 
     def _warn_if_replica(self) -> None:
-        if getattr(self, "_is_replica", False):
+        if getattr(self, "_is_replica", False) and _is_first_time(self):
             warnings.warn(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
                 "are those of one replica; wrap the model with DataParallelWithCallback, or call "
                 "patch_replication_callback(data_parallel) on the DataParallel object that you have",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def extra_repr(self) -> str:
@@ -226,6 +227,18 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
 def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
+
+
+# NOTE [a warning once a layer]: Every forward has new replicas, and nothing may be stored on the user's module. What a
+# module and all its replicas have in common is the dictionary of its forward hooks, which no copy or pickle shares.
+_warned: dict[int, ReferenceType[Any]] = {}
+
+
+def _is_first_time(layer: nn.Module) -> bool:
+    """Tell, once for a layer and all its replicas, that it is the first time."""
+    key = id(layer._forward_hooks)
+    seen = ref(layer._forward_hooks, lambda _: _warned.pop(key, None))
+    return _warned.setdefault(key, seen) is seen
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):

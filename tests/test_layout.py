@@ -29,6 +29,7 @@ IMPORTS = {
     "caller": set(),
     "replicate": {"caller", "comm", "errors", "local_parallel", "roster"},
     "batchnorm": {"comm", "distributed", "functional", "nodes", "replicate"},
+    "check": {"batchnorm", "distributed", "replicate"},
     "convert": {"batchnorm", "local_parallel", "replicate"},
 }
 ENTRANCES = {"__init__", "__main__"}  # may import everything

@@ -1,0 +1,177 @@
+"""`assert_synchronized` names every layer that would not be synchronized; the warning comes once a layer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+from scripted import TorchStyle
+from torch import nn
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    assert_synchronized,
+    convert_model,
+    patch_replication_callback,
+)
+from sync_batchnorm.batchnorm import _warned
+from sync_batchnorm.local_parallel import replicate
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Sequential(SynchronizedBatchNorm2d(4)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        DataParallelWithCallback(_net(), ["cpu"] * 2),
+        DataParallelWithCallback(_net(), ["cpu"]),
+        patch_replication_callback(nn.DataParallel(_net())),
+        patch_replication_callback(TorchStyle(_net(), 2)),
+        nn.Sequential(DataParallelWithCallback(_net(), ["cpu"] * 2)),
+        nn.Linear(2, 2),
+    ],
+    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "no batch norm"],
+)
+def test_synchronized_model_passes(model):
+    assert_synchronized(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        (
+            DataParallelWithCallback(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4)), ["cpu"] * 2),
+            ["module.0 (BatchNorm1d): it is not synchronized; call convert_model(model)"],
+        ),
+        (
+            DataParallelWithCallback(nn.Sequential(nn.SyncBatchNorm(4)), ["cpu"] * 2),
+            ["module.0 (SyncBatchNorm): it synchronizes processes, not the replicas of one; call convert_model(model)"],
+        ),
+        (
+            nn.DataParallel(_net()),
+            [
+                "module.1 (SynchronizedBatchNorm1d): its DataParallel does not connect replicas; "
+                "call patch_replication_callback on it",
+                "module.2.0 (SynchronizedBatchNorm2d): its DataParallel does not connect replicas; "
+                "call patch_replication_callback on it",
+            ],
+        ),
+        (
+            SynchronizedBatchNorm1d(4),
+            [
+                "the model itself (SynchronizedBatchNorm1d): no wrapper is around it; "
+                "wrap the model with DataParallelWithCallback"
+            ],
+        ),
+        (
+            DataParallelWithCallback(_net(), ["cpu"] * 2).eval(),
+            [
+                "module.1 (SynchronizedBatchNorm1d): it is in eval mode; call model.train(), or leave it if it is "
+                "frozen on purpose",
+                "module.2.0 (SynchronizedBatchNorm2d): it is in eval mode; call model.train(), or leave it if it is "
+                "frozen on purpose",
+            ],
+        ),
+    ],
+    ids=["plain", "SyncBatchNorm", "stock wrapper", "no wrapper", "eval"],
+)
+def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, lines):
+    text = f"expected every batch norm of the model to synchronize, but got {len(lines)} that would not:\n  "
+    with pytest.raises(RuntimeError) as caught:
+        assert_synchronized(model)
+    assert str(caught.value) == text + "\n  ".join(lines)
+
+
+def test_innermost_wrapper_decides():
+    model = DataParallelWithCallback(nn.Sequential(nn.DataParallel(_net())), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"2 that would not:\n  module\.0\.module\.1 "):
+        assert_synchronized(model)
+
+
+def test_converted_and_wrapped_model_passes():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.DataParallel(nn.BatchNorm1d(4)))
+    assert_synchronized(DataParallelWithCallback(convert_model(model), ["cpu"] * 2))
+
+
+WARNING = (
+    r"SynchronizedBatchNorm1d trains in a replica that was never connected to its peers, so its statistics are those "
+    r"of one replica; wrap the model with DataParallelWithCallback, or call patch_replication_callback\(data_parallel\)"
+)
+
+
+def _warnings(model: nn.Module, forwards: int = 3) -> list[warnings.WarningMessage]:
+    wrapper = TorchStyle(model, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(forwards):
+            wrapper(torch.randn(6, 4))
+    return caught
+
+
+def test_stock_wrapper_warns_with_the_fix():
+    with pytest.warns(UserWarning, match=WARNING):
+        TorchStyle(SynchronizedBatchNorm1d(4), 2)(torch.randn(4, 4))
+
+
+def test_warning_comes_once_for_each_layer():
+    model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), SynchronizedBatchNorm1d(4))
+    assert len(_warnings(model)) == 2
+    assert len(_warnings(model)) == 0
+
+
+def test_copy_of_a_layer_warns_for_itself():
+    model = SynchronizedBatchNorm1d(4)
+    assert len(_warnings(model)) == 1
+    assert len(_warnings(copy.deepcopy(model))) == 1
+
+
+def test_warning_leaves_nothing_on_the_module():
+    model = SynchronizedBatchNorm1d(4)
+    before = set(model.__dict__)
+    _warnings(model)
+    assert set(model.__dict__) == before
+
+
+def test_warned_layers_are_forgotten_with_their_module():
+    gc.collect()
+    before = len(_warned)
+    model = SynchronizedBatchNorm1d(4)
+    _warnings(model)
+    assert len(_warned) == before + 1
+    del model
+    gc.collect()
+    assert len(_warned) == before
+
+
+@pytest.mark.parametrize("prepare", [nn.Module.eval, lambda model: model], ids=["eval", "unwrapped"])
+def test_layer_that_need_not_synchronize_does_not_warn(prepare):
+    model = prepare(SynchronizedBatchNorm1d(4))
+    run = TorchStyle(model, 2) if not model.training else model
+    run(torch.randn(4, 4))
+
+
+def test_warning_does_not_depend_on_who_comes_first():
+    layer = SynchronizedBatchNorm1d(4)
+    replicas = replicate(layer, [torch.device("cpu")] * 4, False)
+    barrier = threading.Barrier(4)
+
+    def run(replica: nn.Module) -> None:
+        barrier.wait()
+        replica(torch.randn(4, 4))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=run, args=(replica,)) for replica in replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caught) == 1
