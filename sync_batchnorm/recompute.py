@@ -87,7 +87,10 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
         make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
     """
     recording = _place().recording
-    result = make_result() if recording else None
+    if not recording:
+        return
+    with torch.no_grad():  # What is made here is made once, and must save nothing for a backward.
+        result = make_result()
     for frame in recording:
         _kept.setdefault(frame, []).append((owner, result))
 
