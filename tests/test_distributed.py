@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, di
 
 ROOT = Path(__file__).parents[1]
 SIZES = (2, 3)
-SECONDS = 100.0  # in which a world must have ended
+SECONDS = 240.0  # in which a world must have ended
 
 
 class World:
@@ -31,7 +32,7 @@ class World:
 
     def __init__(self, size: int, folder: Path, what: str) -> None:
         self.folder = folder
-        self.size = size
+        self.codes: list[int] = []
         path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py"))]
         self.processes = []
@@ -88,31 +89,27 @@ def test_in_a_world(name, size, results):
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> World:
-    world = World(2, tmp_path_factory.mktemp("ends"), "ends")
-    world.join()
+def failures(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(2, tmp_path_factory.mktemp("failures"), "failures")
+    world.codes = world.join()
     return world
 
 
-def test_training_beside_a_process_in_eval_ends_with_the_timeout_of_torch(ends):
-    assert ends.outcome("train_beside_eval", 1) == "no error"
-    assert "Timed out waiting 2000ms" in ends.outcome("train_beside_eval", 0)
+def test_training_beside_a_process_in_eval_ends_with_the_timeout_of_torch(failures):
+    assert failures.outcome("train_beside_eval", 1) == "no error"
+    assert "Timed out waiting 2000ms" in failures.outcome("train_beside_eval", 0)
 
 
-def test_a_process_that_leaves_ends_the_others_with_the_error_of_torch(ends):
-    assert ends.outcome("a_process_leaves", 1) == "left"
-    assert ends.outcome("a_process_leaves", 0).startswith(("RuntimeError: ", "DistBackendError: "))
-
-
-def test_channels_that_differ_between_processes_end_with_the_error_of_torch(tmp_path):
-    world = World(2, tmp_path, "channels")
-    codes = world.join()
+def test_channels_that_differ_between_processes_end_all_of_them(failures):
     # Gloo ends the process that gets more than it expects. The other one has a broken connection, or too little.
-    assert any(codes)
-    assert "Received data size doesn't match expected size" in world.stderr(0) + world.stderr(1)
+    assert failures.codes[0]
+    assert "Received data size doesn't match expected size" in failures.stderr(0)
     too_little = "ValueError: expected inputs of one number of channels in all processes, but got 4 in this one"
-    for rank, code in enumerate(codes):
-        assert code or world.outcome("channels_differ", rank).startswith(("RuntimeError: ", too_little))
+    assert failures.outcome("channels_differ", 1).startswith(("RuntimeError: ", too_little))
+
+
+def test_process_that_has_left_ends_the_others_with_the_error_of_torch(failures):
+    assert failures.outcome("a_process_has_left", 1).startswith("RuntimeError: ")
 
 
 @pytest.fixture
@@ -163,3 +160,23 @@ def test_backend_without_the_collective_ends_with_the_error_of_torch():
 def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     assert distributed.peers(None) is None
+
+
+@pytest.fixture(scope="module")
+def trainings() -> list[str]:
+    """What the example prints in one process, in two, and in two with two replicas each."""
+    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), "--epochs", "1"]
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    commands = [
+        example,
+        [*torchrun, "--nproc-per-node", "2", *example],
+        [*torchrun, "--nproc-per-node", "2", *example, "--replicas", "2"],
+    ]
+    runs = [subprocess.run([sys.executable, *c], env=env, capture_output=True, timeout=SECONDS) for c in commands]
+    return [run.stdout.decode() or run.stderr.decode() for run in runs]
+
+
+def test_example_prints_the_same_digits_however_it_is_launched(trainings):
+    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", trainings[0])
+    assert trainings == [trainings[0]] * len(trainings)

@@ -90,7 +90,8 @@ def train(epochs: int, batch_size: int, replicas: int) -> None:
         if rank == 0:
             print(f"epoch {epoch}: loss {total_loss / len(train_labels):.10f}, test accuracy {correct:.4f}", flush=True)
     if rank == 0:
-        norm = sum(float(value.double().square().sum()) for value in net.state_dict().values()) ** 0.5
+        values = [value for value in net.state_dict().values() if value.is_floating_point()]
+        norm = sum(float(value.square().sum()) for value in values) ** 0.5
         print(f"norm of parameters and running statistics: {norm:.8f}")
 
 

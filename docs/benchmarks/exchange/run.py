@@ -1,0 +1,64 @@
+"""Time the exchange of one layer between processes, over gloo on this machine.
+
+For each number of processes it starts a world of its own, and prints one line a number of channels: what the collective
+of a forward and that of a backward take, with packing and merging. Each figure is the least of several rounds, in which
+the processes are least disturbed by what else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sync_batchnorm import distributed
+
+__all__ = ["main"]
+
+ROUNDS, CALLS = 30, 50
+
+
+def least(body: Callable[[], object]) -> float:
+    """Return the microseconds of a call of `body`, in the best round."""
+    times = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            body()
+        times.append((time.perf_counter() - start) / CALLS)
+    return min(times) * 1e6
+
+
+def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
+    for width in channels:
+        mean, var, sums = torch.zeros(width).double(), torch.ones(width).double(), torch.zeros(2, width).double()
+        forward = least(lambda mean=mean, var=var: distributed.merge_moments(mean, var, 512, dist.group.WORLD))
+        backward = least(lambda sums=sums: distributed.total_gradients(None, sums, dist.group.WORLD))
+        if rank == 0:
+            print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the exchange of one layer between processes on this machine.")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4], help="default: 2 3 4")
+    parser.add_argument("--channels", type=int, nargs="+", default=[64, 512, 2048], help="default: 64 512 2048")
+    options = parser.parse_args()
+    print("| processes | channels | forward, us | backward, us |")
+    print("|---|---|---|---|")
+    for size in options.processes:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, (size, str(Path(folder)), options.channels), nprocs=size)
+
+
+if __name__ == "__main__":
+    main()
