@@ -96,26 +96,32 @@ def test_inputs_that_differ_in_kind_are_refused_with_their_values(devices, kind)
     assert parallel.module.bn.num_batches_tracked == 0
 
 
+class Conditional(nn.Module):
+    """Makes the weight of its layer from the first row of the input: another one in each replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, input):
+        self.bn.weight = self.bn.weight * (self.scale * input[0]).exp()
+        return self.bn(input)
+
+
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_parameters_that_each_replica_makes_are_its_own(devices):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-            self.scale = nn.Parameter(torch.randn(3))
-
-        def forward(self, input):
-            weight = self.bn.weight
-            if hasattr(self, "_is_replica"):
-                self.bn.weight = weight * self.scale.exp()
-                return self.bn(input)
-            bn = self.bn
-            return F.batch_norm(input, bn.running_mean, bn.running_var, weight * self.scale.exp(), bn.bias, True)
-
-    plain, parallel = twins(Scaled().double(), devices)
-    data, grad = (doubles(6, 3, devices=devices) for _ in range(2))
-    for module in (plain, parallel):
-        module(data).backward(grad)
+    plain, parallel = twins(Conditional().double(), devices)
+    data = doubles(6, 3, devices=devices).requires_grad_()
+    again = data.detach().clone().requires_grad_()
+    output, grad = parallel(data), doubles(6, 3, devices=devices)
+    firsts = again[[0, 0, 0, 3, 3, 3]]
+    normalized = F.batch_norm(again, None, None, training=True)
+    expected = normalized * plain.bn.weight * (plain.scale * firsts).exp() + plain.bn.bias
+    assert_equal(output, expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_equal(data.grad, again.grad, "input gradient")
     for name, parameter in plain.named_parameters():
         assert_equal(dict(parallel.module.named_parameters())[name].grad, parameter.grad, name)
 
