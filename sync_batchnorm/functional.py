@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments, recompute
+from sync_batchnorm import distributed, moments, recompute, whole
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_moments, merge_moments, normalize
 
@@ -31,36 +31,79 @@ class Message(NamedTuple):
     group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
 
 
+class Whole(NamedTuple):
+    """What a replica with a small input sends instead: the input itself."""
+
+    input: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    weight: Tensor | None
+    bias: Tensor | None
+    rule: ScaleRule
+
+
 @dataclass(frozen=True)
 class Statistics:
-    """What the master sends back: the batch statistics of all replicas."""
+    """The batch statistics of all replicas, on the device of the master, not part of the graph."""
+
+    mean: Tensor  # (C,)
+    var: Tensor  # (C,), biased
+    count: int
+
+
+@dataclass(frozen=True)
+class Normalized(Statistics):
+    """What the master sends back to a replica that has sent its input."""
+
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Merged(Statistics):
+    """What the master sends back to a replica that has sent its moments."""
 
     normalizer: Tensor  # (2, C): mean and scale, on the device of the replica, part of the graph
     carrier: Tensor  # as `normalizer`, see NOTE [carriers]
     constant: Tensor  # as `normalizer`, not part of the graph
-    mean: Tensor  # (C,), on the device of the master, not part of the graph
-    var: Tensor  # (C,), biased, as `mean`
-    count: int
     affine: moments.Affine | None = None
     weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
 
 
-def merge_messages(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Statistics]]:
-    """Merge the moments of all replicas: the callback of the `SyncMaster` of a synchronized layer.
+def merge_messages(
+    messages: list[tuple[Hashable, Message | Whole]],
+) -> Sequence[tuple[Hashable, Statistics | None]]:
+    """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
+
+    All get None if some have sent their inputs, and these cannot be joined: then each sends its moments.
 
     Raises:
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all.
     """
-    contents = [message for _, message in messages]
-    if len({(message.shape[1], len(message.shape), message.dtype) for message in contents}) > 1:
+    if len({(message.shape[1], len(message.shape), message.dtype) for _, message in messages}) > 1:
         inputs = ", ".join(
             f"{tuple(message.shape)} of {message.dtype} in replica {replica}"
-            for replica, message in enumerate(contents)
+            for replica, (_, message) in enumerate(messages)
         )
         raise ValueError(
             "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
             f"but got {inputs}; give every replica the same kind of input"
         )
+    sent = [(replica, message) for replica, message in messages if isinstance(message, Message)]
+    if len(sent) == len(messages):
+        return _merge(sent)
+    handed = [message for _, message in messages if isinstance(message, Whole)]
+    if sent or not whole.fit_together([message.input for message in handed]) or not _share_parameters(handed):
+        return [(replica, None) for replica, _ in messages]
+    weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
+    outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)
+    count = sum(moments.channel_count(message.shape) for message in handed)
+    return [
+        (replica, Normalized(mean, var, count, output)) for (replica, _), output in zip(messages, outputs, strict=True)
+    ]
+
+
+def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Merged]]:
+    contents = [message for _, message in messages]
     counts = [moments.channel_count(message.shape) for message in contents]
     group = contents[0].group
     if group is None and sum(counts) < 2:
@@ -79,22 +122,22 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hasha
     if merge.count < 2:  # as only the group can tell
         return _without_variance(messages, merge.count)
     on_device = {
-        device: Statistics(normalizer, carrier, constant, merge.mean, merge.var, merge.count, merge.affine, weighted)
+        device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted)
         for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
     }
     return [(replica, on_device[message.moments.device]) for replica, message in messages]
 
 
-def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> list[tuple[Hashable, Statistics]]:
+def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> list[tuple[Hashable, Merged]]:
     if count:
         sizes = [message.shape for _, message in messages]
         single = next((size for size in sizes if moments.channel_count(size)), sizes[0])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
     mean, var = messages[0][1].moments.unbind()
-    return [(replica, Statistics(m.moments, m.carrier, m.moments, mean, var, 0)) for replica, m in messages]
+    return [(replica, Merged(mean, var, 0, m.moments, m.carrier, m.moments)) for replica, m in messages]
 
 
-def _share_parameters(messages: list[Message]) -> bool:
+def _share_parameters(messages: Sequence[Message | Whole]) -> bool:
     """Tell whether all replicas have weight and bias over the same storage, as replicas on the CPU have.
 
     Then what depends on them is computed once, by the master. They differ if the module computes them in its forward.
@@ -106,31 +149,41 @@ def _share_parameters(messages: list[Message]) -> bool:
     return len({(storage(message.weight), storage(message.bias)) for message in messages}) == 1
 
 
-def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Statistics:
-    statistics: Statistics
-    if pipe is None:
-        statistics = merge_messages([(0, message)])[0][1]
-    else:
-        statistics = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
-    recompute.keep(pipe or owner, lambda: _Call(statistics))
-    return statistics
+def _meet(pipe: Pipe, message: Message | Whole) -> Any:
+    return pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
+
+
+def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Merged:
+    # The answer None means that others have sent their inputs, and that now all of them send their moments.
+    merged = _merge([(0, message)])[0][1] if pipe is None else _meet(pipe, message) or _meet(pipe, message)
+    recompute.keep(pipe or owner, lambda: _Call(merged))
+    return merged
+
+
+def _hands_over(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: ScaleRule, group: distributed.Group | None
+) -> bool:
+    """Tell whether a replica sends its input itself; not where hooks on saved tensors want to see what it saves."""
+    plain = group is None and rule.mode == "plus"
+    return plain and whole.is_small(input, weight, bias) and not recompute.has_hooks()
 
 
 class _Call:
     """What a call leaves to its recomputation: its statistics, without the graph."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Merged) -> None:
         self._requires_grad = statistics.normalizer.requires_grad
         self._statistics = replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
 
-    def statistics(self) -> Statistics:
+    def statistics(self, input: Tensor) -> Merged:
         """Return the statistics; where autograd records, it must save with them what it saved in the call."""
         if not self._requires_grad or not torch.is_grad_enabled():
             return self._statistics
-        return replace(self._statistics, normalizer=self._statistics.constant.detach().requires_grad_())
+        constant = recompute.refuse_gradient(self._statistics.constant, input)
+        return replace(self._statistics, normalizer=constant, carrier=constant)
 
 
-def _recall(pipe: Pipe | None, owner: object) -> Statistics | None:
+def _recall(pipe: Pipe | None, owner: object, input: Tensor) -> Merged | None:
     """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation.
 
     Raises:
@@ -138,7 +191,7 @@ def _recall(pipe: Pipe | None, owner: object) -> Statistics | None:
     """
     call: _Call | None = recompute.recall(pipe or owner)
     if call is not None:
-        return call.statistics()
+        return call.statistics(input)
     if pipe is not None and recompute.in_backward():
         raise RuntimeError(RECOMPUTED)
     return None
@@ -176,9 +229,13 @@ def sync_batch_norm(
         RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
     record = Record()
-    recalled = _recall(pipe, owner)
+    recalled = _recall(pipe, owner, input)
     if recalled is not None:
         record.affine = recalled.affine
+    elif pipe is not None and _hands_over(input, weight, bias, rule, group):
+        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule))
+        if normalized is not None:
+            return normalized.output, normalized
     parts, carrier, *inputs = local_moments(input, record)
     message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group)
     statistics = recalled or _exchange(pipe, owner, message)
@@ -219,6 +276,6 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
     message = Message(parts, carrier, input.shape, input.dtype, None, group=group)
-    statistics = _recall(pipe, None) or _exchange(pipe, None, message)
+    statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # The input is saved by `_LocalMoments`, unless that has nothing to differentiate.
         ctx.local_moments = input.grad_fn if input.requires_grad else None
-        ctx.save_for_backward(weight, input if ctx.local_moments is None else None)
+        ctx.save_for_backward(input if ctx.local_moments is None else None, weight)
         ctx.normalizer, ctx.affine = normalizer, affine
         return moments.normalize(input, normalizer, affine, bias)
 
@@ -207,7 +207,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return (None,) * 7
-        weight, input = ctx.saved_tensors
+        input, weight = ctx.saved_tensors
         if input is None:
             (input,) = ctx.local_moments.saved_tensors
         needs_input, _, needs_normalizer, _, needs_weight, needs_bias, _ = ctx.needs_input_grad

@@ -27,6 +27,11 @@ from torch import Tensor
 
 __all__: list[str] = []
 
+DIFFERENTIATED = (
+    "expected a checkpointed function that takes no gradient through a synchronized batch norm, but got one that does, "
+    "which a recomputation in one replica cannot repeat; take that gradient outside of the checkpoint"
+)
+
 Frame = Any  # a `torch.utils.checkpoint._CheckpointFrame`
 Hook = Callable[[Tensor], Any]
 
@@ -34,6 +39,22 @@ _frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())
 _graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _kept: WeakKeyDictionary[Frame, list[tuple[Any, Any]]] = WeakKeyDictionary()  # owner and result of each call
 _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of the calls of each recomputation
+
+
+class _RefuseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, _input: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        raise RuntimeError(DIFFERENTIATED)
+
+
+def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
+    """Return `constant` as what it was in the first call, a function of `input`, whose gradient is refused."""
+    refused: Tensor = _RefuseGradient.apply(constant.detach().requires_grad_(), input)  # type: ignore[no-untyped-call]
+    return refused
 
 
 def in_backward() -> bool:
@@ -47,6 +68,12 @@ class _Place(NamedTuple):
     recording: list[Frame]  # inside of the one that recomputes, if any
     recomputing: Frame | None
     run: Hook | None  # stands for this recomputation, as there may be several of one frame
+
+
+def has_hooks() -> bool:
+    """Tell whether hooks on saved tensors are set in this thread; also if that cannot be told."""
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def _pack_hooks() -> list[Hook]:

@@ -91,6 +91,27 @@ def _seeded() -> None:
     random.seed(0)
 
 
+KERNELS = {
+    "whole": {},  # small inputs go to the master, which joins them: what the usual tests use
+    "float64": {"whole.SMALL": 0},  # moments of a float64 copy
+    "shifted": {"whole.SMALL": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # sums about a shift
+}
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Force one way to compute the statistics, which otherwise follows from the size of the input."""
+    for name, value in KERNELS[request.param].items():
+        monkeypatch.setattr(f"sync_batchnorm.{name}", value)
+    return request.param
+
+
+every_kernel = [
+    pytest.mark.parametrize("kernel", list(KERNELS), indirect=True),
+    pytest.mark.usefixtures("kernel"),
+]
+
+
 def device_lists(*sizes: int) -> list[Any]:
     """Device lists of the given sizes: CPU replicas, replicas on one GPU, and distinct GPUs where there are enough."""
     lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}") for n in sizes]

@@ -5,11 +5,13 @@ import weakref
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, every_kernel
 from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm.nodes import ScaleRule
+
+pytestmark = every_kernel
 
 
 def nodes_of(output):
@@ -24,9 +26,13 @@ def nodes_of(output):
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_each_call_merges_once_whatever_the_number_of_replicas(replicas):
+def test_each_call_merges_once_whatever_the_number_of_replicas(replicas, kernel):
     _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * replicas)
     names = nodes_of(parallel(torch.randn(6, 3, requires_grad=True)))
+    if kernel == "whole":
+        assert names.count("_NormalizeWholeBackward") == 1
+        assert not {"_MergeMomentsBackward", "_LocalMomentsBackward", "_NormalizeBackward"} & set(names)
+        return
     assert names.count("_MergeMomentsBackward") == 1
     assert names.count("_LocalMomentsBackward") == replicas
     assert names.count("_NormalizeBackward") == replicas

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, every_kernel
 from helpers import (
     TwoLayers,
     as_devices,
@@ -16,6 +16,8 @@ from helpers import (
     twins,
 )
 from torch import nn
+
+pytestmark = every_kernel
 
 BATCHES = {
     "rows": (nn.BatchNorm1d, (16, 10)),
