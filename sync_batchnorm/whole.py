@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sync_batchnorm import moments
@@ -53,7 +52,7 @@ class _NormalizeWhole(torch.autograd.Function):
         output, ctx.mean, ctx.invstd = torch.native_batch_norm(
             joined.double(), _double(weight), _double(bias), None, None, True, 0.0, eps
         )
-        found += [ctx.mean, ctx.invstd.pow(-2) - eps]
+        found += [ctx.mean, (ctx.invstd.pow(-2) - eps).clamp_(min=0)]
         # Not views of one tensor: these could not be changed in place.
         return torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(input) for input in inputs])
 
@@ -79,7 +78,10 @@ def _true_gradients(
     grad: Tensor, weight: Tensor | None, inputs: Sequence[Tensor], eps: float, needs_bias: bool
 ) -> list[Tensor | None]:
     """Return the gradients by weight, bias and inputs as functions that can be differentiated again."""
-    output = F.batch_norm(torch.cat(list(inputs)).double(), None, None, _double(weight), None, True, 0.0, eps)
+    joined = torch.cat(list(inputs)).double()
+    # Not `F.batch_norm`: with torch 2.13.0 its third derivatives are not those of its formula.
+    var, mean = torch.var_mean(joined, moments.reduced_dims(joined), correction=0)
+    output = moments.differentiable_normalize(joined, torch.stack((mean, var + eps)), _double(weight), None)
     wanted = [tensor for tensor in (weight, *inputs) if tensor is not None and tensor.requires_grad]
     found = torch.autograd.grad(output, wanted, grad.double(), create_graph=True) if wanted else ()
     by_tensor = dict(zip(map(id, wanted), found, strict=True))

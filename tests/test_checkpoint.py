@@ -1,0 +1,464 @@
+"""Activation checkpointing without reentrant autograd repeats what was computed, and counts it once."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import assert_equal, assert_same_state, assert_same_step, doubles, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, recompute
+from sync_batchnorm.recompute import keep, recall
+
+
+class Net(nn.Module):
+    """Runs the function `path` of itself and a function that checkpoints, or that only calls."""
+
+    def __init__(self, path, batch_norms=1, checkpoints=True, **options):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.scale = nn.Parameter(torch.rand(3, 1, 1) + 0.5)
+        self.bns = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(batch_norms))
+        self.path, self.checkpoints, self.options = path, checkpoints, options
+
+    @property
+    def bn(self):
+        return self.bns[0]
+
+    def segment(self, input):
+        """Save for the backward what comes before and after the layer, in ways that need the exact values."""
+        return torch.tanh(self.bn(torch.tanh(input)) * self.scale)
+
+    def run(self, function, *inputs):
+        if not self.checkpoints:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, **self.options)
+
+    def forward(self, input):
+        return self.path(self, input)
+
+
+def checkpointed_twins(path, devices, **options):
+    plain, parallel = twins(Net(path, **options).double(), devices)
+    plain.checkpoints = False
+    return plain, parallel
+
+
+def assert_exact(path, devices, rows=6, **options):
+    plain, parallel = checkpointed_twins(path, devices, **options)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(rows, 3, 4, 5, devices=devices))
+
+
+def around_all(net, x):
+    return net.run(lambda x: net.segment(net.conv(x)), x)
+
+
+def in_a_row(net, x):
+    for bn in net.bns:
+        x = net.run(lambda x, bn=bn: torch.tanh(bn(torch.tanh(x))), x)
+    return x
+
+
+def several_calls_in_one(net, x):
+    return net.run(lambda x: net.segment(net.segment(x) + net.segment(3 * x)), x)
+
+
+def one_layer_in_three(net, x):
+    a = net.run(net.segment, x)
+    b = net.run(net.segment, 2 * x + a)
+    return net.run(net.segment, a * b) + b
+
+
+def nested(net, x):
+    return net.run(lambda x: net.segment(net.run(lambda x: net.run(net.segment, x) * net.segment(2 * x), x)), x)
+
+
+def nested_side_by_side(net, x):
+    return net.run(lambda x: net.run(net.segment, x) * net.run(net.segment, x.sin()), x) + net.run(net.segment, x)
+
+
+def interleaved(net, x):
+    a, b = net.run(net.segment, x), net.run(net.segment, x.sin())
+    for _ in range(2):
+        a, b = net.run(lambda a, b: net.segment(a + b), a, b), net.run(lambda a, b: net.segment(a - 2 * b), a, b)
+    return a * b
+
+
+def beside_calls_that_are_not_checkpointed(net, x):
+    return net.segment(net.run(net.segment, net.segment(x)))
+
+
+def without_gradients_inside(net, x):
+    def body(x):
+        with torch.no_grad():
+            teacher = net.segment(x)
+        return net.segment(x) * teacher
+
+    return net.run(body, x)
+
+
+def only_the_layer(net, x):
+    return net.run(net.bn, net.conv(x)) * net.scale
+
+
+PATHS = [
+    around_all,
+    several_calls_in_one,
+    one_layer_in_three,
+    nested,
+    nested_side_by_side,
+    interleaved,
+    beside_calls_that_are_not_checkpointed,
+    without_gradients_inside,
+    only_the_layer,
+]
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_checkpointed_step_is_exact_and_counted_once(devices, path, early_stop):
+    with set_checkpoint_early_stop(early_stop):
+        assert_exact(path, devices)
+
+
+@pytest.mark.parametrize("rows", [7, 4, 1])
+@pytest.mark.parametrize("path", [nested, interleaved], ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_checkpointed_step_is_exact_on_uneven_replicas(devices, path, rows):
+    # With one row there is one replica, which torch counts twice when it recomputes, and so does the plain layer.
+    if rows > 1:
+        assert_exact(path, devices, rows)
+    else:
+        plain, parallel = checkpointed_twins(path, devices)
+        plain.checkpoints = True
+        assert_same_step(plain, parallel, doubles(rows, 3, 4, 5, devices=devices))
+
+
+@pytest.mark.parametrize("preserve", [True, False], ids=["rng-kept", "rng-not-kept"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_layers_in_a_row_of_segments_are_exact(devices, preserve):
+    assert_exact(in_a_row, devices, batch_norms=3, preserve_rng_state=preserve)
+
+
+def test_exchange_happens_once(monkeypatch):
+    _, parallel = checkpointed_twins(nested, ["cpu"] * 2)
+    met = []
+    run_master = SyncMaster.run_master
+    monkeypatch.setattr(SyncMaster, "run_master", lambda self, msg: met.append(self) or run_master(self, msg))
+    output = parallel(doubles(4, 3, 4, 5))
+    assert len(met) == 3
+    output.backward(torch.randn_like(output))
+    assert len(met) == 3
+    assert parallel.module.bn.num_batches_tracked == 3
+
+
+def tripled_where_small(x):
+    """Return what equals the input in the replica of large values, and differs from it in the other."""
+    return torch.where(x.abs().amax((1, 2, 3), keepdim=True) < 100, 3 * x, x)
+
+
+def two_segments(net, x):
+    return torch.cat((net.run(net.segment, x), net.run(net.segment, tripled_where_small(x)) * 2), 1)
+
+
+def two_segments_of_which_the_first_is_used_twice(net, x):
+    a = net.run(net.segment, x)
+    return torch.cat((a, net.run(lambda b, a: net.segment(b) * a, tripled_where_small(x), a)), 1)
+
+
+def two_calls_in_one_segment(net, x):
+    return net.run(lambda x: torch.cat((net.segment(x), net.segment(tripled_where_small(x)) * 2), 1), x)
+
+
+def two_nested_segments(net, x):
+    return net.run(lambda x: two_segments(net, x), x)
+
+
+def segments_nested_in_two(net, x):
+    def outer(x):
+        return net.run(net.segment, x) * x.sin()
+
+    return torch.cat((net.run(outer, x), net.run(outer, tripled_where_small(x))), 1)
+
+
+EQUAL_HERE = [
+    two_segments,
+    two_segments_of_which_the_first_is_used_twice,
+    two_calls_in_one_segment,
+    two_nested_segments,
+    segments_nested_in_two,
+]
+
+
+def segment_of_plain_values(net, input):
+    return torch.tanh(net.bn(input) * net.scale)
+
+
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "varied"])
+@pytest.mark.parametrize("path", EQUAL_HERE, ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_told_apart(devices, path, constant, monkeypatch):
+    monkeypatch.setattr(Net, "segment", segment_of_plain_values)
+    plain, parallel = checkpointed_twins(path, devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    data[:2] = 150.0 if constant else data[:2] + 150
+    parts = [data[:2].clone().requires_grad_(), data[2:].clone().requires_grad_()]
+    expected = plain(torch.cat(parts))
+    output = parallel(torch.cat(parts))
+    assert_equal(output, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [*parts, *plain.parameters()], grad, allow_unused=True)
+    given = torch.autograd.grad(output, [*parts, *parallel.module.parameters()], grad, allow_unused=True)
+    for a, b in zip(given, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_equal(a, b)
+
+
+@pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_graph_can_be_used_again(devices, path):
+    plain, parallel = checkpointed_twins(path, devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    grads = [torch.randn_like(data) for _ in range(3)]
+    for module in (plain, parallel):
+        output = module(data)
+        for grad in grads:
+            output.backward(grad, retain_graph=True)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_segments_can_be_differentiated_one_by_one(devices, first):
+    def two_outputs(net, x):
+        return net.run(net.segment, x), net.run(net.segment, x.sin())
+
+    plain, parallel = checkpointed_twins(two_outputs, devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    grad = torch.randn_like(data)
+    for module in (plain, parallel):
+        outputs = module(data)
+        outputs[first].backward(grad, retain_graph=True)
+        outputs[1 - first].backward(grad * 2)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replica_outside_of_the_loss_needs_no_recomputation(devices, replica):
+    plain, parallel = checkpointed_twins(around_all, devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    rows = slice(2 * replica, 2 * replica + 2)
+    inputs = [data.clone().requires_grad_() for _ in range(2)]
+    grad = doubles(2, 3, 4, 5, devices=devices)
+    for module, input in zip((plain, parallel), inputs, strict=True):
+        module(input)[rows].backward(grad)
+    assert_equal(inputs[1].grad, inputs[0].grad)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("path", [around_all, one_layer_in_three, nested], ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
+    plain, parallel = checkpointed_twins(path, devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    weights = torch.randn_like(data)
+    for module in (plain, parallel):
+        input = data.clone().requires_grad_()
+        output = module(input)
+        (grad,) = torch.autograd.grad((output * weights).sum(), input, create_graph=True)
+        ((grad.flatten(1).norm(dim=1) - 1).square().sum() + (output * weights.sin()).sum()).backward()
+    assert_same_state(parallel, plain)
+
+
+def with_forces(net, x):
+    x = x * 1.0  # The chunks of all replicas come from one node, by which autograd would reach the peer's segment.
+    y = net.run(net.segment, x)
+    (force,) = torch.autograd.grad(y, x, torch.cos(x.detach()), create_graph=True)
+    return torch.cat((y, force), 1)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False], ids=["checkpointed", "plain"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_that_differentiate_in_their_forward_get_their_own_part(devices, checkpoints):
+    plain, parallel = checkpointed_twins(with_forces, devices, checkpoints=checkpoints)
+    data = doubles(4, 3, 4, 5, devices=devices).requires_grad_()
+    y = plain.segment(data)
+    forces = []
+    for rows in (slice(2), slice(2, 4)):
+        grad = torch.cos(data[rows].detach())
+        forces.append(torch.autograd.grad(y[rows], data, grad, create_graph=True)[0][rows])
+    expected, output = torch.cat((y, torch.cat(forces)), 1), parallel(data)
+    assert_equal(output, expected)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    output.backward(grad)
+    assert_same_state(parallel, plain)
+
+
+def with_forces_inside(net, x):
+    def body(x):
+        y = net.segment(x)
+        (force,) = torch.autograd.grad(y, x, torch.cos(x.detach()), create_graph=True)
+        return torch.cat((y, force), 1)
+
+    return net.run(body, x * 1.0)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradient_inside_of_a_segment_is_refused(devices):
+    # The recomputation of one replica has no graph of the statistics, which it would have to differentiate.
+    _, parallel = checkpointed_twins(with_forces_inside, devices)
+    with pytest.raises(RuntimeError, match="take that gradient outside of the checkpoint"):
+        parallel(doubles(4, 3, 4, 5, devices=devices).requires_grad_()).backward(doubles(4, 6, 4, 5, devices=devices))
+
+
+class Sequential(nn.Module):
+    def __init__(self, checkpoints=True):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), nn.Tanh()
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, input):
+        if not self.checkpoints:
+            return self.body(input)
+        return checkpoint_sequential(self.body, 3, input, use_reentrant=False)
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_checkpointed_sequence_is_exact(devices):
+    plain, parallel = twins(Sequential().double(), devices)
+    plain.checkpoints = False
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
+    net, _ = twins(Sequential(), ["cpu"])
+    data, states = torch.randn(4, 3, 6, 5), []
+    for checkpoints in (False, True):
+        copied = convert_model(copy.deepcopy(net))
+        copied.checkpoints = checkpoints
+        parallel = DataParallelWithCallback(copied, ["cpu"] * 2)
+        input = data.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            output = parallel(input)
+        grad = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        output.backward(grad)
+        states.append([output, input.grad, *(p.grad for p in copied.parameters()), *copied.buffers()])
+    for a, b in zip(*states, strict=True):
+        assert_equal(b, a, tolerance=0)
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["inside-too", "outside-only"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_checkpoint_around_the_wrapper_is_exact(devices, inner):
+    plain, parallel = checkpointed_twins(around_all if inner else lambda net, x: net.segment(x), devices)
+    data = doubles(4, 3, 4, 5, devices=devices)
+    grad = torch.randn_like(data)
+    for module in (plain, parallel):
+        input = data.clone().requires_grad_()
+        output = checkpoint(lambda x, module=module: torch.tanh(module(torch.tanh(x))), input, use_reentrant=False)
+        output.backward(grad)
+        module.input_grad = input.grad
+    assert_equal(parallel.input_grad, plain.input_grad)
+    names = dict(plain.named_parameters())
+    for name, parameter in parallel.module.named_parameters():
+        assert (parameter.grad is None) == (names[name].grad is None)
+        if parameter.grad is not None:
+            assert_equal(parameter.grad, names[name].grad, name)
+
+
+def reentrant(net, x):
+    return checkpoint(net.segment, x, use_reentrant=True)
+
+
+def reentrant_inside(net, x):
+    return net.run(lambda x: checkpoint(net.segment, x, use_reentrant=True), x)
+
+
+def reentrant_outside(net, x):
+    return checkpoint(lambda x: net.run(net.segment, x), x, use_reentrant=True)
+
+
+def reentrant_beside_equal_calls(net, x):
+    return net.segment(x) + checkpoint(net.segment, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "path", [reentrant, reentrant_inside, reentrant_outside, reentrant_beside_equal_calls], ids=lambda p: p.__name__
+)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_reentrant_checkpoints_are_refused_with_the_remedy(devices, path):
+    _, parallel = checkpointed_twins(path, devices)
+    data = doubles(6, 3, 4, 5, devices=devices).requires_grad_()
+    output = parallel(data)
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False to torch"):
+        output.backward(torch.randn_like(output))
+    parallel.module.path = around_all
+    output = parallel(data)  # and nothing is left of it
+    output.backward(torch.randn_like(output))
+
+
+def test_reentrant_checkpoint_around_the_wrapper_is_exact():
+    plain, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), ["cpu"] * 2)
+    data, grad = doubles(4, 3, 4, 5), doubles(4, 3, 4, 5)
+    for module in (plain, parallel):
+        checkpoint(module, data.clone().requires_grad_(), use_reentrant=True).backward(grad)
+    assert_same_state(parallel, plain)  # counted twice on both sides: torch runs the wrapper twice
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["after-a-backward", "without-a-backward"])
+@pytest.mark.parametrize("path", [one_layer_in_three, nested], ids=lambda path: path.__name__)
+def test_checkpoints_keep_nothing_alive(path, backward):
+    _, parallel = checkpointed_twins(path, ["cpu"] * 2)
+    data = doubles(4, 3, 4, 5).requires_grad_()
+    kept = weakref.ref(data)
+    output = parallel(data)
+    if backward:
+        output.backward(torch.randn_like(output))
+    del output, data
+    gc.collect()
+    assert kept() is None
+    assert not recompute._kept
+
+
+@pytest.mark.parametrize("name", ["_frame_type", "_pack_hooks"])
+def test_torch_that_hides_its_checkpoints_gets_an_error_and_no_hang(name, monkeypatch):
+    _, parallel = checkpointed_twins(around_all, ["cpu"] * 2)
+    monkeypatch.setattr(recompute, name, () if name == "_frame_type" else list)
+    output = parallel(doubles(4, 3, 4, 5))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        output.backward(torch.randn_like(output))
+
+
+def test_hooks_of_others_are_left_as_they_were():
+    order = []
+
+    def hooks(name):
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: order.append(name) or x, lambda x: x)
+
+    x = torch.randn(3, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        keep("owner", lambda: "result")
+        assert recall("owner") is None
+        x.sin()
+    with hooks("other"):
+        x.sin()
+    assert order == ["inner", "other"]
+
+
+def test_saved_tensors_may_be_moved_away_and_back(devs):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        assert_same_step(plain, parallel, doubles(6, 3, 4, 5, devices=devs))
