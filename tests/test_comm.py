@@ -162,3 +162,10 @@ def test_pickled_pipe_is_none():
     assert isinstance(pipe, SlavePipe)
     assert pickle.loads(pickle.dumps(pipe)) is None
     assert copy.deepcopy({"pipe": pipe}) == {"pipe": None}
+
+
+def test_messages_of_a_completed_call_are_not_kept():
+    master = SyncMaster(everything)
+    slave = master.register_slave(1)
+    together(lambda: [slave.run_slave(i) for i in range(3)], lambda: [master.run_master(i) for i in range(3)])
+    assert master._circle.meetings == {}
