@@ -88,7 +88,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = [tensors[0].device for tensors in map(tensors_in, outputs) if tensors]
         if not is_local(devices):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
-        return gather(outputs, as_device(output_device), self.dim)
+        device = as_device(output_device)
+        # Autocast would join tensors in its own dtype, or refuse those of another one.
+        with torch.autocast(device.type, enabled=False):
+            return gather(outputs, device, self.dim)
 
 
 def as_device(device: DeviceId) -> torch.device:

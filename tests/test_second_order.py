@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, every_kernel
 from helpers import assert_equal, assert_same_state, doubles, randomize, run_parts, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+
+pytestmark = every_kernel
 
 RELATIVE = 1e-8  # of second derivatives, whose values are differences of large ones
 

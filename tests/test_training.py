@@ -1,0 +1,533 @@
+"""What trainings do around batch norm: low precision, memory formats, frozen layers, norms of one's own."""
+
+import pytest
+import torch
+from conftest import device_lists, every_kernel
+from helpers import (
+    TOLERANCES,
+    assert_equal,
+    assert_same_parts,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    randomize,
+    run_parts,
+    twins,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SynchronizedBatchNorm2d,
+    SyncMaster,
+    convert_model,
+    moments,
+)
+from sync_batchnorm.functional import merge_messages, sync_moments
+
+pytestmark = every_kernel
+
+LOW = [torch.float16, torch.bfloat16]
+FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+}
+
+
+# Low precision.
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("cast_module", [True, False], ids=["module-too", "input-only"])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices, dtype, cast_module):
+    reference, parallel = twins(nn.BatchNorm2d(5), devices)
+    same_types, _ = twins(nn.BatchNorm2d(5), devices)
+    if cast_module:
+        parallel.to(dtype)
+        same_types.to(dtype)
+        reference.load_state_dict(parallel.module.state_dict())
+    data = (torch.randn(5, 5, 6, 7, device=devices[0]) * 3 + 7).to(dtype)
+    grad = torch.randn_like(data)
+    for model, kind in ((reference, torch.float32), (parallel, dtype), (same_types, dtype)):
+        input = data.to(kind, copy=True).requires_grad_()
+        model.output = model(input)
+        model.output.backward(grad.to(kind))
+        model.input_grad = input.grad
+    layer = parallel.module
+    for ours, theirs in [
+        (parallel.output, same_types.output),
+        (parallel.input_grad, same_types.input_grad),
+        (layer.weight.grad, same_types.weight.grad),
+        (layer.bias.grad, same_types.bias.grad),
+        (layer.running_mean, same_types.running_mean),
+        (layer.running_var, same_types.running_var),
+    ]:
+        assert ours.dtype == theirs.dtype
+    tolerance = TOLERANCES[dtype]
+    assert_equal(parallel.output.float(), reference.output, "output", tolerance)
+    assert_equal(parallel.input_grad.float(), reference.input_grad, "input gradient", tolerance)
+    exact = tolerance if cast_module else TOLERANCES[torch.float32]
+    for name in ("weight", "bias"):
+        assert_equal(getattr(layer, name).grad.float(), getattr(reference, name).grad, name, exact)
+    for name in ("running_mean", "running_var"):
+        assert_equal(getattr(layer, name).float(), getattr(reference, name), name, exact)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_squares_beyond_the_range_of_half_do_not_overflow(dtype):
+    reference, parallel = twins(nn.BatchNorm2d(1, momentum=1.0), ["cpu"] * 2)
+    data = (torch.randn(2, 1, 300, 300) * 40 + 300).to(dtype)
+    assert data.float().square().sum() > 65504
+    expected, output = reference(data.float()), parallel(data)
+    assert output.dtype == dtype
+    assert_equal(output.float(), expected, "output", TOLERANCES[dtype])
+    assert_equal(parallel.module.running_var, reference.running_var, "running variance")
+
+
+def conv_net():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
+    plain, parallel = twins(conv_net(), devices)
+    data = torch.randn(5, 3, 7, 6, device=devices[0])
+    device_type = torch.device(devices[0]).type
+    with torch.autocast(device_type, dtype=dtype):
+        expected, output = plain(data), parallel(data)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    output.backward(grad)
+    assert output.dtype == expected.dtype == dtype
+    # The convolutions round to `dtype`: what reaches a parameter differs by some of its last digits.
+    assert_equal(output, expected, "output", 2 * TOLERANCES[dtype])
+    for (name, ours), theirs in zip(parallel.module.named_parameters(), plain.parameters(), strict=True):
+        assert_equal(ours.grad, theirs.grad, name, 5 * TOLERANCES[dtype])
+    for (name, ours), theirs in zip(parallel.module.named_buffers(), plain.buffers(), strict=True):
+        assert_equal(ours, theirs, name, 2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("inside", LOW, ids=str)
+@pytest.mark.parametrize("outside", [None, *LOW], ids=str)
+def test_layer_under_autocast_takes_any_input(outside, inside):
+    plain, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
+    for kind in (inside, torch.float32):
+        data = torch.randn(6, 3).to(kind)
+        with torch.autocast("cpu", dtype=outside, enabled=outside is not None):
+            expected, output = plain(data), parallel(data)
+        assert output.dtype == expected.dtype == kind
+        assert_equal(output, expected)
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("parameters", DTYPES, ids=str)
+@pytest.mark.parametrize("input", DTYPES, ids=str)
+def test_mixes_of_types_are_taken_and_refused_as_torch_does(input, parameters):
+    plain, parallel = twins(nn.BatchNorm1d(3).to(parameters), ["cpu"] * 3)
+    data = torch.randn(6, 3).to(input)
+    refusal = None
+    try:
+        expected = plain(data)
+    except RuntimeError as error:
+        refusal = str(error).splitlines()[0]
+    if refusal is None:
+        assert_equal(parallel(data), expected)
+        return
+    with pytest.raises(RuntimeError) as refused:
+        parallel(data)
+    assert not isinstance(refused.value, ReplicaSyncError)
+    assert refusal in str(refused.value)
+    assert parallel.module.num_batches_tracked == 0
+    assert parallel(data.to(parameters)).dtype == parameters  # and nothing is left of it
+
+
+# Memory formats.
+
+
+def strides(tensor):
+    """Return the strides that mean something: those of dimensions with several elements."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+SHAPES = {"even": (6, 4, 3, 5), "odd": (4, 65, 6, 5), "pixels": (4, 9, 1, 1), "one-channel": (4, 1, 9, 9)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("of_grad", FORMATS)
+@pytest.mark.parametrize("of_input", FORMATS)
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_formats_are_kept_and_change_no_value(devices, of_input, of_grad, shape):
+    plain, parallel = twins(nn.BatchNorm2d(shape[1]).double(), devices)
+    input = doubles(*shape, devices=devices).contiguous(memory_format=FORMATS[of_input]).requires_grad_()
+    grad = doubles(*shape, devices=devices).contiguous(memory_format=FORMATS[of_grad])
+    output = parallel(input)
+    output.backward(grad)
+    assert output.is_contiguous(memory_format=FORMATS[of_input])
+    if of_input == of_grad:
+        assert input.grad.is_contiguous(memory_format=FORMATS[of_input])
+    reference = input.detach().contiguous().requires_grad_()
+    expected = plain(reference)
+    expected.backward(grad.contiguous())
+    assert_equal(output, expected)
+    assert_equal(input.grad, reference.grad)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_channels_last_in_three_dimensions_is_kept(devices, dtype):
+    plain, parallel = twins(nn.BatchNorm3d(5), devices)
+    data = torch.randn(4, 5, 3, 4, 2, device=devices[0]).to(dtype).contiguous(memory_format=torch.channels_last_3d)
+    input, grad = data.clone().requires_grad_(), torch.randn_like(data)
+    output = parallel(input)
+    output.backward(grad)
+    assert output.is_contiguous(memory_format=torch.channels_last_3d)
+    assert input.grad.is_contiguous(memory_format=torch.channels_last_3d)
+    assert_equal(output.float(), plain(data.float()), tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("formats", [("channels_last", "contiguous"), ("contiguous", "channels_last")], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_may_differ_in_their_formats(devices, formats, sizes):
+    plain, parallel = twins(nn.BatchNorm2d(5).double(), devices)
+    parts = [
+        doubles(size, 5, 4, 3).contiguous(memory_format=FORMATS[kind])
+        for size, kind in zip(sizes, formats, strict=True)
+    ]
+    for output, kind in zip(run_parts(parallel, parts), formats, strict=True):
+        assert output.is_contiguous(memory_format=FORMATS[kind])
+    plain.load_state_dict(parallel.module.state_dict())
+    assert_same_parts(plain, parallel, parts)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("view", ["every-second", "transposed", "expanded", "unsqueezed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_views_are_normalized_as_their_contiguous_copies(view, kind, dtype):
+    plain, parallel = twins(nn.BatchNorm2d(4).to(dtype), ["cpu"] * 2)
+    base = torch.randn(6, 4, 4, 8, dtype=dtype).contiguous(memory_format=FORMATS[kind])
+    data = {
+        "every-second": base[..., ::2],
+        "transposed": base.transpose(1, 2),
+        "expanded": base[:, :, :1].expand(-1, -1, 5, -1),
+        "unsqueezed": base.unsqueeze(2).transpose(1, 2).squeeze(1),
+    }[view]
+    grad = torch.randn(data.shape[::-1], dtype=dtype).permute(3, 2, 1, 0)
+    leaves = [data.detach().requires_grad_(), data.detach().contiguous().requires_grad_()]
+    output, expected = parallel(leaves[0]), plain(leaves[1])
+    output.backward(grad)
+    expected.backward(grad.contiguous())
+    assert_equal(output, expected)
+    assert_equal(leaves[0].grad, leaves[1].grad)
+    assert_same_state(parallel, plain)
+
+
+class Copies(TorchDispatchMode):
+    """Notes the operators that copy something of a given size."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "_to_copy", "contiguous") and result.numel() == self.numel:
+            self.found.append(name)
+        return result
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_large_inputs_are_not_copied(kind):
+    input, grad = (torch.randn(4, 8, 70, 70).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
+    assert input.numel() > moments.SMALL_CHANNELS_LAST
+    weight, bias = torch.rand(8) + 0.5, torch.randn(8)
+    with Copies(input.numel()) as copies:
+        mean, var = moments.local_moments(input)
+        normalizer = torch.stack((mean, var + 1e-5)).float()
+        affine = moments.make_affine(mean, var + 1e-5, torch.float32, weight, bias)
+        output = moments.normalize(input, normalizer, affine, bias)
+        sums = torch.stack(moments.gradient_sums(grad, input, normalizer, affine))
+        count = moments.channel_count(input.shape)
+        grad_input = moments.input_gradient(
+            grad, input, normalizer, affine, moments.gradient_coefficients(sums, count, affine)
+        )
+    assert not copies.found
+    assert strides(output) == strides(grad_input) == strides(input)
+
+
+# Layers that are frozen, for all or some of the time.
+
+
+class Freezing(nn.Module):
+    """Turns its layer to eval inside of its own forward, as some recipes do on every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.frozen, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, input):
+        self.frozen.eval()
+        return self.bn(torch.tanh(self.frozen(self.conv(input))))
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
+    plain, parallel = twins(Freezing().double(), devices)
+    for _ in range(2):
+        assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
+    assert parallel.module.frozen.num_batches_tracked == 0
+    assert parallel.module.bn.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_frozen_backbone_under_a_training_head_is_that_of_torch(devices):
+    plain, parallel = twins(nn.Sequential(conv_net(), nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)).double(), devices)
+    for module in (plain, parallel.module):
+        module[0].eval().requires_grad_(False)
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_model_may_change_its_mode_at_every_step(devices):
+    plain, parallel = twins(conv_net().double(), devices)
+    for step in range(4):
+        for module in (plain, parallel):
+            module.train(step % 2 == 0)
+        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_standing_statistics_are_those_of_one_device(devices, momentum):
+    net = conv_net().double()
+    for layer in (net[1], net[4]):
+        layer.momentum = momentum
+    plain, parallel = twins(net, devices)
+    assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
+    batches = [doubles(rows, 3, 6, 5, devices=devices) for rows in (4, 6, 5)]
+    for module in (plain, parallel):
+        for layer in module.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.reset_running_stats()
+        with torch.no_grad():
+            for batch in batches:
+                module(batch)
+    assert_same_state(parallel, plain)
+    for module in (plain, parallel):
+        module.eval()
+    assert_equal(parallel(batches[0]), plain(batches[0]))
+
+
+# Models that do more than one thing in their forward.
+
+
+class LossInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input, target):
+        return ((self.bn(input) - target) ** 3).sum()
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
+    plain, parallel = twins(LossInside().double(), devices)
+    data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+        losses = parallel(data, target)
+    assert losses.shape == (len(devices),)
+    expected = plain(data, target)
+    assert_equal(losses.sum(), expected)
+    losses.sum().backward()
+    expected.backward()
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_inputs_may_be_cut_along_their_width(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices, dim=3)
+    assert_same_step(plain, parallel, doubles(4, 3, 5, 7, devices=devices))
+
+
+def test_inputs_cut_along_their_channels_are_refused():
+    _, parallel = twins(nn.BatchNorm2d(4).double(), ["cpu"] * 2, dim=1)
+    with pytest.raises(RuntimeError, match="should contain 2 elements not 4"):
+        parallel(doubles(4, 4, 5, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_one_sample_in_all_replicas_has_one_result(replicas, dtype):
+    _, parallel = twins(nn.BatchNorm2d(3).to(dtype), ["cpu"] * replicas)
+    sample = torch.randn(1, 3, 5, 4, dtype=dtype)
+    output = parallel(sample.expand(replicas, -1, -1, -1).contiguous())
+    assert all(torch.equal(row, output[0]) for row in output)
+
+
+class Tied(nn.Module):
+    """The weight of the layer scales something else too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.scale = nn.BatchNorm1d(3), nn.Module()
+        self.scale.weight = self.bn.weight
+
+    def forward(self, input):
+        return torch.tanh(self.bn(input)) * self.scale.weight
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_tied_weights_get_the_gradient_of_all_their_uses(devices):
+    plain, parallel = twins(Tied().double(), devices)
+    assert parallel.module.scale.weight is parallel.module.bn.weight
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_same_step(plain, parallel, doubles(5, 3, devices=devices))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.bn = nn.LSTM(3, 4, batch_first=True), nn.BatchNorm1d(4)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, input):
+        self.lstm.flatten_parameters()
+        output, _ = self.lstm(input)
+        normalized = self.bn(output.transpose(1, 2))
+        return (normalized * self.phase.view(-1, 1)).abs()
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_recurrent_nets_and_complex_parameters_go_along(devices):
+    net = Recurrent()
+    net.lstm.double()
+    net.bn.double()
+    plain, parallel = twins(net, devices)
+    data = doubles(5, 6, 3, devices=devices)
+    expected, output = plain(data), parallel(data)
+    assert_equal(output, expected)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    output.backward(grad)
+    assert parallel.module.phase.grad.dtype == torch.complex128
+    assert_equal(torch.view_as_real(parallel.module.phase.grad), torch.view_as_real(plain.phase.grad))
+    assert_equal(parallel.module.lstm.weight_ih_l0.grad, plain.lstm.weight_ih_l0.grad)
+
+
+# Norms of one's own, built on `sync_moments`.
+
+
+class ConditionalNorm(nn.Module):
+    """Scale and shift by learned functions of a class, around the statistics of all replicas."""
+
+    pipe = None
+
+    def __init__(self, channels, classes, eps=1e-5):
+        super().__init__()
+        self.gain, self.shift, self.eps = nn.Embedding(classes, channels), nn.Embedding(classes, channels), eps
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+
+    def forward(self, input, label):
+        mean, var, _ = sync_moments(input, self.pipe)
+        normalized = (input - mean.view(-1, 1, 1)) * (var + self.eps).rsqrt().view(-1, 1, 1)
+        return normalized * self.gain(label)[:, :, None, None] + self.shift(label)[:, :, None, None]
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), ConditionalNorm(4, 5)
+
+    def forward(self, input, label):
+        return torch.tanh(self.norm(self.conv(input), label))
+
+
+@pytest.mark.parametrize("penalty", [False, True], ids=["loss", "gradient-penalty"])
+@pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])
+def test_norm_of_ones_own_is_the_same_on_all_replicas_as_on_one_device(devs, rows, penalty):
+    plain, parallel = twins(Conditional().double(), devs)
+    data, label = doubles(rows, 3, 4, 5, devices=devs), torch.randint(5, (rows,), device=devs[0])
+    grad = doubles(rows, 4, 4, 5, devices=devs)
+    outputs = []
+    for model in (plain, parallel):
+        input = data.clone().requires_grad_()
+        output = model(input, label)
+        if penalty:
+            (slope,) = torch.autograd.grad(output, input, grad, create_graph=True)
+            slope.square().sum().backward()
+        else:
+            output.backward(grad)
+        outputs.append((output, input.grad))
+    for actual, expected in zip(*reversed(outputs), strict=True):
+        assert_equal(actual, expected)
+    assert_same_state(parallel, plain)
+
+
+def test_norm_of_ones_own_on_one_device_is_that_of_torch():
+    norm, bn = ConditionalNorm(3, 1).double(), nn.BatchNorm2d(3).double()
+    with torch.no_grad():
+        bn.weight.copy_(norm.gain.weight[0])
+        bn.bias.copy_(norm.shift.weight[0])
+    data = doubles(4, 3, 5, 4)
+    assert_equal(norm(data, torch.zeros(4, dtype=torch.long)), bn(data))
+
+
+# The formula of older libraries.
+
+
+def clamped(x, layer, eps):
+    """Return what older libraries compute where they synchronize: the variance is kept from falling below eps."""
+    flat = x.movedim(1, 0).flatten(1)
+    mean = flat.mean(1)
+    var = (flat - mean[:, None]).square().mean(1)
+    shape = (-1, *[1] * (x.dim() - 2))
+    invstd = var.clamp(min=eps).rsqrt()
+    return (x - mean.view(shape)) * (invstd * layer.weight).view(shape) + layer.bias.view(shape)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.5, 100.0])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_clamped_variance_is_that_of_the_formula(devices, eps):
+    bn = randomize(SynchronizedBatchNorm2d(4, eps=eps, eps_mode="clamp").double()).to(devices[0])
+    parallel = DataParallelWithCallback(bn, devices, timeout=5.0)
+    data = doubles(5, 4, 3, 4, devices=devices) * torch.tensor([3.0, 1.0, 0.3, 0.0], device=devices[0]).view(-1, 1, 1)
+    inputs = [data.clone().requires_grad_() for _ in range(2)]
+    grad = torch.randn_like(data)
+    expected = clamped(inputs[0], bn, eps)
+    wanted = torch.autograd.grad(expected, [inputs[0], bn.weight, bn.bias], grad)
+    output = parallel(inputs[1])
+    given = torch.autograd.grad(output, [inputs[1], bn.weight, bn.bias], grad)
+    assert_equal(output, expected, "output")
+    for name, actual, reference in zip(("input", "weight", "bias"), given, wanted, strict=True):
+        assert_equal(actual, reference, f"gradient of the {name}")
+    plain = nn.BatchNorm2d(4).double().to(devices[0])
+    plain(data)
+    assert_equal(bn.running_var, plain.running_var, "running variance")
+
+
+def test_both_readings_of_eps_differ_where_the_variance_is_small():
+    data = doubles(4, 3, 2, 2) * 1e-3
+    outputs = []
+    for mode in ("plus", "clamp"):
+        model = convert_model(nn.BatchNorm2d(3).double(), eps_mode=mode)
+        outputs.append(DataParallelWithCallback(model, ["cpu"] * 2)(data))
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-3
