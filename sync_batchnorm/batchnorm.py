@@ -13,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
 from sync_batchnorm.comm import SyncMaster
-from sync_batchnorm.functional import Pipe, Statistics, merge_messages, sync_batch_norm
+from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.nodes import ScaleRule
 from sync_batchnorm.replicate import CallbackContext
+from sync_batchnorm.running import RunningStatistics
 
 __all__ = [
     "SynchronizedBatchNorm",
@@ -114,9 +115,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
-        first = copy_id if self.group_size is None else copy_id - copy_id % self.group_size
-        if self.group_size is None:
-            first = 0
+        first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
             ctx.sync_master = SyncMaster(merge_messages)  # type: ignore[attr-defined]
             self._sync_pipe = ctx.sync_master  # type: ignore[attr-defined]
@@ -134,11 +133,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_input(input)
         rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
-        output, statistics = sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group, self)
-        speaks = self._sync_pipe is None or self._sync_updates_running_stats
-        if statistics is not None and speaks and self.track_running_stats:
-            self._update_running_stats(statistics)
-        return output
+        speaks = self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats)
+        running = None
+        if speaks:
+            running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        return sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group, self, running)
 
     def _peers(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -182,33 +181,24 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
         Only what looks unusual is handed to it, repeated along the batch so that one row is no reason to complain.
         """
-        tensors = [t for t in (self.weight, self.bias, self.running_mean, self.running_var) if t is not None]
-        usual = self.eps > 0 and input.shape[1] > 0 and (self.running_mean is None) == (self.running_var is None)
-        for tensor in tensors:
-            usual = usual and tensor.shape[0] == input.shape[1] and tensor.device == input.device
-            usual = usual and (tensor.dtype == input.dtype or _is_mixed(input.dtype, tensor.dtype))
-        if usual and input.is_floating_point():
+        mean, var, channels, dtype, device = (
+            self.running_mean,
+            self.running_var,
+            input.shape[1],
+            input.dtype,
+            input.device,
+        )
+        usual = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
+        for tensor in (self.weight, self.bias, mean, var):
+            if tensor is not None:
+                usual = usual and tensor.shape[0] == channels and tensor.device == device
+                usual = usual and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
+        if usual:
             return
-        mean, var = (None if b is None else b.clone() for b in (self.running_mean, self.running_var))
+        mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         rows = torch.cat((input[:1], input[:1]))
         with torch.no_grad():
             F.batch_norm(rows, mean, var, self.weight, self.bias, True, 0.0, self.eps)
-
-    def _update_running_stats(self, statistics: Statistics) -> None:
-        """Count the call and move the running statistics towards it, in place, with the unbiased variance."""
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:  # the cumulative average
-                factor = 1.0 / float(self.num_batches_tracked)
-        if self.running_mean is None or self.running_var is None or not statistics.count:
-            return
-        factor = 0.0 if factor is None else factor
-        unbiased = statistics.var * (statistics.count / (statistics.count - 1))
-        # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
-        # forward in eval mode, which has saved these buffers, must not refuse to run.
-        self.running_mean.data.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
-        self.running_var.data.lerp_(unbiased.to(self.running_var.dtype), factor)
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False) and _is_first_time(self):

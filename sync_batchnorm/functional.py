@@ -12,6 +12,7 @@ from torch import Tensor
 from sync_batchnorm import distributed, moments, recompute, whole
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_moments, merge_moments, normalize
+from sync_batchnorm.running import RunningStatistics
 
 __all__ = ["sync_moments"]
 
@@ -29,6 +30,7 @@ class Message(NamedTuple):
     weight: Tensor | None = None
     bias: Tensor | None = None
     group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
+    running: RunningStatistics | None = None  # what the master updates
 
 
 class Whole(NamedTuple):
@@ -40,28 +42,22 @@ class Whole(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     rule: ScaleRule
+    running: RunningStatistics | None
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """The batch statistics of all replicas, on the device of the master, not part of the graph."""
-
-    mean: Tensor  # (C,)
-    var: Tensor  # (C,), biased
-    count: int
-
-
-@dataclass(frozen=True)
-class Normalized(Statistics):
+class Normalized(NamedTuple):
     """What the master sends back to a replica that has sent its input."""
 
     output: Tensor
 
 
 @dataclass(frozen=True)
-class Merged(Statistics):
+class Merged:
     """What the master sends back to a replica that has sent its moments."""
 
+    mean: Tensor  # (C,), on the device of the master, not part of the graph
+    var: Tensor  # (C,), biased, as `mean`
+    count: int
     normalizer: Tensor  # (2, C): mean and scale, on the device of the replica, part of the graph
     carrier: Tensor  # as `normalizer`, see NOTE [carriers]
     constant: Tensor  # as `normalizer`, not part of the graph
@@ -71,8 +67,11 @@ class Merged(Statistics):
 
 def merge_messages(
     messages: list[tuple[Hashable, Message | Whole]],
-) -> Sequence[tuple[Hashable, Statistics | None]]:
+) -> Sequence[tuple[Hashable, Merged | Normalized | None]]:
     """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
+
+    The running statistics are updated here, by the master while the others wait: afterwards, when all of them go on,
+    each call of torch would take several times as long.
 
     All get None if some have sent their inputs, and these cannot be joined: then each sends its moments.
 
@@ -97,9 +96,9 @@ def merge_messages(
     weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
     outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)
     count = sum(moments.channel_count(message.shape) for message in handed)
-    return [
-        (replica, Normalized(mean, var, count, output)) for (replica, _), output in zip(messages, outputs, strict=True)
-    ]
+    if handed[0].running is not None:
+        handed[0].running.update(mean, var, count)
+    return [(replica, Normalized(output)) for (replica, _), output in zip(messages, outputs, strict=True)]
 
 
 def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Merged]]:
@@ -125,6 +124,8 @@ def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Mer
         device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted)
         for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
     }
+    if contents[0].running is not None:
+        contents[0].running.update(merge.mean, merge.var, merge.count)
     return [(replica, on_device[message.moments.device]) for replica, message in messages]
 
 
@@ -133,7 +134,10 @@ def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> l
         sizes = [message.shape for _, message in messages]
         single = next((size for size in sizes if moments.channel_count(size)), sizes[0])
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
-    mean, var = messages[0][1].moments.unbind()
+    first = messages[0][1]
+    mean, var = first.moments.unbind()
+    if first.running is not None:
+        first.running.update(mean, var, 0)
     return [(replica, Merged(mean, var, 0, m.moments, m.carrier, m.moments)) for replica, m in messages]
 
 
@@ -189,7 +193,7 @@ def _recall(pipe: Pipe | None, owner: object, input: Tensor) -> Merged | None:
     Raises:
         RuntimeError: in a recomputation that cannot be served.
     """
-    call: _Call | None = recompute.recall(pipe or owner)
+    call: _Call | None = recompute.recall(pipe or owner) if recompute.has_hooks() else None
     if call is not None:
         return call.statistics(input)
     if pipe is not None and recompute.in_backward():
@@ -205,7 +209,8 @@ def sync_batch_norm(
     rule: ScaleRule,
     group: distributed.Group | None = None,
     owner: object = None,
-) -> tuple[Tensor, Statistics | None]:
+    running: RunningStatistics | None = None,
+) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
     Blocks the calling thread until all of them have called.
@@ -218,10 +223,10 @@ def sync_batch_norm(
         rule: how eps enters.
         group: the processes to exchange with, as `distributed.peers` finds them; None for this one alone.
         owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
+        running: the buffers that the master updates, once a call, and not in a recomputation.
 
     Returns:
-        The output, as `input` in shape, dtype and memory format, and the statistics of this call; None instead of them
-        in a recomputation, which must not be counted twice.
+        The output, as `input` in shape, dtype and memory format.
 
     Raises:
         ValueError: see `merge_messages`.
@@ -230,25 +235,25 @@ def sync_batch_norm(
     """
     record = Record()
     recalled = _recall(pipe, owner, input)
+    if pipe is None and recompute.in_backward():
+        running = None
     if recalled is not None:
         record.affine = recalled.affine
     elif pipe is not None and _hands_over(input, weight, bias, rule, group):
-        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule))
+        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule, running))
         if normalized is not None:
-            return normalized.output, normalized
+            return normalized.output
     parts, carrier, *inputs = local_moments(input, record)
-    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group)
+    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running)
     statistics = recalled or _exchange(pipe, owner, message)
-    repeated = recalled is not None or (pipe is None and recompute.in_backward())
-    counted = None if repeated else statistics
     affine = statistics.affine
     if affine is None:  # There is not a single element in all replicas.
-        return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False), counted
+        return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
     record.normalizer, record.affine = statistics.constant, affine
     if statistics.weighted:
-        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine), counted
+        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine)
     output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, affine)
-    return moments.weigh(output, weight, bias), counted
+    return moments.weigh(output, weight, bias)
 
 
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:

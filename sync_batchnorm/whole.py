@@ -48,7 +48,7 @@ class _NormalizeWhole(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, *inputs)
         ctx.eps = eps
-        joined = torch.cat(inputs)
+        joined = _join(inputs)
         output, ctx.mean, ctx.invstd = torch.native_batch_norm(
             joined.double(), _double(weight), _double(bias), None, None, True, 0.0, eps
         )
@@ -59,12 +59,12 @@ class _NormalizeWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
-        grad = torch.cat([torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)])
+        grad = _join([torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)])
         _, _, needs_weight, needs_bias, *needs_inputs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return None, None, *_true_gradients(grad, weight, inputs, ctx.eps, needs_bias)
         needs = [any(needs_inputs), needs_weight, needs_bias]
-        joined = torch.cat(inputs)
+        joined = _join(inputs)
         grad_input, grad_weight, grad_bias = _backward(
             grad.double(), joined.double(), _double(weight), None, None, ctx.mean, ctx.invstd, True, ctx.eps, needs
         )
@@ -78,7 +78,7 @@ def _true_gradients(
     grad: Tensor, weight: Tensor | None, inputs: Sequence[Tensor], eps: float, needs_bias: bool
 ) -> list[Tensor | None]:
     """Return the gradients by weight, bias and inputs as functions that can be differentiated again."""
-    joined = torch.cat(list(inputs)).double()
+    joined = _join(inputs).double()
     # Not `F.batch_norm`: with torch 2.13.0 its third derivatives are not those of its formula.
     var, mean = torch.var_mean(joined, moments.reduced_dims(joined), correction=0)
     output = moments.differentiable_normalize(joined, torch.stack((mean, var + eps)), _double(weight), None)
@@ -87,6 +87,14 @@ def _true_gradients(
     by_tensor = dict(zip(map(id, wanted), found, strict=True))
     grad_bias = grad.sum(moments.reduced_dims(grad)) if needs_bias else None
     return [by_tensor.get(id(weight)), grad_bias, *[by_tensor.get(id(input)) for input in inputs]]
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    if not torch.is_autocast_enabled("cpu"):
+        return torch.cat(list(tensors))
+    # Autocast would join them in its own dtype, or refuse those of another one.
+    with torch.autocast("cpu", enabled=False):
+        return torch.cat(list(tensors))
 
 
 def _double(tensor: Tensor | None) -> Tensor | None:
