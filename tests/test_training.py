@@ -111,16 +111,22 @@ def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
         assert_equal(ours, theirs, name, 2 * TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("inside", LOW, ids=str)
+@pytest.mark.parametrize("inside", [*LOW, torch.float32], ids=str)
 @pytest.mark.parametrize("outside", [None, *LOW], ids=str)
-def test_layer_under_autocast_takes_any_input(outside, inside):
-    plain, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
-    for kind in (inside, torch.float32):
-        data = torch.randn(6, 3).to(kind)
-        with torch.autocast("cpu", dtype=outside, enabled=outside is not None):
-            expected, output = plain(data), parallel(data)
-        assert output.dtype == expected.dtype == kind
-        assert_equal(output, expected)
+@pytest.mark.parametrize("cast_module", [True, False], ids=["module-too", "input-only"])
+def test_layer_under_autocast_takes_any_input(outside, inside, cast_module):
+    plain, parallel = twins(nn.BatchNorm1d(3).to(inside if cast_module else torch.float32), ["cpu"] * 2)
+    data = torch.randn(6, 3).to(inside)
+    grad = torch.randn_like(data)
+    inputs = [data.clone().requires_grad_() for _ in range(3)]
+    with torch.autocast("cpu", dtype=outside, enabled=outside is not None):
+        expected, output, again = plain(inputs[0]), parallel(inputs[1]), parallel(inputs[2])
+    expected.backward(grad)
+    output.backward(grad)
+    (with_graph,) = torch.autograd.grad(again, inputs[2], grad, create_graph=True)
+    assert_equal(output, expected)
+    assert_equal(inputs[1].grad, inputs[0].grad)
+    assert_equal(with_graph, inputs[0].grad)
 
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
