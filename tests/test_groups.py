@@ -1,0 +1,133 @@
+"""`group_size`: replicas synchronize among themselves, and only that; and the number of replicas changes no number."""
+
+import copy
+
+import pytest
+import torch
+from conftest import device_lists, every_kernel
+from helpers import assert_equal, assert_same_state, assert_same_step, doubles, randomize, run_parts, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+
+pytestmark = every_kernel
+
+
+def grouped(module, devices, group_size):
+    """Return a copy of `module` for each group, and a synchronized one on `devices`."""
+    plain = randomize(module).to(devices[0])
+    parallel = DataParallelWithCallback(
+        convert_model(copy.deepcopy(plain), group_size=group_size), devices, timeout=5.0
+    )
+    groups = [copy.deepcopy(plain) for _ in range(-(-len(devices) // group_size))]
+    return groups, parallel
+
+
+@pytest.mark.parametrize(("replicas", "group_size"), [(4, 2), (4, 3), (3, 2), (5, 2), (4, 1), (2, 4), (8, 4)])
+def test_each_group_is_one_device_for_its_rows(replicas, group_size):
+    groups, parallel = grouped(nn.BatchNorm2d(3).double(), ["cpu"] * replicas, group_size)
+    for _ in range(2):
+        parts = [doubles(1 + i % 3, 3, 4, 2).requires_grad_() for i in range(replicas)]
+        outputs = run_parts(parallel, parts)
+        grads = [torch.randn_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, [*parts, *parallel.module.parameters()], grads)
+        totals = [torch.zeros_like(p) for p in parallel.module.parameters()]
+        for number, group in enumerate(groups):
+            members = slice(number * group_size, (number + 1) * group_size)
+            rows = [part.detach().requires_grad_() for part in parts[members]]
+            expected = group(torch.cat(rows))
+            assert_equal(torch.cat(outputs[members]), expected, f"output of group {number}")
+            wanted = torch.autograd.grad(expected, [*rows, *group.parameters()], torch.cat(grads[members]))
+            for actual, reference in zip(gradients[:replicas][members], wanted, strict=False):
+                assert_equal(actual, reference, f"input gradient in group {number}")
+            totals = [total + reference for total, reference in zip(totals, wanted[len(rows) :], strict=True)]
+        for actual, reference in zip(gradients[replicas:], totals, strict=True):
+            assert_equal(actual, reference, "gradient of the parameters")
+        for name, buffer in parallel.module.named_buffers():
+            assert_equal(buffer, groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_group_of_all_replicas_is_no_group(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    parallel.module.group_size = 3
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, 4, 2, devices=devices))
+
+
+def test_groups_of_one_are_what_torch_does_without_synchronization():
+    plain, parallel = grouped(nn.BatchNorm1d(3).double(), ["cpu"] * 3, 1)
+    data = doubles(6, 3)
+    expected = [layer(rows) for layer, rows in zip(plain, data.chunk(3), strict=True)]
+    assert_equal(parallel(data), torch.cat(expected))
+
+
+def test_fewer_chunks_than_devices_make_fewer_groups():
+    groups, parallel = grouped(nn.BatchNorm1d(3).double(), ["cpu"] * 4, 2)
+    data = doubles(5, 3)  # chunks of 2, 2 and 1 row: the third is a group of its own
+    data[4] = data[3]
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        parallel(data)
+    assert_equal(parallel(data[:4]), torch.cat([groups[0](data[:2]), groups[1](data[2:4])]))
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_failure_in_one_group_reaches_the_caller_and_releases_the_other(group):
+    _, parallel = grouped(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), ["cpu"] * 4, 2)
+    parts = [doubles(2, 3) for _ in range(4)]
+    parts[2 * group] = doubles(2, 4)
+    with pytest.raises((RuntimeError, ValueError), match="4"):
+        run_parts(parallel, parts)
+    assert parallel(doubles(8, 3)).shape == (8, 3)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))
+        self.checkpoints = True
+
+    def forward(self, input):
+        return checkpoint(self.body, input, use_reentrant=False) if self.checkpoints else self.body(input)
+
+
+def test_groups_work_under_checkpoints_and_gradient_penalties():
+    groups, parallel = grouped(Block().double(), ["cpu"] * 4, 2)
+    data, weights = doubles(8, 3, 4, 2), doubles(8, 3, 4, 2)
+
+    def loss(model, rows, weight):
+        input = rows.clone().requires_grad_()
+        output = model(input)
+        (grad,) = torch.autograd.grad((output * weight).sum(), input, create_graph=True)
+        return grad.square().sum() + (output * weight.sin()).sum()
+
+    loss(parallel, data, weights).backward()
+    shared = groups[0]
+    shared.checkpoints = groups[1].checkpoints = False
+    for group, rows, weight in zip(groups, data.chunk(2), weights.chunk(2), strict=True):
+        loss(group, rows, weight).backward()
+    for ours, first, second in zip(parallel.module.parameters(), *(g.parameters() for g in groups), strict=True):
+        assert_equal(ours.grad, first.grad + second.grad)
+    assert parallel.module.body[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_number_of_replicas_changes_no_number(dtype):
+    # Convolutions without bias: before a batch norm its gradient is zero, and what is computed is rounding.
+    convs = nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 2, 1, bias=False)
+    reference = randomize(nn.Sequential(convs[0], nn.BatchNorm2d(4), nn.ReLU(), convs[1], nn.BatchNorm2d(2))).to(dtype)
+    data = torch.randn(16, 3, 6, 5, dtype=dtype)
+    grad = torch.randn(16, 2, 4, 3, dtype=dtype)
+    models = [copy.deepcopy(reference)]
+    models += [DataParallelWithCallback(convert_model(copy.deepcopy(reference)), ["cpu"] * n) for n in (1, 2, 4, 16)]
+    results = []
+    for model in models:
+        input = data.clone().requires_grad_()
+        output = model(input)
+        output.backward(grad)
+        results.append((output, input.grad))
+    for model, (output, input_grad) in zip(models[1:], results[1:], strict=True):
+        assert_equal(output, results[0][0])
+        assert_equal(input_grad, results[0][1])
+        assert_same_state(model, models[0])
