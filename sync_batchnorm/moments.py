@@ -34,6 +34,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# Where torch has operators for batch statistics; elsewhere general ones do.
+FUSED = ("cpu", "cuda")
+
+
+def _kind(device: torch.device) -> str:
+    return device.type if device.type in FUSED else "other"
+
+
 def _merge_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
@@ -57,9 +65,9 @@ def local_moments(input: Tensor) -> Tensor:
     dtype = _merge_dtype(input.device)
     if input.numel() == 0:
         return torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
-    if input.device.type == "cuda":
+    if _kind(input.device) == "cuda":
         return torch.stack(torch.batch_norm_update_stats(input, None, None, 0.0)).to(dtype)
-    if input.device.type != "cpu":
+    if _kind(input.device) != "cpu":
         var, mean = torch.var_mean(input.to(dtype), reduced_dims(input), correction=0)
         return torch.stack((mean, var))
     small = SMALL_CHANNELS_LAST if input.stride(1) == 1 else SMALL
@@ -151,7 +159,7 @@ def make_affine(mean: Tensor, scale: Tensor, dtype: torch.dtype, weight: Tensor 
 
     The offset is made from the rounded slope and the unrounded mean, so that it cancels the mean to the last digit.
     """
-    if mean.device.type != "cpu":
+    if _kind(mean.device) != "cpu":
         return Affine(mean, scale, weight)
     invstd = scale.rsqrt()
     slope = (invstd if weight is None else invstd * weight).to(dtype)
@@ -175,7 +183,7 @@ def normalize(input: Tensor, normalizer: Tensor, affine: Affine, bias: Tensor | 
         return _multiply_add(input, affine.slope, affine.offset)
     mean, scale = normalizer.unbind()
     weight = affine.weight if affine.weight is None else affine.weight.to(mean.dtype)
-    if input.device.type == "cuda":
+    if _kind(input.device) == "cuda":
         bias = bias if bias is None else bias.to(mean.dtype)
         return torch.batch_norm_elemt(input, weight, bias, mean, scale.rsqrt(), 0.0)
     return differentiable_normalize(input, normalizer, weight, bias)
@@ -220,13 +228,13 @@ def gradient_sums(grad_output: Tensor, input: Tensor, normalizer: Tensor, affine
     mean, scale = normalizer.unbind()
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    if input.device.type == "cpu":
+    if _kind(input.device) == "cpu":
         _, dot, total = _backward(grad_output, input, None, mean, scale, None, None, False, 0.0, [False, True, True])
         if mean.dtype != affine.mean.dtype:  # Rounding the mean moved all normalized values by the same amount.
             dot += total * ((mean - affine.mean) * affine.scale.rsqrt()).to(mean.dtype)
         return total, dot
     dims = reduced_dims(input)
-    if input.device.type == "cuda":
+    if _kind(input.device) == "cuda":
         invstd = scale.rsqrt()
         total, dot, _, _ = torch.batch_norm_backward_reduce(grad_output, input, mean, invstd, None, True, False, False)
         return total, dot * invstd
@@ -245,6 +253,8 @@ def gradient_coefficients(sums: Tensor, count: int, affine: Affine) -> Tensor:
         return means if affine.weight is None else means * affine.weight
     mean_dy, mean_dy_normalized = (means * -affine.slope).unbind()
     slope = mean_dy_normalized * affine.scale.rsqrt()
+    # Rounded as it will be used: see `make_affine`, where the offset cancels the mean in the same way.
+    slope = slope.to(affine.slope.dtype).to(slope.dtype)
     return torch.stack((slope, torch.addcmul(mean_dy, slope, affine.mean, value=-1)))
 
 

@@ -1,0 +1,255 @@
+"""How far float32 results are from float64 on the same data: nowhere farther than those of one device."""
+
+import threading
+
+import pytest
+import torch
+from conftest import every_kernel
+from helpers import run_parts, twins
+from torch import nn
+
+from sync_batchnorm.roster import Roster
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+RATIOS = [0.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation
+VARIANCE = 1e-6  # the largest error of the variance, relative to it
+ROUNDING = 2e-7  # what float32 rounds off a number near one, whoever computes it
+
+
+def channels(size):
+    """Return one random number with a random sign for each channel, between 1 and 1.3 in size."""
+    numbers = 1 + 0.3 * torch.rand(1, size, 1, 1, dtype=torch.float64)
+    return numbers * torch.randn(1, size, 1, 1, dtype=torch.float64).sign()
+
+
+def noise(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def worst(actual, expected, scale=None):
+    """Return the largest error, relative to the `scale` of each channel if there is one."""
+    error = (actual.detach().double() - expected.detach()).abs()
+    return float((error if scale is None else error / scale.clamp(min=1e-30)).max())
+
+
+class Errors:
+    """One step of the layer of torch and of ours in float32, compared with torch in float64 on the same numbers."""
+
+    def __init__(self, data, parts, memory_format):
+        rounded = data.float().contiguous(memory_format=memory_format)
+        grad = torch.randn(rounded.shape).contiguous(memory_format=memory_format)
+        plain, parallel = twins(nn.BatchNorm2d(data.shape[1], momentum=1.0), ["cpu"] * len(parts))
+        exact = nn.BatchNorm2d(data.shape[1], momentum=1.0).double()
+        exact.load_state_dict(plain.state_dict())
+        inputs = [rounded.clone().requires_grad_() for _ in range(2)] + [rounded.double().requires_grad_()]
+        torchs, expected = plain(inputs[0]), exact(inputs[2])
+        ours = torch.cat(run_parts(parallel, inputs[1].split(parts)))
+        torchs.backward(grad)
+        ours.backward(grad)
+        expected.backward(grad.double())
+        layer = parallel.module
+        for model, output, input, name in ((plain, torchs, inputs[0], "torch"), (layer, ours, inputs[1], "ours")):
+            setattr(self, f"{name}_output", worst(output, expected))
+            setattr(self, f"{name}_grad", worst(input.grad, inputs[2].grad))
+            setattr(self, f"{name}_weight", worst(model.weight.grad, exact.weight.grad))
+            setattr(self, f"{name}_bias", worst(model.bias.grad, exact.bias.grad))
+            setattr(self, f"{name}_variance", worst(model.running_var, exact.running_var, exact.running_var))
+        self.largest_output = float(expected.detach().abs().max())
+        self.largest_grad = float(inputs[2].grad.abs().max())
+
+    def check(self):
+        assert self.ours_variance <= VARIANCE
+        assert self.ours_output <= max(1.5 * self.torch_output, ROUNDING * self.largest_output)
+        assert self.ours_grad <= max(1.5 * self.torch_grad, ROUNDING * self.largest_grad)
+
+
+SIZES = {"small": (8, 16, 6, 5), "medium": (8, 16, 32, 32), "large": (8, 8, 96, 96)}
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
+@pytest.mark.parametrize("size", ["small", "medium"])
+def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, replicas):
+    data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
+    Errors(data, [8 // replicas] * replicas, FORMATS[memory_format]).check()
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
+def test_step_on_large_inputs_is_as_exact_as_that_of_one_device(ratio, memory_format):
+    data = noise(*SIZES["large"]) + ratio * channels(SIZES["large"][1])
+    Errors(data, [5, 3], FORMATS[memory_format]).check()
+
+
+@pytest.mark.parametrize("parts", [[2, 6], [1, 1, 3, 3]], ids=str)
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
+def test_replicas_of_different_mean_and_deviation_are_as_exact_as_one_device(ratio, memory_format, parts):
+    pieces = []
+    for number, rows in enumerate(parts):
+        deviation, mean = 10.0 ** (number - 1), ratio * (number - 1)
+        pieces.append(deviation * noise(rows, 8, 24, 24) + mean * channels(8))
+    Errors(torch.cat(pieces), parts, FORMATS[memory_format]).check()
+
+
+def borders_of_zeros():
+    data = noise(8, 8, 40, 40) + 1000.0
+    data[..., :8, :] = data[..., -8:, :] = data[..., :8] = data[..., -8:] = 0.0
+    return data
+
+
+def constant_first_samples():
+    data = noise(8, 8, 40, 40) + 1e4
+    data[::2] = 1e4
+    return data
+
+
+def far_first_samples():
+    """The shift of the sums about a shift is taken from the first sample: here it is the one that misleads."""
+    data = noise(8, 8, 40, 40)
+    data[::2] += 1e4
+    return data
+
+
+def one_far_value():
+    data = noise(8, 8, 40, 40)
+    data[0, :, 0, 0] = 1e4
+    return data
+
+
+def few_levels():
+    return (noise(8, 8, 40, 40) * 2).round() / 8 + 255.0
+
+
+def one_constant_replica():
+    data = noise(8, 8, 40, 40) + 1e3
+    data[:4] = 1.0
+    return data
+
+
+def nearly_constant():
+    return 1.0 + 1e-6 * noise(8, 8, 40, 40).sign()
+
+
+def all_positive():
+    return noise(8, 8, 40, 40).clamp(min=0)  # what follows a ReLU
+
+
+def heavy_tails():
+    return noise(8, 8, 40, 40) ** 7
+
+
+def ramps():
+    return torch.arange(8 * 8 * 40 * 40, dtype=torch.float64).view(8, 8, 40, 40)
+
+
+ADVERSARIES = [
+    borders_of_zeros,
+    constant_first_samples,
+    far_first_samples,
+    one_far_value,
+    few_levels,
+    one_constant_replica,
+    nearly_constant,
+    all_positive,
+    heavy_tails,
+    ramps,
+]
+
+
+@pytest.mark.parametrize("kernel", ["whole", "float64", "shifted"], indirect=True)
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("make", ADVERSARIES, ids=lambda make: make.__name__)
+@pytest.mark.usefixtures("kernel")
+def test_data_that_mislead_leave_the_step_as_exact(make, memory_format):
+    Errors(make(), [4, 4], FORMATS[memory_format]).check()
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
+def test_one_value_a_channel_in_each_replica_is_as_exact(ratio, replicas):
+    data = noise(replicas, 16, 1, 1) + ratio * channels(16)
+    Errors(data, [1] * replicas, torch.contiguous_format).check()
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("ratio", [1e3, 1e6], ids=lambda ratio: f"{ratio:g}")
+def test_parameter_gradients_keep_the_digits_of_a_large_mean(ratio, memory_format):
+    data = noise(8, 16, 32, 32) + ratio * channels(16)
+    errors = Errors(data, [4, 4], FORMATS[memory_format])
+    assert errors.ours_weight <= max(1.5 * errors.torch_weight, 1e-3)
+    assert errors.ours_bias <= max(1.5 * errors.torch_bias, 1e-3)
+
+
+class TestEveryKernel:
+    pytestmark = every_kernel
+
+    @pytest.mark.parametrize("value", [0.0, 1e6, -1e-6], ids=str)
+    @pytest.mark.parametrize("memory_format", FORMATS)
+    def test_constant_batch_gives_the_bias_and_no_negative_variance(self, value, memory_format):
+        _, parallel = twins(nn.BatchNorm2d(3, momentum=1.0), ["cpu"] * 2)
+        data = torch.full((4, 3, 5, 5), value).contiguous(memory_format=FORMATS[memory_format]).requires_grad_()
+        output = parallel(data)
+        output.backward(torch.randn_like(output))
+        bias = parallel.module.bias.view(1, -1, 1, 1).expand_as(output)
+        # A mean of 1e6 that is off by its last digit, 0.03, divided by the root of eps.
+        torch.testing.assert_close(output, bias, rtol=0, atol=max(1e-5, abs(value) * 6e-8 / 0.003))
+        assert (parallel.module.running_var >= 0).all()
+        assert torch.isfinite(data.grad).all()
+
+    @pytest.mark.parametrize("memory_format", FORMATS)
+    def test_one_channel_that_is_not_finite_spoils_no_other(self, memory_format):
+        plain, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
+        data = torch.randn(4, 4, 5, 5).contiguous(memory_format=FORMATS[memory_format])
+        data[3, 1, 2, 2], data[0, 2, 0, 0] = float("nan"), float("inf")
+        expected, output = plain(data), parallel(data)
+        assert torch.equal(output.isnan(), expected.isnan())
+        for channel in (0, 3):
+            torch.testing.assert_close(output[:, channel], expected[:, channel])
+            torch.testing.assert_close(parallel.module.running_var[channel], plain.running_var[channel])
+
+
+class Order:
+    """Lets replicas arrive in their meetings in a chosen order: each waits until the one before it has arrived."""
+
+    def __init__(self, order, monkeypatch):
+        self.order, self.changed, self.arrived = order, threading.Condition(), []
+        meet, arrive = Roster.meet, Roster._arrive
+
+        def wait_and_meet(roster, circle, identifier, *args):
+            with self.changed:
+                self.changed.wait_for(lambda: self.order[len(self.arrived) % len(self.order)] == identifier)
+            return meet(roster, circle, identifier, *args)
+
+        def arrive_and_tell(roster, circle, identifier, message):
+            meeting = arrive(roster, circle, identifier, message)
+            with self.changed:
+                self.arrived.append(identifier)
+                self.changed.notify_all()
+            return meeting
+
+        monkeypatch.setattr(Roster, "meet", wait_and_meet)
+        monkeypatch.setattr(Roster, "_arrive", arrive_and_tell)
+
+
+@pytest.mark.parametrize("kernel", ["whole", "float64", "shifted"], indirect=True)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
+@pytest.mark.usefixtures("kernel")
+def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monkeypatch):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
+    data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 4, 3), []
+    for chosen in (None, order):
+        torch.manual_seed(1)
+        _, parallel = twins(net, ["cpu"] * 4)
+        arrivals = None if chosen is None else Order(chosen, monkeypatch)
+        input = data.clone().requires_grad_()
+        output = parallel(input)
+        output.backward(grad)
+        state = [p.grad for p in parallel.module.parameters()] + list(parallel.module.buffers())
+        results.append([output, input.grad, *state])
+        if arrivals is not None:
+            assert arrivals.arrived[:8] == order * 2
+        net.load_state_dict(_.state_dict())
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
