@@ -31,6 +31,11 @@ class Message(NamedTuple):
     bias: Tensor | None = None
     group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
     running: RunningStatistics | None = None  # what the master updates
+    ready: torch.cuda.Event | None = None  # when the moments are there
+
+    @property
+    def device(self) -> torch.device:
+        return self.moments.device
 
 
 class Whole(NamedTuple):
@@ -43,6 +48,10 @@ class Whole(NamedTuple):
     bias: Tensor | None
     rule: ScaleRule
     running: RunningStatistics | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
 
 
 class Normalized(NamedTuple):
@@ -63,6 +72,7 @@ class Merged:
     constant: Tensor  # as `normalizer`, not part of the graph
     affine: moments.Affine | None = None
     weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
+    ready: torch.cuda.Event | None = None  # when all of it is there
 
 
 def merge_messages(
@@ -107,6 +117,8 @@ def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Mer
     group = contents[0].group
     if group is None and sum(counts) < 2:
         return _without_variance(messages, sum(counts))
+    for message in contents:
+        moments.wait_for(message.ready, contents[0].device)
     weighted = _share_parameters(contents)
     merge = Merge(
         counts,
@@ -120,8 +132,9 @@ def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Mer
     merged = merge_moments(merge, [message.moments for message in contents], [message.carrier for message in contents])
     if merge.count < 2:  # as only the group can tell
         return _without_variance(messages, merge.count)
+    ready = moments.ready(merge.mean)
     on_device = {
-        device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted)
+        device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted, ready)
         for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
     }
     if contents[0].running is not None:
@@ -142,7 +155,7 @@ def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> l
 
 
 def _share_parameters(messages: Sequence[Message | Whole]) -> bool:
-    """Tell whether all replicas have weight and bias over the same storage, as replicas on the CPU have.
+    """Tell whether the replicas of each device have weight and bias over the same storage, as replicas usually have.
 
     Then what depends on them is computed once, by the master. They differ if the module computes them in its forward.
     """
@@ -150,7 +163,8 @@ def _share_parameters(messages: Sequence[Message | Whole]) -> bool:
     def storage(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    return len({(storage(message.weight), storage(message.bias)) for message in messages}) == 1
+    devices = {message.device for message in messages}
+    return len({(m.device, storage(m.weight), storage(m.bias)) for m in messages}) == len(devices)
 
 
 def _meet(pipe: Pipe, message: Message | Whole) -> Any:
@@ -244,13 +258,18 @@ def sync_batch_norm(
         if normalized is not None:
             return normalized.output
     parts, carrier, *inputs = local_moments(input, record)
-    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running)
+    message = Message(
+        parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running, moments.ready(parts)
+    )
     statistics = recalled or _exchange(pipe, owner, message)
+    moments.wait_for(statistics.ready, input.device)
     affine = statistics.affine
     if affine is None:  # There is not a single element in all replicas.
         return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
     record.normalizer, record.affine = statistics.constant, affine
     if statistics.weighted:
+        if affine.slope is None:
+            affine = record.affine = affine._replace(weight=weight)  # on the device of this replica
         return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine)
     output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, affine)
     return moments.weigh(output, weight, bias)
@@ -280,7 +299,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     """
     group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
-    message = Message(parts, carrier, input.shape, input.dtype, None, group=group)
+    message = Message(parts, carrier, input.shape, input.dtype, None, group=group, ready=moments.ready(parts))
     statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
+    moments.wait_for(statistics.ready, input.device)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,11 +127,12 @@ class _Share(torch.autograd.Function):
         return grads
 
 
-def _share(tensors: Sequence[Tensor], detach: bool) -> dict[Tensor, Tensor]:
-    differentiable = [] if detach else [tensor for tensor in tensors if tensor.requires_grad]
-    copies = _Share.apply(*differentiable) if differentiable else ()  # type: ignore[no-untyped-call]
+def _share(tensors: dict[int, Tensor], detach: bool) -> dict[int, Tensor]:
+    differentiable = [] if detach else [key for key, tensor in tensors.items() if tensor.requires_grad]
+    originals = [tensors[key] for key in differentiable]
+    copies = _Share.apply(*originals) if originals else ()  # type: ignore[no-untyped-call]
     shared = dict(zip(differentiable, copies, strict=True))
-    return {tensor: shared[tensor] if tensor in shared else tensor.detach() for tensor in tensors}
+    return {key: shared[key] if key in shared else tensor.detach() for key, tensor in tensors.items()}
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
@@ -141,54 +142,80 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
     Further replicas of that device get copies. Parameters are non-leaf tensors over shared storage.
     """
     distinct = list(dict.fromkeys(devices))
-    placed = [module] if len(distinct) == 1 else nn.parallel.replicate(module, distinct, detach)
-    originals = dict(zip(distinct, placed, strict=True))
-    seen: set[torch.device] = set()
-    replicas = []
-    for device in devices:
-        first = device not in seen
-        seen.add(device)
-        if first and len(distinct) > 1:
-            replicas.append(originals[device])
-        else:
-            replicas.append(_replica_of(originals[device], own_buffers=first, detach=detach))
-    return replicas
+    if len(distinct) == 1:
+        template = _Template(module)
+        return [template.replica(own_buffers=i == 0, detach=detach) for i in range(len(devices))]
+    placed = dict(zip(distinct, nn.parallel.replicate(module, distinct, detach), strict=True))
+    templates = {device: _Template(replica) for device, replica in placed.items()}
+    # The first replica of each device is the one that torch has made.
+    return [
+        placed.pop(device) if device in placed else templates[device].replica(own_buffers=False, detach=detach)
+        for device in devices
+    ]
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+class _Part(NamedTuple):
+    """A submodule: what a replica of it refers to, by name."""
+
+    module: nn.Module
+    children: dict[str, nn.Module]
+    absent: list[str]  # parameters that are None
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    plain: bool  # whether attributes may be set without asking the module
+
+
+class _Template:
+    """A module that was looked through once, to be replicated several times."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._parts = [_part_of(module) for module in root.modules()]
+        shared = [tensor for part in self._parts for tensor in part.parameters.values()]
+        buffers = [buffer for part in self._parts for buffer in part.buffers.values()]
+        self._shared = {id(tensor): tensor for tensor in [*shared, *[b for b in buffers if b.requires_grad]]}
+        self._buffers = {id(buffer): buffer for buffer in buffers if id(buffer) not in self._shared}
+
+    def replica(self, own_buffers: bool, detach: bool) -> nn.Module:
+        """Return one more replica."""
+        # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`, that
+        # RNNs, lazy and scripted modules override. It has been there, unchanged, since torch 1.5. The copy it makes has
+        # dictionaries of its own for buffers and submodules. They are filled directly, since to set hundreds of
+        # attributes through `nn.Module.__setattr__` takes longer than all the rest of a replication.
+        replicas: dict[nn.Module, nn.Module] = {
+            part.module: part.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+            for part in self._parts
+        }
+        tensors = _share(self._shared, detach)
+        for key, buffer in self._buffers.items():
+            tensors[key] = buffer if own_buffers else buffer.detach().clone()
+        for part in self._parts:
+            replica = replicas[part.module]
+            parameters = {name: tensors[id(tensor)] for name, tensor in part.parameters.items()}
+            buffers = {name: tensors[id(buffer)] for name, buffer in part.buffers.items()}
+            replica._parameters.update(dict.fromkeys(part.absent))
+            replica.__dict__["_former_parameters"] = parameters
+            replica._modules.update((name, replicas[child]) for name, child in part.children.items())
+            if part.plain:
+                replica.__dict__.update(parameters)
+                replica._buffers.update(buffers)
+            else:
+                for name, tensor in (parameters | buffers).items():
+                    setattr(replica, name, tensor)
+        return replicas[self._root]
+
+
+def _part_of(module: nn.Module) -> _Part:
     # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
-    parameters = {**getattr(module, "_former_parameters", {}), **module._parameters}
-    return {name: parameter for name, parameter in parameters.items() if parameter is not None}
-
-
-def _replica_of(original: nn.Module, own_buffers: bool, detach: bool) -> nn.Module:
-    modules = list(original.modules())
-    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of `torch.nn.parallel.replicate`,
-    # which RNNs, lazy and scripted modules override. It has been there, unchanged, since torch 1.5.
-    replicas: dict[nn.Module, nn.Module] = {
-        module: module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        for module in modules
-    }
-    tensors = {id(t): t for module in modules for t in _tensors_of(module).values()}
-    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    tensors.update((key, b) for key, b in buffers.items() if b.requires_grad)
-    shared = {id(t): s for t, s in _share(list(tensors.values()), detach).items()}
-    for key, buffer in buffers.items():
-        if key not in shared:
-            shared[key] = buffer if own_buffers else buffer.detach().clone()
-    for module, replica in replicas.items():
-        for name, child in module._modules.items():
-            if child is not None:
-                setattr(replica, name, replicas[child])
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                replica._parameters[name] = None
-        former = {name: shared[id(tensor)] for name, tensor in _tensors_of(module).items()}
-        replica.__dict__["_former_parameters"] = former
-        present = {name: shared[id(buffer)] for name, buffer in module._buffers.items() if buffer is not None}
-        for name, tensor in (former | present).items():
-            setattr(replica, name, tensor)
-    return replicas[original]
+    former: dict[str, Tensor] = module.__dict__.get("_former_parameters", {})
+    return _Part(
+        module,
+        {name: child for name, child in module._modules.items() if child is not None},
+        [name for name, parameter in module._parameters.items() if parameter is None],
+        former | {name: parameter for name, parameter in module._parameters.items() if parameter is not None},
+        {name: buffer for name, buffer in module._buffers.items() if buffer is not None},
+        type(module).__setattr__ is nn.Module.__setattr__,
+    )
 
 
 def parallel_apply(

@@ -46,6 +46,17 @@ def _merge_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
+def ready(tensor: Tensor) -> torch.cuda.Event | None:
+    """Return the event after which `tensor` is there for other streams; None where there are none."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Let what this thread does next on `device` follow `event`; the host does not wait."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
 def channel_count(shape: torch.Size) -> int:
     """Return the number of elements of one channel of an input of `shape`."""
     return shape[:1].numel() * shape[2:].numel()

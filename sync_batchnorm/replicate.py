@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import nn
@@ -54,6 +55,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 
 def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
+    # One walk for all replicas: the others are looked through only where the first has a callback.
     found = [
         (name, CallbackContext())
         for name, module in modules[0].named_modules()
@@ -61,9 +63,9 @@ def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
     ]
     for copy_id, replica in enumerate(modules):
         for name, ctx in found:
-            module = replica.get_submodule(name)
+            module: Any = attrgetter(name)(replica) if name else replica
             with joining(roster, copy_id, name or type(module).__name__):
-                module.__data_parallel_replicate__(ctx, copy_id)  # type: ignore[operator]
+                module.__data_parallel_replicate__(ctx, copy_id)
 
 
 class _Seat:

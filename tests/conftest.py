@@ -95,6 +95,7 @@ KERNELS = {
     "whole": {},  # small inputs go to the master, which joins them: what the usual tests use
     "float64": {"whole.SMALL": 0},  # moments of a float64 copy
     "shifted": {"whole.SMALL": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # sums about a shift
+    "general": {"whole.SMALL": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
 }
 
 
