@@ -2,169 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, moments, recompute, whole
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.nodes import RECOMPUTED, Merge, Record, ScaleRule, local_moments, merge_moments, normalize
+from sync_batchnorm.messages import Merged, Message, Normalized, Whole, merge_messages, ready_event, wait_for
+from sync_batchnorm.nodes import RECOMPUTED, Record, ScaleRule, local_moments, normalize
 from sync_batchnorm.running import RunningStatistics
 
-__all__ = ["sync_moments"]
+__all__ = ["merge_messages", "sync_moments"]
 
 Pipe = SyncMaster | SlavePipe
-
-
-class Message(NamedTuple):
-    """What a replica sends to the master about its input."""
-
-    moments: Tensor  # (2, C): mean and biased variance
-    carrier: Tensor  # as `moments`, see NOTE [carriers]
-    shape: torch.Size
-    dtype: torch.dtype
-    rule: ScaleRule | None  # None: the scale is the variance itself
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
-    running: RunningStatistics | None = None  # what the master updates
-    ready: torch.cuda.Event | None = None  # when the moments are there
-
-    @property
-    def device(self) -> torch.device:
-        return self.moments.device
-
-
-class Whole(NamedTuple):
-    """What a replica with a small input sends instead: the input itself."""
-
-    input: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    weight: Tensor | None
-    bias: Tensor | None
-    rule: ScaleRule
-    running: RunningStatistics | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.input.device
-
-
-class Normalized(NamedTuple):
-    """What the master sends back to a replica that has sent its input."""
-
-    output: Tensor
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What the master sends back to a replica that has sent its moments."""
-
-    mean: Tensor  # (C,), on the device of the master, not part of the graph
-    var: Tensor  # (C,), biased, as `mean`
-    count: int
-    normalizer: Tensor  # (2, C): mean and scale, on the device of the replica, part of the graph
-    carrier: Tensor  # as `normalizer`, see NOTE [carriers]
-    constant: Tensor  # as `normalizer`, not part of the graph
-    affine: moments.Affine | None = None
-    weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
-    ready: torch.cuda.Event | None = None  # when all of it is there
-
-
-def merge_messages(
-    messages: list[tuple[Hashable, Message | Whole]],
-) -> Sequence[tuple[Hashable, Merged | Normalized | None]]:
-    """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
-
-    The running statistics are updated here, by the master while the others wait: afterwards, when all of them go on,
-    each call of torch would take several times as long.
-
-    All get None if some have sent their inputs, and these cannot be joined: then each sends its moments.
-
-    Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all.
-    """
-    if len({(message.shape[1], len(message.shape), message.dtype) for _, message in messages}) > 1:
-        inputs = ", ".join(
-            f"{tuple(message.shape)} of {message.dtype} in replica {replica}"
-            for replica, (_, message) in enumerate(messages)
-        )
-        raise ValueError(
-            "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
-            f"but got {inputs}; give every replica the same kind of input"
-        )
-    sent = [(replica, message) for replica, message in messages if isinstance(message, Message)]
-    if len(sent) == len(messages):
-        return _merge(sent)
-    handed = [message for _, message in messages if isinstance(message, Whole)]
-    if sent or not whole.fit_together([message.input for message in handed]) or not _share_parameters(handed):
-        return [(replica, None) for replica, _ in messages]
-    weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
-    outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)
-    count = sum(moments.channel_count(message.shape) for message in handed)
-    if handed[0].running is not None:
-        handed[0].running.update(mean, var, count)
-    return [(replica, Normalized(output)) for (replica, _), output in zip(messages, outputs, strict=True)]
-
-
-def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Merged]]:
-    contents = [message for _, message in messages]
-    counts = [moments.channel_count(message.shape) for message in contents]
-    group = contents[0].group
-    if group is None and sum(counts) < 2:
-        return _without_variance(messages, sum(counts))
-    for message in contents:
-        moments.wait_for(message.ready, contents[0].device)
-    weighted = _share_parameters(contents)
-    merge = Merge(
-        counts,
-        [message.moments.device for message in contents],
-        contents[0].dtype,
-        contents[0].rule,
-        contents[0].weight if weighted else None,
-        contents[0].bias if weighted else None,
-        group,
-    )
-    merged = merge_moments(merge, [message.moments for message in contents], [message.carrier for message in contents])
-    if merge.count < 2:  # as only the group can tell
-        return _without_variance(messages, merge.count)
-    ready = moments.ready(merge.mean)
-    on_device = {
-        device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted, ready)
-        for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
-    }
-    if contents[0].running is not None:
-        contents[0].running.update(merge.mean, merge.var, merge.count)
-    return [(replica, on_device[message.moments.device]) for replica, message in messages]
-
-
-def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> list[tuple[Hashable, Merged]]:
-    if count:
-        sizes = [message.shape for _, message in messages]
-        single = next((size for size in sizes if moments.channel_count(size)), sizes[0])
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
-    first = messages[0][1]
-    mean, var = first.moments.unbind()
-    if first.running is not None:
-        first.running.update(mean, var, 0)
-    return [(replica, Merged(mean, var, 0, m.moments, m.carrier, m.moments)) for replica, m in messages]
-
-
-def _share_parameters(messages: Sequence[Message | Whole]) -> bool:
-    """Tell whether the replicas of each device have weight and bias over the same storage, as replicas usually have.
-
-    Then what depends on them is computed once, by the master. They differ if the module computes them in its forward.
-    """
-
-    def storage(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
-    devices = {message.device for message in messages}
-    return len({(m.device, storage(m.weight), storage(m.bias)) for m in messages}) == len(devices)
 
 
 def _meet(pipe: Pipe, message: Message | Whole) -> Any:
@@ -173,7 +25,8 @@ def _meet(pipe: Pipe, message: Message | Whole) -> Any:
 
 def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Merged:
     # The answer None means that others have sent their inputs, and that now all of them send their moments.
-    merged = _merge([(0, message)])[0][1] if pipe is None else _meet(pipe, message) or _meet(pipe, message)
+    answer = merge_messages([(0, message)])[0][1] if pipe is None else _meet(pipe, message) or _meet(pipe, message)
+    merged: Merged = answer  # type: ignore[assignment]
     recompute.keep(pipe or owner, lambda: _Call(merged))
     return merged
 
@@ -258,11 +111,9 @@ def sync_batch_norm(
         if normalized is not None:
             return normalized.output
     parts, carrier, *inputs = local_moments(input, record)
-    message = Message(
-        parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running, moments.ready(parts)
-    )
+    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running, ready_event(parts))
     statistics = recalled or _exchange(pipe, owner, message)
-    moments.wait_for(statistics.ready, input.device)
+    wait_for(statistics.ready, input.device)
     affine = statistics.affine
     if affine is None:  # There is not a single element in all replicas.
         return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
@@ -299,8 +150,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     """
     group = distributed.peers(process_group)
     parts, carrier, *_ = local_moments(input, None)
-    message = Message(parts, carrier, input.shape, input.dtype, None, group=group, ready=moments.ready(parts))
+    message = Message(parts, carrier, input.shape, input.dtype, None, group=group, ready=ready_event(parts))
     statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
-    moments.wait_for(statistics.ready, input.device)
+    wait_for(statistics.ready, input.device)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

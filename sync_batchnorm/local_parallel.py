@@ -178,8 +178,8 @@ class _Template:
 
     def replica(self, own_buffers: bool, detach: bool) -> nn.Module:
         """Return one more replica."""
-        # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`, that
-        # RNNs, lazy and scripted modules override. It has been there, unchanged, since torch 1.5. The copy it makes has
+        # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`.
+        # RNNs, lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has
         # dictionaries of its own for buffers and submodules. They are filled directly, since to set hundreds of
         # attributes through `nn.Module.__setattr__` takes longer than all the rest of a replication.
         replicas: dict[nn.Module, nn.Module] = {

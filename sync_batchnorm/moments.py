@@ -42,19 +42,8 @@ def _kind(device: torch.device) -> str:
     return device.type if device.type in FUSED else "other"
 
 
-def _merge_dtype(device: torch.device) -> torch.dtype:
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-
-
-def ready(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return the event after which `tensor` is there for other streams; None where there are none."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-
-def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let what this thread does next on `device` follow `event`; the host does not wait."""
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
+def _merge_dtype(input: Tensor) -> torch.dtype:
+    return statistics_dtype(input.dtype) if _kind(input.device) == "other" else torch.float64
 
 
 def channel_count(shape: torch.Size) -> int:
@@ -73,7 +62,7 @@ def reduced_dims(input: Tensor) -> list[int]:
 
 def local_moments(input: Tensor) -> Tensor:
     """Return mean and biased variance of each channel, ``(2, C)``; zeros for an input without elements."""
-    dtype = _merge_dtype(input.device)
+    dtype = _merge_dtype(input)
     if input.numel() == 0:
         return torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
     if _kind(input.device) == "cuda":

@@ -25,7 +25,8 @@ IMPORTS = {
     "recompute": set(),
     "whole": {"moments"},
     "running": set(),
-    "functional": {"comm", "distributed", "moments", "nodes", "recompute", "running", "whole"},
+    "messages": {"distributed", "moments", "nodes", "running", "whole"},
+    "functional": {"comm", "distributed", "messages", "moments", "nodes", "recompute", "running", "whole"},
     "trees": set(),
     "local_parallel": {"errors", "trees"},
     "caller": set(),
@@ -33,6 +34,7 @@ IMPORTS = {
     "batchnorm": {"comm", "distributed", "functional", "nodes", "replicate", "running"},
     "check": {"batchnorm", "distributed", "replicate"},
     "convert": {"batchnorm", "local_parallel", "replicate"},
+    "selfcheck": {"convert", "replicate"},
 }
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
