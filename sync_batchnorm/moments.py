@@ -96,9 +96,9 @@ def _shifted_moments(input: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the share of each of `counts` in their sum."""
+    """Return the share of each of `counts` in their sum, ``(R, 1)``."""
     with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=dtype, device=device) / sum(counts)
+        return torch.tensor(counts, dtype=dtype, device=device)[:, None] / sum(counts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,9 +117,10 @@ def merge_moments(moments: Sequence[Tensor], counts: Sequence[int]) -> tuple[Ten
     parts = [part for part, count in zip(moments, counts, strict=True) if count]
     weights = _weights(tuple(count for count in counts if count), parts[0].dtype, parts[0].device)
     means, variances = torch.stack(parts).unbind(1)  # (R, 2, C) -> (R, C), (R, C)
-    mean = weights @ means
+    # No matrix products: under autocast those of float32 would be in half precision.
+    mean = (weights * means).sum(0)
     deviations = means - mean
-    return mean, weights @ torch.addcmul(variances, deviations, deviations)
+    return mean, (weights * torch.addcmul(variances, deviations, deviations)).sum(0)
 
 
 def merge_gradients(grad: Tensor, moments: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
