@@ -41,7 +41,7 @@ def test_three_parties_are_right_in_every_order():
         Scenario(("a", "a")),
         Scenario(("a", "")),
         Scenario(("a", "!")),
-        Scenario(("", "a"), abort=True),
+        Scenario(("a",), abort=True),
         Scenario(("a", "!"), timeouts=1),
     ],
     ids=["meets", "leaves", "fails", "aborts", "times-out"],
