@@ -13,8 +13,8 @@ from harness import CpuReplicas, serve, training_step
 
 folder, shape, channels_last, replicas, layers = sys.argv[1:]
 sys.path.insert(0, folder)
-import sync_batchnorm.batchnorm as existing
-from sync_batchnorm.replicate import execute_replication_callbacks
+import sync_batchnorm.batchnorm as existing  # noqa: E402
+from sync_batchnorm.replicate import execute_replication_callbacks  # noqa: E402
 
 
 class _AddOnCpu:

@@ -1,0 +1,59 @@
+"""Time a meeting alone: threads that exchange nothing through a `SyncMaster`, by their number."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import environment
+
+from sync_batchnorm import SyncMaster
+
+
+def microseconds(replicas: int, meetings: int) -> float:
+    """Return the time of one meeting."""
+    master = SyncMaster(lambda messages: messages)
+    pipes = [master.register_slave(i) for i in range(1, replicas)]
+    start = threading.Barrier(replicas)
+
+    def slave(i: int) -> None:
+        start.wait()
+        for _ in range(meetings):
+            pipes[i].run_slave(None)
+
+    threads = [threading.Thread(target=slave, args=(i,)) for i in range(replicas - 1)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    begin = time.perf_counter()
+    for _ in range(meetings):
+        master.run_master(None)
+    taken = time.perf_counter() - begin
+    for thread in threads:
+        thread.join()
+    return 1e6 * taken / meetings
+
+
+def main() -> None:
+    """Print the table of the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--meetings", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    print(environment())
+    print("| replicas | us a meeting, median | us a meeting and replica |")
+    print("|---|---|---|")
+    rounds = [[microseconds(n, options.meetings) for n in options.replicas] for _ in range(options.rounds)]
+    for replicas, taken in zip(options.replicas, zip(*rounds, strict=True), strict=True):
+        median = statistics.median(taken)
+        print(f"| {replicas} | {median:.0f} | {median / replicas:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

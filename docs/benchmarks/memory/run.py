@@ -1,0 +1,93 @@
+"""Count what a layer saves for the backward, to the byte, and measure the peak memory of a step in a fresh process."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import environment
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+
+SHAPES = [(8, 64, 56, 56), (8, 256, 28, 28), (8, 512, 7, 7), (4, 8, 4, 4)]
+
+
+class Counting(nn.Module):
+    """Adds up the bytes of the distinct tensors that autograd saves in the module inside, over all replicas."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.saved: list[int] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        seen: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self.inside(input)
+        self.saved.append(sum(seen.values()))
+        return output
+
+
+def saved_bytes(layer: nn.Module, shape: tuple[int, ...], memory_format: torch.memory_format) -> int:
+    """Return the bytes that two CPU replicas of `layer` save."""
+    counting = Counting(layer)
+    input = torch.randn(shape, requires_grad=True).contiguous(memory_format=memory_format)
+    DataParallelWithCallback(counting, ["cpu"] * 2)(input)
+    return sum(counting.saved)
+
+
+def peak(kind: str) -> None:
+    """Print the growth of the peak memory of this process over a step of twelve layers, in MiB."""
+    layers: nn.Module = nn.Sequential(*[nn.BatchNorm2d(64) for _ in range(12)])
+    if kind == "synchronized":
+        convert_model(layers)
+    model = DataParallelWithCallback(layers, ["cpu"] * 2)
+    input = torch.randn(8, 64, 112, 112, requires_grad=True)
+    grad = torch.randn(8, 64, 112, 112)
+    model(input[:2]).backward(grad[:2])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model(input).backward(grad)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def main() -> None:
+    """Print the tables of the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peak", choices=["plain", "synchronized"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.peak:
+        return peak(options.peak)
+    print(environment())
+    print("| shape | format | input, bytes | BatchNorm2d saves | ours saves | ours / BatchNorm2d |")
+    print("|---|---|---|---|---|---|")
+    for shape in SHAPES:
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            plain = nn.BatchNorm2d(shape[1])
+            expected = saved_bytes(copy.deepcopy(plain), shape, memory_format)
+            ours = saved_bytes(convert_model(plain), shape, memory_format)
+            kind = str(memory_format).removeprefix("torch.").removesuffix("_format")
+            size = 4 * torch.Size(shape).numel()
+            print(f"| {shape} | {kind} | {size} | {expected} | {ours} | {ours / expected:.4f} |")
+    print("\n| growth of the peak over a step, twelve layers at (8, 64, 112, 112) | MiB |\n|---|---|")
+    for kind in ("plain", "synchronized"):
+        command = [sys.executable, __file__, "--peak", kind]
+        grown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print(f"| {kind} | {float(grown):.0f} |")
+
+
+if __name__ == "__main__":
+    main()
