@@ -117,10 +117,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
-            ctx.sync_master = SyncMaster(merge_messages)  # type: ignore[attr-defined]
-            self._sync_pipe = ctx.sync_master  # type: ignore[attr-defined]
+            ctx.sync_master = SyncMaster(merge_messages)
+            self._sync_pipe = ctx.sync_master
         else:
-            self._sync_pipe = ctx.sync_master.register_slave(copy_id)  # type: ignore[attr-defined]
+            self._sync_pipe = ctx.sync_master.register_slave(copy_id)
         self._sync_updates_running_stats = copy_id == 0
 
     def forward(self, input: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -39,6 +39,11 @@ class CallbackContext:
 
     `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with.
     """
+
+    if TYPE_CHECKING:  # Any attribute may be set, and has the type that its user knows.
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:

@@ -1,0 +1,141 @@
+"""Code as a user writes it, with every public name: `test_packaging.py` checks its types with ``mypy --strict``.
+
+It also runs, as a program. A ``type: ignore`` here stands where a mistake must be noticed: mypy complains if it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+from sync_batchnorm import (
+    CallbackContext,
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SlavePipe,
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    SyncMaster,
+    assert_synchronized,
+    convert_model,
+    execute_replication_callbacks,
+    patch_replication_callback,
+    patch_sync_batchnorm,
+    revert_model,
+    set_sbn_eps_mode,
+)
+from sync_batchnorm.functional import sync_moments
+
+
+class Net(nn.Module):
+    """A net with a layer of torch, to convert, and one of the library."""
+
+    def __init__(self, num_classes: int = 4) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.bn2 = SynchronizedBatchNorm2d(8, momentum=None, eps_mode="clamp", group_size=2)
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden: Tensor = self.bn2(torch.relu(self.bn1(self.conv(input))))
+        logits: Tensor = self.head(hidden.mean((2, 3)))
+        return logits
+
+
+def merge(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
+    """Tell every replica how many of them there are."""
+    return [(identifier, len(messages)) for identifier, _ in messages]
+
+
+class Counting(nn.Module):
+    """A module of the user's own that exchanges something between replicas."""
+
+    pipe: SyncMaster | SlavePipe
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.master = self.pipe = SyncMaster(merge)
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def forward(self, input: Tensor) -> Tensor:
+        pipe = self.pipe
+        replicas = pipe.run_master(None) if isinstance(pipe, SyncMaster) else pipe.run_slave(None)
+        return input * float(replicas)
+
+
+class Centered(nn.Module):
+    """A normalization of the user's own, on one device."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var, count = sync_moments(input, None)
+        assert_type(mean, Tensor)
+        assert_type(var, Tensor)
+        assert_type(count, int)
+        return input - mean[:, None, None]
+
+
+def train() -> None:
+    """Train a converted net, and turn it back."""
+    net = convert_model(Net(), eps_mode="plus", group_size=None)
+    assert_type(net, Net)
+    parallel = DataParallelWithCallback(net, ["cpu"] * 2, output_device="cpu", dim=0, timeout=60.0)
+    wrapped: nn.DataParallel[Any] = parallel
+    assert_synchronized(parallel)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    try:
+        output: Tensor = wrapped(torch.randn(4, 3, 8, 8))
+    except ReplicaSyncError as error:
+        raise RuntimeError(f"the replicas could not meet: {error}") from error
+    nn.functional.cross_entropy(output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert_type(revert_model(net), Net)
+
+
+def build() -> list[nn.modules.batchnorm._BatchNorm]:
+    """Make layers in every way there is."""
+    set_sbn_eps_mode("plus")
+    with patch_sync_batchnorm():
+        patched: nn.BatchNorm2d = nn.BatchNorm2d(8)
+    layers: list[nn.modules.batchnorm._BatchNorm] = [
+        SynchronizedBatchNorm(8, process_group=None),
+        SynchronizedBatchNorm1d(8, 1e-5, 0.1, True, True, torch.device("cpu"), torch.float64),
+        SynchronizedBatchNorm3d(8, affine=False, track_running_stats=False),
+    ]
+    as_torch: nn.BatchNorm1d | nn.BatchNorm3d = SynchronizedBatchNorm1d(8)
+    return [*layers, patched, as_torch]
+
+
+def wrap() -> None:
+    """Use the callbacks with a wrapper that is there already, and without any."""
+    existing = nn.DataParallel(Counting())
+    assert_type(patch_replication_callback(existing, timeout=1.5), nn.DataParallel[Counting])
+    execute_replication_callbacks([Counting(), Counting()])
+    DataParallelWithCallback(Counting(), [torch.device("cpu"), "cpu"])(torch.ones(2, 1))
+    Centered()(torch.randn(2, 3, 4, 4))
+
+
+def mistakes() -> None:
+    """Pass what the library refuses; never called."""
+    convert_model(Net(), "clamp")  # type: ignore[call-arg]
+    convert_model(Net(), group_size="2")  # type: ignore[arg-type]
+    set_sbn_eps_mode(None)  # type: ignore[arg-type]
+    patch_replication_callback(Net())  # type: ignore[type-var]
+    DataParallelWithCallback(Net(), [0], None, 0, 3.0)  # type: ignore[call-arg]
+    SynchronizedBatchNorm2d(8, sync=True)  # type: ignore[call-arg]
+    SyncMaster(len)  # type: ignore[arg-type]
+    message: str = convert_model(Net())  # type: ignore[assignment]
+    print(message)
+
+
+if __name__ == "__main__":
+    train()
+    build()
+    wrap()
