@@ -1,0 +1,143 @@
+"""What a user installs: wheel and archive are complete, and the installed copy runs and has types."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+USER = ROOT / "tests" / "typing_user.py"
+SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "sync_batchnorm", "tests", "docs")
+BUILD = """
+import setuptools.build_meta, sys
+folder = sys.argv[1]  # which a build replaces
+setuptools.build_meta.build_wheel(folder)
+setuptools.build_meta.build_sdist(folder)
+"""
+
+pytestmark = pytest.mark.watchdog(300)  # A type check that has nothing in its cache reads all of torch.
+
+
+def output_of(command: Sequence[str | Path], folder: Path) -> str:
+    """Run a command in `folder`, without a way to this copy of the package; return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Build both distributions from a copy of the sources; return their folder."""
+    sources, dist = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, sources)
+    output_of([sys.executable, "-c", BUILD, dist], sources)
+    yield dist
+    shutil.rmtree(sources)
+    shutil.rmtree(dist)
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the Python of a new environment with the wheel, and torch from the environment of the tests."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    paths = sysconfig.get_paths("venv", vars={"base": str(folder), "platbase": str(folder)})
+    packages = Path(paths["purelib"])
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    output_of([*pip, "--target", packages, wheel], folder)
+    (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    yield Path(paths["scripts"]) / Path(sys.executable).name
+    shutil.rmtree(folder)
+
+
+def test_wheel_has_the_package_its_types_and_the_licence_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    information = {name for name in names if ".dist-info/" in name}
+    assert names - information == files_below(ROOT / "sync_batchnorm")
+    assert "sync_batchnorm/py.typed" in names
+    assert [name for name in information if name.endswith("/LICENSE")]
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_archive_of_sources_has_what_the_tests_read(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {name for name in SOURCES if (ROOT / name).is_file()}
+    for folder in ("sync_batchnorm", "tests", "docs"):
+        expected |= files_below(ROOT / folder)
+    assert expected <= names
+
+
+def test_metadata_says_what_the_package_is(metadata):
+    assert metadata["Name"] == "synchronized-batchnorm"
+    assert metadata["License-Expression"] == "MIT"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+
+
+def test_torch_is_the_only_requirement(metadata):
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert [line.partition(">=")[0] for line in required] == ["torch"]
+
+
+def test_version_is_the_newest_of_the_changelog(metadata):
+    changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    assert changelog.split("\n## ")[1].split()[0] == metadata["Version"]
+
+
+def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadata, tmp_path):
+    report = json.loads(output_of([python, "-m", "sync_batchnorm", "--json", "--devices", "cpu,cpu"], tmp_path))
+    assert report["ok"]
+    assert report["versions"]["sync_batchnorm"] == metadata["Version"]
+
+
+def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_path):
+    code = shutil.copy(USER, tmp_path)
+    # The cache is that of the usual type check, which has read torch if it ran before.
+    cache = ROOT / ".mypy_cache"
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", cache]
+    assert "Success" in output_of([*mypy, code], tmp_path)
+
+
+def test_code_of_a_user_runs():
+    runpy.run_path(str(USER), run_name="__main__")
