@@ -7,8 +7,7 @@ recognized by the running backward.
 NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and
 different ones in a peer. The frame does that torch keeps of each checkpoint. Hooks on saved tensors hold it, strongly
 while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
-lives. Its calls are repeated in order, though not always to the last. A checkpoint inside of a recomputed one is a new
-frame, and gets its calls anew.
+lives: by each of them, where they are nested. They are repeated in order, though not always to the last.
 
 Frames, hooks and the running backward are private to torch, as of 2.1 to 2.13. Where they are not found, nothing is
 recalled, and the caller has to do without.
@@ -133,6 +132,4 @@ def recall(owner: object) -> Any:
     if number >= len(results):
         return None
     repeated.append(owner)
-    for frame in place.recording:
-        _kept.setdefault(frame, []).append((owner, results[number]))
     return results[number]
