@@ -1,16 +1,16 @@
 """Activation checkpointing: which earlier call of a layer a recomputation repeats.
 
 NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. There is
-nobody to meet then, and nothing to count: the call repeats an earlier one and takes over what that one left. It is
-recognized by the running backward.
+nobody to meet then, and nothing to count: the call repeats an earlier one and takes over what that one left. A call in
+a running backward that repeats none is one of reentrant checkpointing, which differentiates each replica by itself.
 
 NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and
 different ones in a peer. The frame does that torch keeps of each checkpoint. Hooks on saved tensors hold it, strongly
 while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
 lives: by each of them, where they are nested. They are repeated in order, though not always to the last.
 
-Frames, hooks and the running backward are private to torch, as of 2.1 to 2.13. Where they are not found, nothing is
-recalled, and the caller has to do without.
+Frames, hooks and the running backward are private to torch; this is how 2.13 has them. Where they are not found,
+nothing is recalled, and the caller has to do without.
 """
 
 from __future__ import annotations
