@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_equal, randomize
+from helpers import WITHOUT_BIAS, assert_equal, randomize
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -178,7 +178,7 @@ def every_kind_of_layer_equals_torch() -> None:
 def options_of_a_layer_equal_those_of_torch() -> None:
     for options in (
         {"affine": False},
-        {"bias": False},
+        *WITHOUT_BIAS,
         {"track_running_stats": False},
         {"momentum": None},
         {"momentum": 0.7, "eps": 0.1},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,10 @@ def twins(module: nn.Module, devices: Sequence[Any], **options: Any) -> tuple[nn
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=5.0, **options)
     return plain, parallel
 
+
+# The options of a layer that has a weight and no bias; none with torch 2.8, whose layers have no `bias` argument.
+WITHOUT_BIAS = [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
+needs_bias_argument = pytest.mark.skipif(not WITHOUT_BIAS, reason="the layers of this torch have no bias argument")
 
 TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float64: 1e-10,

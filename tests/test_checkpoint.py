@@ -398,6 +398,8 @@ def reentrant_beside_equal_calls(net, x):
 @pytest.mark.parametrize(
     "path", [reentrant, reentrant_inside, reentrant_outside, reentrant_beside_equal_calls], ids=lambda p: p.__name__
 )
+# Torch 2.8 fails to take its hooks off when the generator of a checkpoint that was left by an error is collected.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _checkpoint_without_reentrant_generator")
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_reentrant_checkpoints_are_refused_with_the_remedy(devices, path):
     _, parallel = checkpointed_twins(path, devices)

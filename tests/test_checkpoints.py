@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
+from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
 from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
@@ -74,7 +74,7 @@ def test_pickles_hold_nothing_of_a_forward():
     assert len(pickle.dumps(parallel)) == len(fresh)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
 def test_checkpoints_go_both_ways(options):
     plain = randomize(nn.BatchNorm2d(3, **options))
     plain(torch.randn(4, 3, 2, 2))
@@ -85,18 +85,18 @@ def test_checkpoints_go_both_ways(options):
     nn.BatchNorm2d(3, **options).load_state_dict(ours.state_dict())
 
 
-def checkpoint_without_counter(version):
+def checkpoint_without(name, version):
     state = nn.BatchNorm1d(3).state_dict()
-    del state["num_batches_tracked"]
+    del state[name]
     state._metadata[""]["version"] = version
     return state
 
 
 CHECKPOINTS = {
-    "version 2 without counter": checkpoint_without_counter(2),
-    "version 1 without counter": checkpoint_without_counter(1),
+    "version 2 without counter": checkpoint_without("num_batches_tracked", 2),
+    "version 1 without counter": checkpoint_without("num_batches_tracked", 1),
     "other channels": nn.BatchNorm1d(4).state_dict(),
-    "no bias": nn.BatchNorm1d(3, bias=False).state_dict(),
+    "no bias": checkpoint_without("bias", 2),
     "more": {**nn.BatchNorm1d(3).state_dict(), "extra": torch.zeros(1)},
 }
 

@@ -17,7 +17,7 @@ import torch
 import torch.ao.nn.quantized as quantized
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import assert_equal, assert_same_state, assert_same_step, randomize
+from helpers import WITHOUT_BIAS, assert_equal, assert_same_state, assert_same_step, needs_bias_argument, randomize
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
@@ -219,7 +219,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"momentum": None},
     {"momentum": 0.0},
     {"affine": False},
-    {"bias": False},
+    *WITHOUT_BIAS,
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
 ]
@@ -838,7 +838,7 @@ def test_convolutions_fuse(served):
     assert_equal(fused(input), expected)
 
 
-@pytest.mark.parametrize("settings", [{"affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("settings", [{"affine": False}, *WITHOUT_BIAS], ids=str)
 def test_convolutions_fuse_with_layers_that_lack_parameters(settings):
     conv, layer = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, **settings)
     input = torch.randn(2, 3, 5, 5)
@@ -928,6 +928,7 @@ def test_checkpoints_without_a_counter_load_as_into_a_layer_of_torch(cls):
     assert layer.num_batches_tracked == 7
 
 
+@needs_bias_argument
 def test_a_checkpoint_with_a_bias_is_refused_by_a_layer_without_one():
     layer = convert_model(nn.BatchNorm2d(3, bias=False))
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"bias"'):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import device_lists, every_kernel
 from helpers import (
+    WITHOUT_BIAS,
     TwoLayers,
     as_devices,
     assert_equal,
@@ -33,7 +34,7 @@ OPTIONS = [
     {"momentum": 1.0},
     {"affine": False},
     {"track_running_stats": False},
-    {"bias": False},
+    *WITHOUT_BIAS,
 ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import device_lists, every_kernel
-from helpers import assert_equal, assert_same_state, doubles, randomize, run_parts, twins
+from helpers import WITHOUT_BIAS, assert_equal, assert_same_state, doubles, randomize, run_parts, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
@@ -37,7 +37,7 @@ def test_gradgradcheck_passes(devices, rows, training):
     assert torch.autograd.gradgradcheck(lambda input, *_: parallel(input), inputs)
 
 
-@pytest.mark.parametrize("options", [{"affine": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("options", [{"affine": False}, *WITHOUT_BIAS], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_gradgradcheck_passes_without_parameters(devices, options):
     _, parallel = twins(nn.BatchNorm2d(2, **options).double(), devices)
