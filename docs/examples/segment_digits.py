@@ -294,12 +294,11 @@ def draw_curves(figure: Any, curves: dict[str, Curve]) -> None:
         test_loss.plot(curve.steps, curve.losses, **STYLES[name])
         mean_iou.plot(curve.steps, [100 * value for value in curve.mean_ious], **STYLES[name])
     train_loss.set(title="Training loss, mean since the last point", ylabel="cross entropy")
-    test_loss.set(title="Test loss, in eval mode", ylabel="cross entropy", yscale="log")
+    test_loss.set(title="Test loss, in eval mode", ylabel="cross entropy")
     mean_iou.set(title="Test mean IoU, in eval mode", ylabel="percent")
     for axes in (train_loss, test_loss, mean_iou):
         common.tidy(axes, "step" if axes is mean_iou else "")
-    train_loss.set_ylim(bottom=0)
-    mean_iou.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, handlelength=3)
 
 

@@ -47,7 +47,7 @@ WIDTH = 128
 BATCH = 64
 PENALTY = 1.0  # the factor of the R1 penalty
 LEARNING_RATE = 0.005
-SAMPLES = 4, 12  # rows and columns of generated images in the picture
+SAMPLES = 6, 8  # rows and columns of generated images in the picture
 EQUAL = 1e-8  # what the largest parameter difference in float64 may be after the steps that are compared
 
 
@@ -222,7 +222,7 @@ def print_table(result: Result, options: Options) -> None:
 def draw(result: Result, options: Options) -> None:
     """Save the differences over the compared steps, and generated digits beside real ones."""
     figure, (difference, real, samples) = plt.subplots(
-        1, 3, figsize=(14, 3.9), layout="constrained", width_ratios=[1, 1.3, 1.3]
+        1, 3, figsize=(13, 4), layout="constrained", width_ratios=[1.2, 1, 1]
     )
     for name, values in result.differences.items():
         # The logarithmic axis has no place for exactly equal parameters; this is far below one rounding error.
