@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 try:
+    import common
     import matplotlib
     import torch
     import torch.nn.functional as F
+    from common import ONE_DEVICE, STYLES, SYNCHRONIZED, UNSYNCHRONIZED
     from sklearn.datasets import load_digits
     from torch import Tensor, nn
     from tqdm import tqdm
@@ -43,8 +45,6 @@ SAMPLES_A_REPLICA = 2  # few, as on devices that large inputs fill: where statis
 EQUAL = 1e-8  # what the largest parameter difference in float64 may be after the whole training
 LEARNING_RATE = 0.02
 
-ONE_DEVICE, UNSYNCHRONIZED, SYNCHRONIZED = "one device", "unsynchronized", "synchronized"
-
 
 @dataclass
 class Options:
@@ -55,7 +55,7 @@ class Options:
     epochs: int
     seed: int
     dtype: torch.dtype
-    output: Path
+    picture: Path
 
 
 @dataclass
@@ -90,24 +90,14 @@ def parse_options(arguments: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         description="Train on handwritten digits with and without synchronized batch norm."
     )
-    parser.add_argument("--replicas", type=int, help="number of replicas (default: one for each GPU, or 4)")
+    common.add_options(parser, replicas=4)
     parser.add_argument("--batch", type=int, help="samples in a batch, over all replicas (default: 2 a replica)")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training digits (default: 8)")
-    parser.add_argument(
-        "--devices",
-        help="devices, separated by commas, that the replicas use in turn, as cpu or 0,1 or cuda:0 "
-        "(default: all GPUs if there are several, otherwise cpu)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="for parameters, split and order (default: 0)")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="default: float64")
-    parser.add_argument("--output", type=Path, default=Path("out"), help="folder for the picture (default: out)")
     given = parser.parse_args(arguments)
 
-    gpus = torch.cuda.device_count()
-    names = given.devices.split(",") if given.devices else [str(i) for i in range(gpus)] if gpus > 1 else ["cpu"]
-    replicas = given.replicas if given.replicas is not None else len(names) if len(names) > 1 else 4
-    if replicas < 2:
-        parser.error(f"expected at least 2 replicas, but got {replicas}; there is nothing to synchronize in one")
+    devices = common.choose_devices(parser, given.devices, given.replicas, default=4)
+    replicas = len(devices)
     batch = given.batch if given.batch is not None else SAMPLES_A_REPLICA * replicas
     train_samples = len(load_digits().target) - TEST_SAMPLES
     if not replicas <= batch <= train_samples:
@@ -115,29 +105,10 @@ def parse_options(arguments: list[str] | None) -> Options:
             f"expected a batch of {replicas} samples (one a replica) to {train_samples} (all there are to train on), "
             f"but got {batch}"
         )
-    if given.epochs < 1:
-        parser.error(f"expected at least 1 epoch, but got {given.epochs}")
-    try:
-        devices = [_usable_device(names[i % len(names)]) for i in range(replicas)]
-        DataParallelWithCallback(nn.Identity(), devices)
-    except (RuntimeError, AssertionError, ValueError) as error:  # Torch without CUDA raises an AssertionError.
-        parser.error(f"expected devices of this machine, but got {given.devices!r}: {error}")
-    try:
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "train_digits.png").unlink(
-            missing_ok=True
-        )  # Otherwise an old picture might pass for a new one.
-    except OSError as error:
-        parser.error(f"expected an output folder that can be written to, but got {str(given.output)!r}; {error}")
-    if not -(2**63) <= given.seed < 2**64:
-        parser.error(f"expected a seed of 64 bits, but got {given.seed}")
-    return Options(devices, batch, given.epochs, given.seed, getattr(torch, given.dtype), given.output)
-
-
-def _usable_device(name: str) -> torch.device:
-    device = torch.device(int(name)) if name.strip().isdigit() else torch.device(name.strip())
-    torch.zeros(1, device=device).item()
-    return device
+    common.check_at_least(parser, 1, "epochs", given.epochs)
+    common.check_seed(parser, given.seed)
+    picture = common.choose_file(parser, given.output, "train_digits.png")
+    return Options(devices, batch, given.epochs, given.seed, getattr(torch, given.dtype), picture)
 
 
 def load(options: Options) -> Digits:
@@ -230,24 +201,17 @@ def print_table(curves: dict[str, Curve]) -> None:
         )
 
 
-def draw(curves: dict[str, Curve], options: Options, path: Path) -> None:
+def draw(curves: dict[str, Curve], options: Options) -> None:
     """Save test loss, test accuracy and the difference to one device over the epochs."""
-    # Colours by Okabe and Ito, which stay apart for colour-blind readers; width, dash and marker tell the lines apart
-    # without colour. The synchronized line lies on the one-device line, which is wide enough to be seen under it.
-    styles = {
-        ONE_DEVICE: {"color": "#B0B0B0", "linewidth": 7, "solid_capstyle": "round"},
-        UNSYNCHRONIZED: {"color": "#D55E00", "linewidth": 1.8, "linestyle": "--", "marker": "s", "markersize": 5},
-        SYNCHRONIZED: {"color": "#0072B2", "linewidth": 1.8, "marker": "o", "markersize": 5},
-    }
     epochs = range(1, options.epochs + 1)
     figure, (loss, accuracy, difference) = plt.subplots(1, 3, figsize=(13, 4.6), layout="constrained")
     for name, curve in curves.items():
-        loss.plot(epochs, curve.losses, label=name, **styles[name])
-        accuracy.plot(epochs, [100 * value for value in curve.accuracies], **styles[name])
+        loss.plot(epochs, curve.losses, label=name, **STYLES[name])
+        accuracy.plot(epochs, [100 * value for value in curve.accuracies], **STYLES[name])
         if name != ONE_DEVICE:
             # The logarithmic axis has no place for exactly equal parameters; this is far below one rounding error.
             values = [max(value, 1e-18) for value in curve.differences(curves[ONE_DEVICE])]
-            difference.semilogy(epochs, values, **styles[name])
+            difference.semilogy(epochs, values, **STYLES[name])
     loss.set(title="Test loss", ylabel="cross entropy")
     loss.set_ylim(bottom=0)
     accuracy.set(title="Test accuracy", ylabel="percent of test digits")
@@ -256,16 +220,14 @@ def draw(curves: dict[str, Curve], options: Options, path: Path) -> None:
         difference.axhline(EQUAL, color="black", linewidth=1, linestyle=":")
         difference.annotate("counts as equal below", (1, EQUAL), (2, -12), textcoords="offset points", fontsize=9)
     for axes in (loss, accuracy, difference):
-        axes.set_xlabel("epoch")
+        common.tidy(axes, "epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"1,797 handwritten digits, batches of {options.batch} on {len(options.devices)} replicas, "
         f"{str(options.dtype).removeprefix('torch.')}"
     )
     figure.legend(loc="outside lower center", ncols=3, frameon=False, handlelength=4)
-    figure.savefig(path, dpi=120)
+    figure.savefig(options.picture, dpi=120)
     plt.close(figure)
 
 
@@ -288,16 +250,13 @@ def verdict(curves: dict[str, Curve], options: Options) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Run the example and return the exit status: 1 if a float64 run is not what it should be."""
     options = parse_options(arguments)
-    if options.devices[0].type == "cpu":
-        # The replicas are threads of one process and share the cores; a convolution of this size needs one of them.
-        torch.set_num_threads(1)
+    common.use_one_core_a_replica(options.devices)
     print(f"{len(options.devices)} replicas on {', '.join(dict.fromkeys(map(str, options.devices)))}", flush=True)
     curves = train_three_ways(options)
     print_table(curves)
-    path = options.output / "train_digits.png"
-    draw(curves, options, path)
+    draw(curves, options)
     correct = verdict(curves, options)
-    print(f"The curves are in {path}.")
+    print(f"The curves are in {options.picture}.")
     return 0 if correct else 1
 
 
