@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from sync_batchnorm import DataParallelWithCallback
 
 __all__ = [
+    "EQUAL",
     "ONE_DEVICE",
     "STYLES",
     "SYNCHRONIZED",
@@ -26,11 +27,14 @@ __all__ = [
     "choose_devices",
     "choose_file",
     "import_torchvision",
+    "judge",
+    "prepare",
     "tidy",
-    "use_one_core_a_replica",
 ]
 
 ONE_DEVICE, UNSYNCHRONIZED, SYNCHRONIZED = "one device", "unsynchronized", "synchronized"
+
+EQUAL = 1e-8  # what the largest difference to one device may be in float64
 
 # Colours by Okabe and Ito, which stay apart for colour-blind readers; width, dash and marker tell the lines apart
 # without colour. The line of one device is wide enough to be seen under one that lies on it.
@@ -97,10 +101,25 @@ def check_at_least(parser: argparse.ArgumentParser, least: int, name: str, value
         parser.error(f"expected --{name} of at least {least}, but got {value}")
 
 
-def use_one_core_a_replica(devices: Sequence[torch.device]) -> None:
-    """Give the operators of CPU replicas one core each: replicas are threads of one process and share the cores."""
+def prepare(devices: Sequence[torch.device]) -> None:
+    """Say where the replicas are; give those on the CPU, which are threads and share the cores, one core each."""
     if devices[0].type == "cpu":
         torch.set_num_threads(1)
+    print(f"{len(devices)} replicas on {', '.join(dict.fromkeys(map(str, devices)))}", flush=True)
+
+
+def judge(when: str, what: str, differences: Mapping[str, float]) -> bool:
+    """Say which runs equal the one on one device, and return whether these are the synchronized ones alone."""
+    correct = True
+    for name in (SYNCHRONIZED, UNSYNCHRONIZED):
+        equal, expected = differences[name] <= EQUAL, name == SYNCHRONIZED
+        correct = correct and equal == expected
+        print(
+            f"{'As expected' if equal == expected else 'NOT as expected'}: {when} the {name} run "
+            f"{'equals' if equal else 'differs from'} the one-device run: largest {what} difference "
+            f"{differences[name]:.2g}, and up to {EQUAL:g} counts as equal."
+        )
+    return correct
 
 
 def tidy(axes: Any, xlabel: str) -> None:

@@ -54,7 +54,6 @@ EVALUATIONS = 8  # in a run
 SHOWN = 6  # scenes in the picture: the first ones of the test
 LEARNING_RATE = 0.002
 BACKGROUND_WEIGHT = 0.2  # of its pixels in the loss: there are five of them for each pixel of a digit
-EQUAL = 1e-8  # what the largest gradient difference in float64 may be on the first batch
 
 
 @dataclass
@@ -319,30 +318,15 @@ def draw_predictions(figure: Any, curves: dict[str, Curve], test: Scenes) -> Non
     figure.legend(handles=patches, loc="outside lower center", ncols=len(CLASSES), frameon=False)
 
 
-def verdict(curves: dict[str, Curve]) -> bool:
-    """Say whether the gradients are those of one device where they should be, and return whether all is so."""
-    correct = True
-    for name, expected in ((SYNCHRONIZED, True), (UNSYNCHRONIZED, False)):
-        difference = curves[name].gradient_difference
-        equal = difference <= EQUAL
-        correct = correct and equal == expected
-        print(
-            f"{'As expected' if equal == expected else 'NOT as expected'}: on the first batch, in float64, the {name} "
-            f"gradients {'equal' if equal else 'differ from'} those of one device: largest difference "
-            f"{difference:.2g}, and up to {EQUAL:g} counts as equal."
-        )
-    return correct
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the example and return the exit status: 1 if the gradients of a run are not what they should be."""
     options = parse_options(arguments)
-    common.use_one_core_a_replica(options.devices)
-    print(f"{len(options.devices)} replicas on {', '.join(dict.fromkeys(map(str, options.devices)))}", flush=True)
+    common.prepare(options.devices)
     curves, test = run(options)
     print_table(curves)
     draw(curves, test, options)
-    correct = verdict(curves)
+    differences = {name: curve.gradient_difference for name, curve in curves.items()}
+    correct = common.judge("on the first batch, in float64,", "gradient", differences)
     print(f"Curves and predictions are in {options.picture}.")
     return 0 if correct else 1
 

@@ -23,7 +23,7 @@ try:
     import matplotlib
     import torch
     import torch.nn.functional as F
-    from common import ONE_DEVICE, STYLES, SYNCHRONIZED, UNSYNCHRONIZED
+    from common import EQUAL, ONE_DEVICE, STYLES, SYNCHRONIZED, UNSYNCHRONIZED
     from sklearn.datasets import load_digits
     from torch import Tensor, nn
     from tqdm import tqdm
@@ -42,7 +42,6 @@ __all__ = ["main"]
 
 TEST_SAMPLES = 360  # a fifth of the digits
 SAMPLES_A_REPLICA = 2  # few, as on devices that large inputs fill: where statistics of a slice are noise
-EQUAL = 1e-8  # what the largest parameter difference in float64 may be after the whole training
 LEARNING_RATE = 0.02
 
 
@@ -233,25 +232,17 @@ def draw(curves: dict[str, Curve], options: Options) -> None:
 
 def verdict(curves: dict[str, Curve], options: Options) -> bool:
     """Say whether the synchronized run is the one-device run, and return whether all is as it should be."""
-    apart = {name: curves[name].differences(curves[ONE_DEVICE])[-1] for name in (UNSYNCHRONIZED, SYNCHRONIZED)}
     if options.dtype != torch.float64:
         print("Runs in float32 differ by rounding, so equality is checked with --dtype float64 only.")
         return True
-    for name, expected in ((SYNCHRONIZED, True), (UNSYNCHRONIZED, False)):
-        equal = apart[name] <= EQUAL
-        print(
-            f"{'As expected' if equal == expected else 'NOT as expected'}: after the whole training the {name} run "
-            f"{'equals' if equal else 'differs from'} the one-device run: largest difference {apart[name]:.2g}, "
-            f"and up to {EQUAL:g} counts as equal."
-        )
-    return apart[SYNCHRONIZED] <= EQUAL < apart[UNSYNCHRONIZED]
+    apart = {name: curves[name].differences(curves[ONE_DEVICE])[-1] for name in (UNSYNCHRONIZED, SYNCHRONIZED)}
+    return common.judge("after the whole training", "parameter", apart)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the example and return the exit status: 1 if a float64 run is not what it should be."""
     options = parse_options(arguments)
-    common.use_one_core_a_replica(options.devices)
-    print(f"{len(options.devices)} replicas on {', '.join(dict.fromkeys(map(str, options.devices)))}", flush=True)
+    common.prepare(options.devices)
     curves = train_three_ways(options)
     print_table(curves)
     draw(curves, options)

@@ -25,7 +25,7 @@ try:
     import matplotlib
     import torch
     import torch.nn.functional as F
-    from common import ONE_DEVICE, STYLES, SYNCHRONIZED, UNSYNCHRONIZED
+    from common import EQUAL, ONE_DEVICE, STYLES, SYNCHRONIZED, UNSYNCHRONIZED
     from sklearn.datasets import load_digits
     from torch import Tensor, nn
     from tqdm import tqdm
@@ -48,7 +48,6 @@ BATCH = 64
 PENALTY = 1.0  # the factor of the R1 penalty
 LEARNING_RATE = 0.005
 SAMPLES = 6, 8  # rows and columns of generated images in the picture
-EQUAL = 1e-8  # what the largest parameter difference in float64 may be after the steps that are compared
 
 
 @dataclass
@@ -253,30 +252,15 @@ def tiled(images: Tensor) -> Tensor:
     return padded.view(rows, columns, 10, 10).transpose(1, 2).reshape(rows * 10, columns * 10)
 
 
-def verdict(result: Result, options: Options) -> bool:
-    """Say whether the synchronized pair is that of one device, and return whether all is as it should be."""
-    correct = True
-    for name, expected in ((SYNCHRONIZED, True), (UNSYNCHRONIZED, False)):
-        difference = result.differences[name][-1]
-        equal = difference <= EQUAL
-        correct = correct and equal == expected
-        print(
-            f"{'As expected' if equal == expected else 'NOT as expected'}: after {options.compared} steps the {name} "
-            f"pair {'equals' if equal else 'differs from'} that of one device: largest difference {difference:.2g}, "
-            f"and up to {EQUAL:g} counts as equal."
-        )
-    return correct
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the example and return the exit status: 1 if a pair is not what it should be."""
     options = parse_options(arguments)
-    common.use_one_core_a_replica(options.devices)
-    print(f"{len(options.devices)} replicas on {', '.join(dict.fromkeys(map(str, options.devices)))}", flush=True)
+    common.prepare(options.devices)
     result = train(options)
     print_table(result, options)
     draw(result, options)
-    correct = verdict(result, options)
+    differences = {name: values[-1] for name, values in result.differences.items()}
+    correct = common.judge(f"after {options.compared} steps", "parameter", differences)
     print(f"Differences and samples are in {options.picture}.")
     return 0 if correct else 1
 
