@@ -15,8 +15,10 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 import torch
+import torchvision
 
 import sync_batchnorm
+from sync_batchnorm import DataParallelWithCallback, convert_model
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TINY = {
@@ -131,6 +133,14 @@ def test_gan_example_answers_numbers_that_do_not_fit_with_a_sentence(
     with pytest.raises(SystemExit, match="2"):
         example.main(options)
     assert sentence in capsys.readouterr().err
+
+
+def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():
+    net = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None)
+    images = torch.randn(2, 3, 64, 64)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        DataParallelWithCallback(net, ["cpu"] * 2)(images)
+    assert DataParallelWithCallback(convert_model(net), ["cpu"] * 2)(images)["out"].shape == (2, 21, 64, 64)
 
 
 def test_torchvision_that_fails_otherwise_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
