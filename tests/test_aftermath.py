@@ -93,8 +93,9 @@ def test_two_hundred_failing_forwards_leave_nothing_behind():
 
 
 SIGINT_PROGRAM = """
-import sys, threading
+import signal, sys, threading
 sys.path.insert(0, {tests!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell lets what it runs in the background ignore it.
 from scripted import *
 
 def stands_still(model, x):
