@@ -131,13 +131,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
             self._warn_if_replica()
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        self._check_input(input)
+        weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
+        self._check_input(input, weight, bias, mean, var)
         rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
-        speaks = self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats)
         running = None
-        if speaks:
-            running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        return sync_batch_norm(input, self.weight, self.bias, self._sync_pipe, rule, group, self, running)
+        if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
+            running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
+        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running)
 
     def _peers(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -176,20 +176,16 @@ class _SynchronizedBatchNorm(_BatchNorm):
         state = state if shared is None else state | {"process_group": group}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
-    def _check_input(self, input: Tensor) -> None:
+    def _check_input(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
+    ) -> None:
         """Let torch's own function refuse what it refuses, in its words, before anybody is met.
 
         Only what looks unusual is handed to it, repeated along the batch so that one row is no reason to complain.
         """
-        mean, var, channels, dtype, device = (
-            self.running_mean,
-            self.running_var,
-            input.shape[1],
-            input.dtype,
-            input.device,
-        )
+        channels, dtype, device = input.shape[1], input.dtype, input.device
         usual = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
-        for tensor in (self.weight, self.bias, mean, var):
+        for tensor in (weight, bias, mean, var):
             if tensor is not None:
                 usual = usual and tensor.shape[0] == channels and tensor.device == device
                 usual = usual and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
@@ -198,7 +194,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         rows = torch.cat((input[:1], input[:1]))
         with torch.no_grad():
-            F.batch_norm(rows, mean, var, self.weight, self.bias, True, 0.0, self.eps)
+            F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False) and _is_first_time(self):

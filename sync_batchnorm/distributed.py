@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sync_batchnorm import moments
+from sync_batchnorm import moments, normalization
 
 __all__: list[str] = []
 
@@ -77,7 +77,7 @@ def merge_moments(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[
 
 
 def total_gradients(grad: Tensor | None, sums: Tensor | None, group: Group) -> tuple[Tensor | None, Tensor | None]:
-    """Add up over all processes the gradient of the statistics and the `moments.gradient_sums`, ``(2, C)`` each.
+    """Add up over all processes the gradient of the statistics and the `normalization.gradient_sums`, ``(2, C)`` each.
 
     One collective. What nobody sends is None; a process that sends only sums and one that sends more do not fit
     together, and differ in the length of the vector.
@@ -114,9 +114,9 @@ def merge_gradients(
     ]
 
 
-def unweighted(affine: moments.Affine) -> moments.Affine:
-    """Return what `moments.gradient_coefficients` needs for sums of gradients that each process has weighed."""
-    return moments.Affine(affine.mean, affine.scale, None, None if affine.slope is None else affine.scale.rsqrt())
+def unweighted(affine: normalization.Affine) -> normalization.Affine:
+    """Return what `normalization.gradient_coefficients` needs for sums of gradients that each process has weighed."""
+    return normalization.Affine(affine.mean, affine.invstd, None, None if affine.slope is None else affine.invstd)
 
 
 def _all_reduced(tensor: Tensor, group: Group) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments, recompute, whole
+from sync_batchnorm import distributed, normalization, recompute, whole
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.messages import Merged, Message, Normalized, Whole, merge_messages, ready_event, wait_for
 from sync_batchnorm.nodes import RECOMPUTED, Record, ScaleRule, local_moments, normalize
@@ -102,28 +102,32 @@ def sync_batch_norm(
     """
     record = Record()
     recalled = _recall(pipe, owner, input)
-    if pipe is None and recompute.in_backward():
+    if recalled is not None or (pipe is None and recompute.in_backward()):
         running = None
     if recalled is not None:
         record.affine = recalled.affine
     elif pipe is not None and _hands_over(input, weight, bias, rule, group):
-        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule, running))
+        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule))
         if normalized is not None:
+            if running is not None:
+                running.update(normalized.mean, normalized.var, normalized.count)
             return normalized.output
     parts, carrier, *inputs = local_moments(input, record)
-    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, running, ready_event(parts))
+    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, ready_event(parts))
     statistics = recalled or _exchange(pipe, owner, message)
     wait_for(statistics.ready, input.device)
+    if running is not None:
+        running.update(statistics.mean, statistics.var, statistics.count)
     affine = statistics.affine
     if affine is None:  # There is not a single element in all replicas.
         return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
     record.normalizer, record.affine = statistics.constant, affine
     if statistics.weighted:
         if affine.slope is None:
-            affine = record.affine = affine._replace(weight=weight)  # on the device of this replica
-        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, affine)
-    output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, affine)
-    return moments.weigh(output, weight, bias)
+            record.affine = replace(affine, weight=weight)  # on the device of this replica
+        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, record)
+    output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, record)
+    return normalization.weigh(output, weight, bias)
 
 
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:

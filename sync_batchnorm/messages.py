@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments, whole
+from sync_batchnorm import distributed, moments, normalization, whole
 from sync_batchnorm.nodes import Merge, ScaleRule, merge_moments
-from sync_batchnorm.running import RunningStatistics
 
 __all__: list[str] = []
 
@@ -27,7 +26,6 @@ class Message(NamedTuple):
     weight: Tensor | None = None
     bias: Tensor | None = None
     group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
-    running: RunningStatistics | None = None  # what the master updates
     ready: torch.cuda.Event | None = None  # when the moments are there
 
     @property
@@ -44,17 +42,20 @@ class Whole(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     rule: ScaleRule
-    running: RunningStatistics | None
 
     @property
     def device(self) -> torch.device:
         return self.input.device
 
 
-class Normalized(NamedTuple):
+@dataclass(frozen=True)
+class Normalized:
     """What the master sends back to a replica that has sent its input."""
 
     output: Tensor
+    mean: Tensor  # (C,), as in `Merged`
+    var: Tensor
+    count: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Merged:
     normalizer: Tensor  # (2, C): mean and scale, on the device of the replica, part of the graph
     carrier: Tensor  # as `normalizer`, see NOTE [carriers]
     constant: Tensor  # as `normalizer`, not part of the graph
-    affine: moments.Affine | None = None
+    affine: normalization.Affine | None = None
     weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
     ready: torch.cuda.Event | None = None  # when all of it is there
 
@@ -76,9 +77,6 @@ def merge_messages(
     messages: list[tuple[Hashable, Message | Whole]],
 ) -> Sequence[tuple[Hashable, Merged | Normalized | None]]:
     """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
-
-    The running statistics are updated here, by the master while the others wait: afterwards, when all of them go on,
-    each call of torch would take several times as long.
 
     All get None if some have sent their inputs, and these cannot be joined: then each sends its moments.
 
@@ -103,9 +101,9 @@ def merge_messages(
     weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
     outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)
     count = sum(moments.channel_count(message.shape) for message in handed)
-    if handed[0].running is not None:
-        handed[0].running.update(mean, var, count)
-    return [(replica, Normalized(output)) for (replica, _), output in zip(messages, outputs, strict=True)]
+    return [
+        (replica, Normalized(output, mean, var, count)) for (replica, _), output in zip(messages, outputs, strict=True)
+    ]
 
 
 def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Merged]]:
@@ -134,8 +132,6 @@ def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Mer
         device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted, ready)
         for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
     }
-    if contents[0].running is not None:
-        contents[0].running.update(merge.mean, merge.var, merge.count)
     return [(replica, on_device[message.moments.device]) for replica, message in messages]
 
 
@@ -146,8 +142,6 @@ def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> l
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
     first = messages[0][1]
     mean, var = first.moments.unbind()
-    if first.running is not None:
-        first.running.update(mean, var, 0)
     return [(replica, Merged(mean, var, 0, m.moments, m.carrier, m.moments)) for replica, m in messages]
 
 

@@ -24,12 +24,12 @@ the second backward both meet: true gradients, of what the first backward read, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments
+from sync_batchnorm import distributed, moments, normalization
 
 __all__: list[str] = []
 
@@ -57,8 +57,9 @@ class Record:
     """What the two nodes of a replica share: known only after the exchange, and detached, so that no cycle closes."""
 
     def __init__(self) -> None:
+        self.output: Tensor | None = None  # memory, between the two forwards
         self.normalizer: Tensor | None = None
-        self.affine: moments.Affine | None = None
+        self.affine: normalization.Affine | None = None
 
 
 class _LocalMoments(torch.autograd.Function):
@@ -67,8 +68,13 @@ class _LocalMoments(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input)
         ctx.record = record
-        recomputed = record is not None and record.affine is not None
-        parts = input.new_empty(0) if recomputed else moments.local_moments(input)
+        if record is None:
+            parts = moments.local_moments(input)
+        elif record.affine is None:
+            record.output = normalization.memory_for_output(input)
+            parts = moments.local_moments(input, record.output)
+        else:
+            parts = input.new_empty(0)
         return parts, parts.detach(), input, input
 
     @staticmethod
@@ -86,7 +92,9 @@ class _LocalMoments(torch.autograd.Function):
             record: Record = ctx.record
             if coefficients is None or record.normalizer is None or record.affine is None:
                 raise RuntimeError(RECOMPUTED)
-            grad_input = moments.input_gradient(grad_output, input, record.normalizer, record.affine, coefficients)
+            grad_input = normalization.input_gradient(
+                grad_output, input, record.normalizer, record.affine, coefficients
+            )
         if grad_moments is not None:
             through_moments = moments.moments_gradient(grad_moments, input)
             grad_input = through_moments if grad_input is None else grad_input + through_moments
@@ -99,7 +107,7 @@ class Merge:
     mean: Tensor
     var: Tensor
     constants: list[Tensor]
-    affine: moments.Affine | None = None
+    affine: normalization.Affine | None = None
 
     def __init__(
         self,
@@ -130,16 +138,17 @@ class _MergeMoments(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         parts = parts_and_carriers[: len(merge.counts)]
         ctx.merge, ctx.parts = merge, parts
-        mean, var = parts[0].unbind()
         if merge.count:
             mean, var = moments.merge_moments([part.to(merge.device) for part in parts], merge.counts)
+        else:
+            mean, var = parts[0].unbind()
         if merge.group is not None:
             mean, var, merge.count = distributed.merge_moments(mean, var, merge.count, merge.group)
         scale = var if merge.rule is None else merge.rule.scale(var)
         normalizer = torch.stack((mean, scale)).to(merge.dtype)
         merge.mean, merge.var = mean, var
         if merge.rule is not None:
-            merge.affine = moments.make_affine(mean, scale, merge.dtype, merge.weight, merge.bias)
+            merge.affine = normalization.make_affine(mean, scale, merge.dtype, merge.weight, merge.bias)
         results = [normalizer.to(device, copy=i > 0) for i, device in enumerate(merge.devices)]
         merge.constants = [result.detach() for result in results]
         return *results, *[result.detach() for result in results]
@@ -172,7 +181,7 @@ class _MergeMoments(torch.autograd.Function):
             grad_parts = [g.to(part.device) for g, part in zip(of_parts, parts, strict=True)]
         if sums is None or affine is None:
             return None, *grad_parts, *[None for _ in parts]
-        coefficients = moments.gradient_coefficients(sums, merge.count, affine)
+        coefficients = normalization.gradient_coefficients(sums, merge.count, affine)
         return None, *grad_parts, *[coefficients.to(part.device) for part in parts]
 
 
@@ -194,14 +203,15 @@ class _Normalize(torch.autograd.Function):
         carrier: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        affine: moments.Affine,
+        record: Record,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         # The input is saved by `_LocalMoments`, unless that has nothing to differentiate.
         ctx.local_moments = input.grad_fn if input.requires_grad else None
         ctx.save_for_backward(input if ctx.local_moments is None else None, weight)
-        ctx.normalizer, ctx.affine = normalizer, affine
-        return moments.normalize(input, normalizer, affine, bias)
+        ctx.normalizer, ctx.affine = normalizer, cast(normalization.Affine, record.affine)
+        memory, record.output = record.output, None
+        return normalization.normalize(input, normalizer, ctx.affine, bias, memory)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -213,11 +223,11 @@ class _Normalize(torch.autograd.Function):
         needs_input, _, needs_normalizer, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_normalizer = sums = None
         if torch.is_grad_enabled():
-            gradients = moments.normalize_gradients(grad_output, input, ctx.normalizer, weight)
+            gradients = normalization.normalize_gradients(grad_output, input, ctx.normalizer, weight)
             grad_input, grad_normalizer, grad_weight, grad_bias = gradients
         else:
             grad_input = grad_output
-            grad_bias, grad_weight = moments.gradient_sums(grad_output, input, ctx.normalizer, ctx.affine)
+            grad_bias, grad_weight = normalization.gradient_sums(grad_output, input, ctx.normalizer, ctx.affine)
             sums = torch.stack((grad_bias, grad_weight)) if needs_normalizer else None
         return (
             grad_input if needs_input else None,
@@ -251,11 +261,11 @@ def normalize(
     carrier: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    affine: moments.Affine,
+    record: Record,
 ) -> Tensor:
     """Return the normalized input; `inputs` are the two that `local_moments` hands out."""
     same, again = inputs
     output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-        same, again, normalizer, carrier, weight, bias, affine
+        same, again, normalizer, carrier, weight, bias, record
     )
     return output

@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 class RunningStatistics(NamedTuple):
-    """The buffers of a layer, for the master to update; without the layer, which holds the pipe that holds messages."""
+    """The buffers of a layer, for the master to update: after a meeting, before its peers are awake and in its way."""
 
     mean: Tensor | None
     var: Tensor | None

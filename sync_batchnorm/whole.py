@@ -8,17 +8,18 @@ They hand their inputs to the master, which joins them and does what `torch.nn.B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import moments
+from sync_batchnorm import moments, normalization
 
 __all__: list[str] = []
 
-# Up to this many elements in a replica. Measured on two cores, torch 2.13.0.
-SMALL = 16384
+# Up to so many elements in a replica, and up to so many with one operator in float64, which has digits to spare: there
+# may be two values a channel. Measured on two cores, torch 2.13.0.
+SMALL, TINY = 131072, 4096
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -49,12 +50,24 @@ class _NormalizeWhole(torch.autograd.Function):
         ctx.save_for_backward(weight, *inputs)
         ctx.eps = eps
         joined = _join(inputs)
-        output, ctx.mean, ctx.invstd = torch.native_batch_norm(
-            joined.double(), _double(weight), _double(bias), None, None, True, 0.0, eps
-        )
-        found += [ctx.mean, (ctx.invstd.pow(-2) - eps).clamp_(min=0)]
+        if inputs[0].numel() <= TINY:
+            ctx.dtype = torch.float64
+            output, mean, ctx.invstd = torch.native_batch_norm(
+                joined.double(), _to(weight, ctx.dtype), _to(bias, ctx.dtype), None, None, True, 0.0, eps
+            )
+            output = output.to(joined.dtype)
+            var = (ctx.invstd.pow(-2) - eps).clamp_(min=0)
+        else:
+            ctx.dtype = moments.statistics_dtype(joined.dtype)
+            memory = normalization.memory_for_output(joined)
+            mean, var = moments.local_moments(joined, memory).unbind()
+            affine = normalization.make_affine(mean, var + eps, ctx.dtype, weight, bias)
+            ctx.invstd = affine.invstd
+            output = normalization.multiply_add(joined, cast(Tensor, affine.slope), cast(Tensor, affine.offset), memory)
+        ctx.mean = mean
+        found += [mean, var]
         # Not views of one tensor: these could not be changed in place.
-        return torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(input) for input in inputs])
+        return torch.unsafe_split_with_sizes(output, [len(input) for input in inputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -64,9 +77,10 @@ class _NormalizeWhole(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, *_true_gradients(grad, weight, inputs, ctx.eps, needs_bias)
         needs = [any(needs_inputs), needs_weight, needs_bias]
-        joined = _join(inputs)
+        joined, dtype = _join(inputs), ctx.dtype
+        mean, invstd = ctx.mean.to(dtype), ctx.invstd.to(dtype)
         grad_input, grad_weight, grad_bias = _backward(
-            grad.double(), joined.double(), _double(weight), None, None, ctx.mean, ctx.invstd, True, ctx.eps, needs
+            grad.to(dtype), joined.to(dtype), _to(weight, dtype), None, None, mean, invstd, True, ctx.eps, needs
         )
         if not needs[0]:
             return None, None, grad_weight, grad_bias, *[None for _ in inputs]
@@ -81,7 +95,8 @@ def _true_gradients(
     joined = _join(inputs).double()
     # Not `F.batch_norm`: with torch 2.13.0 its third derivatives are not those of its formula.
     var, mean = torch.var_mean(joined, moments.reduced_dims(joined), correction=0)
-    output = moments.differentiable_normalize(joined, torch.stack((mean, var + eps)), _double(weight), None)
+    normalizer = torch.stack((mean, var + eps))
+    output = normalization.differentiable_normalize(joined, normalizer, _to(weight, torch.float64), None)
     wanted = [tensor for tensor in (weight, *inputs) if tensor is not None and tensor.requires_grad]
     found = torch.autograd.grad(output, wanted, grad.double(), create_graph=True) if wanted else ()
     by_tensor = dict(zip(map(id, wanted), found, strict=True))
@@ -97,8 +112,8 @@ def _join(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors))
 
 
-def _double(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.double()
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 def normalize_whole(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import device_lists
 from helpers import assert_equal, doubles
 
-from sync_batchnorm import moments
+from sync_batchnorm import moments, normalization
 
 SHAPES = [(5, 3), (1, 3), (4, 3, 2), (2, 3, 4, 5), (2, 3, 2, 3, 4), (3, 1, 2, 2)]
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -113,7 +113,7 @@ def forward(input, weight, bias, eps=0.1):
     """Return the pieces of a normalization of `input` by its own moments, and what it should give."""
     mean, var = moments.local_moments(input)
     normalizer = torch.stack((mean, var + eps)).to(moments.statistics_dtype(input.dtype))
-    affine = moments.make_affine(mean, var + eps, normalizer.dtype, weight, bias)
+    affine = normalization.make_affine(mean, var + eps, normalizer.dtype, weight, bias)
     return normalizer, affine, F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 
 
@@ -132,8 +132,8 @@ def test_normalization_is_that_of_torch(devices, shape, kind):
     input = doubles(*shape, devices=devices)
     weight, bias = parameters(kind, 3, input.device)
     normalizer, affine, expected = forward(input, weight, bias)
-    assert_equal(moments.normalize(input, normalizer, affine, bias), expected)
-    assert_equal(moments.differentiable_normalize(input, normalizer, weight, bias), expected)
+    assert_equal(normalization.normalize(input, normalizer, affine, bias), expected)
+    assert_equal(normalization.differentiable_normalize(input, normalizer, weight, bias), expected)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
@@ -142,7 +142,7 @@ def test_normalization_is_that_of_torch(devices, shape, kind):
 def test_normalization_keeps_dtype_and_memory_format(devices, dtype, memory_format):
     input = doubles(2, 3, 4, 5, devices=devices).to(dtype, memory_format=memory_format)
     normalizer, affine, _ = forward(input, None, None)
-    output = moments.normalize(input, normalizer, affine, None)
+    output = normalization.normalize(input, normalizer, affine, None)
     assert output.dtype == dtype
     assert output.stride() == input.stride()
 
@@ -157,9 +157,9 @@ def test_gradients_are_those_of_autograd(devices, kind):
     output = F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1)
     expected = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad), strict=True))
     with torch.no_grad():
-        sum_dy, sum_dy_normalized = moments.gradient_sums(grad, input, normalizer, affine)
-        coefficients = moments.gradient_coefficients(torch.stack((sum_dy, sum_dy_normalized)), 40, affine)
-        grad_input = moments.input_gradient(grad, input, normalizer, affine, coefficients)
+        sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, normalizer, affine)
+        coefficients = normalization.gradient_coefficients(torch.stack((sum_dy, sum_dy_normalized)), 40, affine)
+        grad_input = normalization.input_gradient(grad, input, normalizer, affine, coefficients)
     assert_equal(grad_input, expected[id(input)], "input gradient")
     for parameter, actual in ((weight, sum_dy_normalized), (bias, sum_dy)):
         if parameter is not None:
@@ -171,8 +171,8 @@ def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices):
     input = doubles(4, 3, 2, devices=devices)
     normalizer, affine, _ = forward(input, None, None)
     coefficients = doubles(2, 3, devices=devices)
-    expected = moments.input_gradient(torch.zeros_like(input), input, normalizer, affine, coefficients)
-    assert_equal(moments.input_gradient(None, input, normalizer, affine, coefficients), expected)
+    expected = normalization.input_gradient(torch.zeros_like(input), input, normalizer, affine, coefficients)
+    assert_equal(normalization.input_gradient(None, input, normalizer, affine, coefficients), expected)
     assert expected.abs().max() > 0
 
 
@@ -182,8 +182,9 @@ def test_differentiable_gradients_are_those_of_autograd(kind):
     weight, bias = parameters(kind, 3, input.device)
     normalizer = torch.stack((doubles(3), doubles(3).exp())).requires_grad_()
     leaves = [t.requires_grad_() for t in (input, normalizer, weight, bias) if t is not None]
-    expected = torch.autograd.grad(moments.differentiable_normalize(input, normalizer, weight, bias), leaves, grad)
-    actual = moments.normalize_gradients(grad, input, normalizer, weight)
+    output = normalization.differentiable_normalize(input, normalizer, weight, bias)
+    expected = torch.autograd.grad(output, leaves, grad)
+    actual = normalization.normalize_gradients(grad, input, normalizer, weight)
     for i, reference in enumerate(expected):
         assert_equal(actual[i], reference)
 
@@ -191,6 +192,6 @@ def test_differentiable_gradients_are_those_of_autograd(kind):
 def test_empty_input_passes_through_every_function():
     input = torch.zeros(0, 3, 2)
     normalizer, affine, _ = forward(torch.randn(4, 3, 2), None, None)
-    assert moments.normalize(input, normalizer, affine, None).shape == input.shape
-    assert all(not sums.any() for sums in moments.gradient_sums(input, input, normalizer, affine))
-    assert moments.input_gradient(input, input, normalizer, affine, torch.ones(2, 3)).shape == input.shape
+    assert normalization.normalize(input, normalizer, affine, None).shape == input.shape
+    assert all(not sums.any() for sums in normalization.gradient_sums(input, input, normalizer, affine))
+    assert normalization.input_gradient(input, input, normalizer, affine, torch.ones(2, 3)).shape == input.shape

@@ -24,6 +24,7 @@ from sync_batchnorm import (
     SyncMaster,
     convert_model,
     moments,
+    normalization,
 )
 from sync_batchnorm.functional import merge_messages, sync_moments
 
@@ -258,12 +259,12 @@ def test_large_inputs_are_not_copied(kind):
     with Copies(input.numel()) as copies:
         mean, var = moments.local_moments(input)
         normalizer = torch.stack((mean, var + 1e-5)).float()
-        affine = moments.make_affine(mean, var + 1e-5, torch.float32, weight, bias)
-        output = moments.normalize(input, normalizer, affine, bias)
-        sums = torch.stack(moments.gradient_sums(grad, input, normalizer, affine))
+        affine = normalization.make_affine(mean, var + 1e-5, torch.float32, weight, bias)
+        output = normalization.normalize(input, normalizer, affine, bias)
+        sums = torch.stack(normalization.gradient_sums(grad, input, normalizer, affine))
         count = moments.channel_count(input.shape)
-        grad_input = moments.input_gradient(
-            grad, input, normalizer, affine, moments.gradient_coefficients(sums, count, affine)
+        grad_input = normalization.input_gradient(
+            grad, input, normalizer, affine, normalization.gradient_coefficients(sums, count, affine)
         )
     assert not copies.found
     assert strides(output) == strides(grad_input) == strides(input)

@@ -5,6 +5,10 @@ Nothing here imports a synchronized batch norm: the contenders are handed in, so
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import itertools
+import os
 import platform
 import statistics
 import subprocess
@@ -16,6 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator of glibc keep what is freed, as torch's tuning guide advises to have it by another allocator.
+
+    Otherwise every activation may be a mapping of its own, and page faults hide what a layer costs.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # another C library has another allocator
+        mallopt(m_mmap_threshold, 2**25)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def shallow_replicas(module: nn.Module, num_replicas: int) -> list[nn.Module]:
@@ -34,6 +50,32 @@ def shallow_replicas(module: nn.Module, num_replicas: int) -> list[nn.Module]:
     return replicas
 
 
+def take_core(number: int) -> None:
+    """Bind the calling thread to a core, in turn by `number`, where the system lets us.
+
+    A scheduler may keep threads together that wake each other, as replicas do, and leave the other cores idle.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(threading.get_native_id(), {_CORES[number % len(_CORES)]})
+
+
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+class OnCoresOfTheirOwn(nn.Module):
+    """Runs the replicas of the module inside on different cores."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.numbers = itertools.count()
+
+    def forward(self, input: Tensor) -> Tensor:
+        take_core(next(self.numbers))
+        output: Tensor = self.inside(input)
+        return output
+
+
 class CpuReplicas:
     """Run a module on CPU replicas, in threads, and call the replication callbacks of the library under test."""
 
@@ -50,6 +92,7 @@ class CpuReplicas:
         outputs: list[Any] = [None] * len(chunks)
 
         def work(i: int) -> None:
+            take_core(i)
             outputs[i] = replicas[i](chunks[i])
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(len(chunks))]
@@ -58,6 +101,30 @@ class CpuReplicas:
         for thread in threads:
             thread.join()
         return torch.cat(outputs)
+
+
+class _AddOnCpu:
+    @staticmethod
+    def apply(_destination: int, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.stack(tensors[i::num_inputs]).sum(0) for i in range(num_inputs))
+
+
+class _ShareOnCpu:
+    @staticmethod
+    def apply(devices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors * len(devices)
+
+
+def import_existing(folder: str) -> tuple[Any, Callable[[Sequence[nn.Module]], None]]:
+    """Import sync-batchnorm 0.0.1 from `folder`, in a process of its own: it has the import name of ours.
+
+    Returns:
+        its module of layers, with its CUDA-only reduce and broadcast replaced, and the caller of its callbacks.
+    """
+    sys.path.insert(0, folder)
+    existing = importlib.import_module("sync_batchnorm.batchnorm")
+    existing.ReduceAddCoalesced, existing.Broadcast = _AddOnCpu, _ShareOnCpu  # type: ignore[attr-defined]
+    return existing, importlib.import_module("sync_batchnorm.replicate").execute_replication_callbacks
 
 
 def training_step(model: Callable[[Tensor], Tensor], input: Tensor, grad: Tensor) -> Callable[[], float]:

@@ -9,28 +9,13 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import CpuReplicas, serve, training_step
+from harness import CpuReplicas, import_existing, keep_freed_memory, serve, training_step
 
-folder, shape, channels_last, replicas, layers = sys.argv[1:]
-sys.path.insert(0, folder)
-import sync_batchnorm.batchnorm as existing  # noqa: E402
-from sync_batchnorm.replicate import execute_replication_callbacks  # noqa: E402
-
-
-class _AddOnCpu:
-    @staticmethod
-    def apply(_destination: int, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.stack(tensors[i::num_inputs]).sum(0) for i in range(num_inputs))
-
-
-class _ShareOnCpu:
-    @staticmethod
-    def apply(devices: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors * len(devices)
-
-
-existing.ReduceAddCoalesced, existing.Broadcast = _AddOnCpu, _ShareOnCpu
+folder, shape, channels_last, replicas, layers, allocator = sys.argv[1:]
+existing, execute_replication_callbacks = import_existing(folder)
 existing.set_sbn_eps_mode("plus")
+if allocator == "keeps":
+    keep_freed_memory()
 
 torch.set_num_threads(1)
 size = [int(n) for n in shape.split(",")]

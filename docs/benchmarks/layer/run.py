@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import CpuReplicas, Remote, environment, interleave, median_ratio, training_step
+from harness import CpuReplicas, Remote, environment, interleave, keep_freed_memory, median_ratio, training_step
 
 from sync_batchnorm import convert_model, execute_replication_callbacks
 
@@ -25,22 +25,22 @@ SHAPES = [(8, 64, 56, 56), (8, 256, 28, 28), (8, 512, 7, 7), (4, 8, 4, 4)]
 
 
 def contenders(
-    shape: tuple[int, ...], channels_last: bool, replicas: int, layers: int, existing: str | None
+    shape: tuple[int, ...], channels_last: bool, replicas: int, options: argparse.Namespace
 ) -> dict[str, Callable[[], float]]:
     """Return the steps to time."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     input = torch.randn(shape).contiguous(memory_format=memory_format)
     grad = torch.randn(shape).contiguous(memory_format=memory_format)
-    plain = nn.Sequential(*[nn.BatchNorm2d(shape[1]) for _ in range(layers)])
+    plain = nn.Sequential(*[nn.BatchNorm2d(shape[1]) for _ in range(options.layers)])
     ours = convert_model(copy.deepcopy(plain))
     steps: dict[str, Any] = {
         "BatchNorm2d": training_step(CpuReplicas(plain, replicas, None), input, grad),
         "ours": training_step(CpuReplicas(ours, replicas, execute_replication_callbacks), input, grad),
     }
-    if existing is not None:
+    if options.existing is not None:
         script = str(Path(__file__).with_name("existing.py"))
-        sizes = ",".join(map(str, shape))
-        steps["existing"] = Remote(script, existing, sizes, str(int(channels_last)), str(replicas), str(layers))
+        words = [",".join(map(str, shape)), int(channels_last), replicas, options.layers, options.allocator]
+        steps["existing"] = Remote(script, options.existing, *map(str, words))
     return steps
 
 
@@ -51,7 +51,15 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--allocator",
+        choices=["keeps", "returns"],
+        default="keeps",
+        help="what becomes of freed memory: see harness.py",
+    )
     options = parser.parse_args()
+    if options.allocator == "keeps":
+        keep_freed_memory()
     torch.set_num_threads(1)
     print(environment())
     print("| shape | format | replicas | BatchNorm2d, ms | ours, ms | ours / BatchNorm2d | ours / existing |")
@@ -59,7 +67,7 @@ def main() -> None:
     for shape in SHAPES:
         for channels_last in (False, True):
             for replicas in (n for n in options.replicas if n <= shape[0]):
-                steps = contenders(shape, channels_last, replicas, options.layers, options.existing)
+                steps = contenders(shape, channels_last, replicas, options)
                 seconds = interleave(steps, options.rounds)
                 ms = {name: 1e3 * statistics.median(s) / options.layers for name, s in seconds.items()}
                 to_existing = "-"

@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 import conftest  # noqa: F401  # It lets torchvision import where its compiled operators are missing.
 import torchvision
-from harness import environment, interleave, median_ratio, training_step
+from harness import (
+    OnCoresOfTheirOwn,
+    environment,
+    interleave,
+    keep_freed_memory,
+    median_ratio,
+    training_step,
+)
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
@@ -29,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     devices = [int(device) if device.isdigit() else device for device in options.devices]
     home = f"cuda:{devices[0]}" if isinstance(devices[0], int) else devices[0]
     print(environment())
@@ -42,7 +50,8 @@ def main() -> None:
             input = input.contiguous(memory_format=memory_format)
             grad = torch.randn(options.batch, 1000, device=home)
             steps = {
-                key: training_step(DataParallelWithCallback(net, devices), input, grad) for key, net in nets.items()
+                key: training_step(DataParallelWithCallback(OnCoresOfTheirOwn(net), devices), input, grad)
+                for key, net in nets.items()
             }
             seconds = interleave(steps, options.rounds)
             ms = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import torch
 from batches import EPS, SHAPE, batches, small_batch, step
+from harness import import_existing
 
 folder, results = sys.argv[1:]
-sys.path.insert(0, folder)
-existing = importlib.import_module("sync_batchnorm.batchnorm")
-execute_replication_callbacks = importlib.import_module("sync_batchnorm.replicate").execute_replication_callbacks
-
-
-class _AddOnCpu:
-    @staticmethod
-    def apply(_destination: int, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.stack(tensors[i::num_inputs]).sum(0) for i in range(num_inputs))
-
-
-class _ShareOnCpu:
-    @staticmethod
-    def apply(devices: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors * len(devices)
-
-
-existing.ReduceAddCoalesced, existing.Broadcast = _AddOnCpu, _ShareOnCpu
+existing, execute_replication_callbacks = import_existing(folder)
 
 torch.set_num_threads(1)
 existing.set_sbn_eps_mode("plus")
