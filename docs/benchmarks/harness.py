@@ -135,6 +135,8 @@ def training_step(model: Callable[[Tensor], Tensor], input: Tensor, grad: Tensor
         leaf.grad = None
         start = time.perf_counter()
         model(leaf).backward(grad)
+        if leaf.is_cuda:
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     return step

@@ -1,6 +1,7 @@
 """Time one layer, forward and backward: ours, `nn.BatchNorm2d` and the existing library, on CPU replicas or one GPU.
 
 The layers stand in a row of `--layers`, so that the cost of starting threads is shared; the figures are for one layer.
+A fourth contender, `nn.BatchNorm2d` and a meeting of the replicas, is the least that synchronization can cost.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from floor import with_meetings
 from harness import CpuReplicas, Remote, environment, interleave, keep_freed_memory, median_ratio, training_step
 
-from sync_batchnorm import convert_model, execute_replication_callbacks
+from sync_batchnorm import DataParallelWithCallback, convert_model, execute_replication_callbacks
 
 SHAPES = [(8, 64, 56, 56), (8, 256, 28, 28), (8, 512, 7, 7), (4, 8, 4, 4)]
+
+
+def in_replicas(model: nn.Module, replicas: int, device: str) -> Callable[[Tensor], Tensor]:
+    """Return `model` in CPU replicas, or in replicas that share one GPU."""
+    if device == "cpu":
+        return CpuReplicas(model, replicas, execute_replication_callbacks)
+    return DataParallelWithCallback(model.to(device), [0] * replicas)
 
 
 def contenders(
@@ -29,13 +38,11 @@ def contenders(
 ) -> dict[str, Callable[[], float]]:
     """Return the steps to time."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    input = torch.randn(shape).contiguous(memory_format=memory_format)
-    grad = torch.randn(shape).contiguous(memory_format=memory_format)
+    input, grad = (torch.randn(shape).to(options.device, memory_format=memory_format) for _ in range(2))
     plain = nn.Sequential(*[nn.BatchNorm2d(shape[1]) for _ in range(options.layers)])
-    ours = convert_model(copy.deepcopy(plain))
+    models = {"plain": plain, "meeting": with_meetings(plain), "ours": convert_model(copy.deepcopy(plain))}
     steps: dict[str, Any] = {
-        "BatchNorm2d": training_step(CpuReplicas(plain, replicas, None), input, grad),
-        "ours": training_step(CpuReplicas(ours, replicas, execute_replication_callbacks), input, grad),
+        name: training_step(in_replicas(model, replicas, options.device), input, grad) for name, model in models.items()
     }
     if options.existing is not None:
         script = str(Path(__file__).with_name("existing.py"))
@@ -48,6 +55,7 @@ def main() -> None:
     """Print the table of the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--existing", help="folder into which sync-batchnorm==0.0.1 was installed")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--layers", type=int, default=8)
@@ -58,16 +66,19 @@ def main() -> None:
         help="what becomes of freed memory: see harness.py",
     )
     options = parser.parse_args()
+    if options.existing is not None and options.device != "cpu":
+        parser.error("the existing library is compared on the CPU only")
     if options.allocator == "keeps":
         keep_freed_memory()
     torch.set_num_threads(1)
     print(environment())
-    print("| shape | format | replicas | BatchNorm2d, ms | ours, ms | ours / BatchNorm2d | ours / existing |")
-    print("|---|---|---|---|---|---|---|")
+    print("| shape | format | replicas | BatchNorm2d, ms | with a meeting, ms | ours, ms ", end="")
+    print("| ours / BatchNorm2d | ours / existing |\n|---|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         for channels_last in (False, True):
-            for replicas in (n for n in options.replicas if n <= shape[0]):
-                steps = contenders(shape, channels_last, replicas, options)
+            for replicas in options.replicas:
+                size = (max(replicas, shape[0]), *shape[1:])  # one sample for each of them at the least
+                steps = contenders(size, channels_last, replicas, options)
                 seconds = interleave(steps, options.rounds)
                 ms = {name: 1e3 * statistics.median(s) / options.layers for name, s in seconds.items()}
                 to_existing = "-"
@@ -75,9 +86,9 @@ def main() -> None:
                     to_existing = f"{median_ratio(seconds['ours'], seconds['existing']):.2f}"
                     steps["existing"].close()  # type: ignore[attr-defined]
                 print(
-                    f"| {shape} | {'channels_last' if channels_last else 'contiguous'} | {replicas} "
-                    f"| {ms['BatchNorm2d']:.3f} | {ms['ours']:.3f} "
-                    f"| {median_ratio(seconds['ours'], seconds['BatchNorm2d']):.2f} | {to_existing} |",
+                    f"| {size} | {'channels_last' if channels_last else 'contiguous'} | {replicas} "
+                    f"| {ms['plain']:.3f} | {ms['meeting']:.3f} | {ms['ours']:.3f} "
+                    f"| {median_ratio(seconds['ours'], seconds['plain']):.2f} | {to_existing} |",
                     flush=True,
                 )
 
