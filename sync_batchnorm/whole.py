@@ -77,14 +77,19 @@ class _NormalizeWhole(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, *_true_gradients(grad, weight, inputs, ctx.eps, needs_bias)
         needs = [any(needs_inputs), needs_weight, needs_bias]
-        joined, dtype = _join(inputs), ctx.dtype
-        mean, invstd = ctx.mean.to(dtype), ctx.invstd.to(dtype)
+        joined, dtype = _join(inputs).to(ctx.dtype), ctx.dtype
+        mean = ctx.mean
+        if dtype != mean.dtype:  # What is large and rounded is taken off before; what was rounded off is the mean then.
+            rounded = mean.to(dtype)
+            joined -= moments.per_channel(rounded, joined)
+            mean = (mean - rounded).to(dtype)
+        invstd = ctx.invstd.to(dtype)
         grad_input, grad_weight, grad_bias = _backward(
-            grad.to(dtype), joined.to(dtype), _to(weight, dtype), None, None, mean, invstd, True, ctx.eps, needs
+            grad.to(dtype), joined, _to(weight, dtype), None, None, mean, invstd, True, ctx.eps, needs
         )
         if not needs[0]:
             return None, None, grad_weight, grad_bias, *[None for _ in inputs]
-        grad_inputs = torch.split_with_sizes(grad_input.to(joined.dtype), [len(input) for input in inputs])
+        grad_inputs = torch.split_with_sizes(grad_input.to(inputs[0].dtype), [len(input) for input in inputs])
         return None, None, grad_weight, grad_bias, *grad_inputs
 
 

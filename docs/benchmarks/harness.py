@@ -27,11 +27,12 @@ def keep_freed_memory() -> None:
 
     Otherwise every activation may be a mapping of its own, and page faults hide what a layer costs.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3
+    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # another C library has another allocator
         mallopt(m_mmap_threshold, 2**25)
         mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_arena_max, 1)  # that of a thread is unmapped when it becomes empty
 
 
 def shallow_replicas(module: nn.Module, num_replicas: int) -> list[nn.Module]:
