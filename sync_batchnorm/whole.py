@@ -1,8 +1,8 @@
-"""Small inputs of replicas on the CPU: the master normalizes the whole batch, in one autograd node.
+"""Inputs on the CPU that are not large: the master normalizes the whole batch, in one autograd node.
 
 Below some size it is calls that cost, not what they compute, and more so where several threads make them: each call of
-torch gives up the lock of the interpreter and takes it back. So replicas with small inputs do not compute a part each.
-They hand their inputs to the master, which joins them and does what `torch.nn.BatchNorm2d` does, in float64.
+torch gives up the lock of the interpreter and takes it back. So replicas with such inputs do not compute a part each.
+They hand them to the master, which joins them and does what `torch.nn.BatchNorm2d` does, with more digits.
 """
 
 from __future__ import annotations
