@@ -107,7 +107,9 @@ def sync_batch_norm(
     if recalled is not None:
         record.affine = recalled.affine
     elif pipe is not None and _hands_over(input, weight, bias, rule, group):
-        normalized: Normalized | None = _meet(pipe, Whole(input, input.shape, input.dtype, weight, bias, rule))
+        normalized: Normalized | None = _meet(
+            pipe, Whole(input, input.shape, input.dtype, weight, bias, rule, torch.is_grad_enabled())
+        )
         if normalized is not None:
             if running is not None:
                 running.update(normalized.mean, normalized.var, normalized.count)

@@ -42,6 +42,7 @@ class Whole(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     rule: ScaleRule
+    records: bool  # whether autograd records: the mode of the thread
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +79,8 @@ def merge_messages(
 ) -> Sequence[tuple[Hashable, Merged | Normalized | None]]:
     """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
 
-    All get None if some have sent their inputs, and these cannot be joined: then each sends its moments.
+    All get None if some have sent their inputs, and these cannot be joined, or not all are recorded by autograd: then
+    each sends its moments.
 
     Raises:
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all.
@@ -96,7 +98,8 @@ def merge_messages(
     if len(sent) == len(messages):
         return _merge(sent)
     handed = [message for _, message in messages if isinstance(message, Whole)]
-    if sent or not whole.fit_together([message.input for message in handed]) or not _share_parameters(handed):
+    alike = len({message.records for message in handed}) == 1 and whole.fit_together([m.input for m in handed])
+    if sent or not alike or not _share_parameters(handed):
         return [(replica, None) for replica, _ in messages]
     weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
     outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)

@@ -58,8 +58,12 @@ def make_affine(mean: Tensor, scale: Tensor, dtype: torch.dtype, weight: Tensor 
 
 
 def memory_for_output(input: Tensor) -> Tensor | None:
-    """Return the memory for the normalized `input`, if `local_moments` has a use for it before."""
-    if kind(input.device) == "cpu" and input.dtype == torch.float32 and not moments.is_small(input):
+    """Return the memory for the normalized `input`, if `local_moments` has a use for it before; else None.
+
+    The output of torch has the format of the input where that is contiguous or channels_last; of others, not always.
+    """
+    usual = input.is_contiguous() or input.stride(1) == 1
+    if usual and kind(input.device) == "cpu" and input.dtype == torch.float32 and not moments.is_small(input):
         return torch.empty_like(input)
     return None
 

@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 class RunningStatistics(NamedTuple):
-    """The buffers of a layer, for the master to update: after a meeting, before its peers are awake and in its way."""
+    """The buffers of a layer, for the master to update: right after a meeting, while its peers wake up."""
 
     mean: Tensor | None
     var: Tensor | None

@@ -80,13 +80,14 @@ class Allocating(nn.Module):
         return output
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_large_inputs_take_no_memory_but_that_of_the_output(kind, kernel):
+def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype, kernel):
     if kernel == "general":
         pytest.skip("saves no memory, and is not for the CPU")
     _, parallel = twins(Allocating(), ["cpu"] * 2)
     size = 24 if kernel == "float64" else 150
-    data = torch.randn(4, 8, size, size).contiguous(memory_format=FORMATS[kind]).requires_grad_()
+    data = torch.randn(4, 8, size, size, dtype=dtype).contiguous(memory_format=FORMATS[kind]).requires_grad_()
     output = parallel(data)
     copy = 1 if kernel == "float64" else 0
     assert parallel.module.counts == [1 + copy, 1 + copy]

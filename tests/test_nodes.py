@@ -116,6 +116,35 @@ def test_replicas_outside_of_the_loss_still_count(devices, rows):
     assert_same_state(parallel, plain)
 
 
+class Recorded(nn.Module):
+    """Has its layer recorded by autograd in the replicas whose rows say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, input, recorded):
+        with torch.set_grad_enabled(bool(recorded[0])):
+            return self.bn(input)
+
+
+def test_replica_that_records_nothing_gets_no_gradient():
+    _, parallel = twins(Recorded(), ["cpu"] * 2)
+    data = torch.randn(4, 4, 5, 5, requires_grad=True)
+    output = parallel(data, torch.tensor([True, True, False, False]))
+    output.pow(3).sum().backward()
+    assert data.grad[:2].abs().max() > 0
+    assert not data.grad[2:].any()
+
+
+def test_master_that_records_nothing_is_told_to():
+    _, parallel = twins(Recorded(), ["cpu"] * 2)
+    data = torch.randn(4, 4, 5, 5, requires_grad=True)
+    output = parallel(data, torch.tensor([False, False, True, True]))
+    with pytest.raises(RuntimeError, match="expected the gradients of all replicas"):
+        output.pow(3).sum().backward()
+
+
 def test_outputs_can_go_backward_one_after_the_other():
     _, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
     data, grad = doubles(4, 3).requires_grad_(), doubles(4, 3)
