@@ -279,7 +279,9 @@ class Transposing(nn.Module):
         return self.bn(input.transpose(2, 3)).view(len(input), -1)
 
 
-def test_output_of_a_large_transposed_input_can_be_viewed_as_that_of_torch():
+def test_output_of_a_large_transposed_input_can_be_viewed_as_that_of_torch(kernel):
+    if kernel == "general":
+        pytest.skip("is not for the CPU, whose formats these are")
     plain, parallel = twins(Transposing(), ["cpu"] * 2)
     input = torch.randn(4, 8, 140, 150)
     assert parallel(input).shape == plain(input).shape
