@@ -92,7 +92,8 @@ def _seeded() -> None:
 
 
 KERNELS = {
-    "whole": {},  # small inputs go to the master, which joins them: what the usual tests use
+    "whole": {},  # small inputs go to the master, which joins them: what the usual tests use, in float64
+    "joined": {"whole.TINY": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # the same in float32
     "float64": {"whole.SMALL": 0},  # moments of a float64 copy
     "shifted": {"whole.SMALL": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # sums about a shift
     "general": {"whole.SMALL": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
