@@ -37,6 +37,31 @@ def doubles(*shape: int, devices: Sequence[Any] = ("cpu",)) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device=as_devices(devices)[0])
 
 
+def graph_of(output: Tensor) -> list[Any]:
+    """Return the nodes of the graph behind `output`."""
+    seen: set[Any] = set()
+    ahead: list[Any] = [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def saved_bytes(output: Tensor) -> int:
+    """Return the bytes of the distinct tensors that the graph behind `output` has saved.
+
+    Read from its nodes: hooks on saved tensors would change the way that a synchronized layer takes.
+    """
+    sizes: dict[int, int] = {}
+    for node in graph_of(output):
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        saved = node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
+        sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
+    return sum(sizes.values())
+
+
 class TwoLayers(nn.Module):
     """Two layers with a ReLU in place between them: the smallest net with everything that can go wrong."""
 

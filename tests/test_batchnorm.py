@@ -283,3 +283,18 @@ def test_moving_and_casting_between_forwards_works(devs):
 
 def test_public_names_of_the_file_are_those_of_the_package():
     assert set(sync_batchnorm.batchnorm.__all__) <= set(sync_batchnorm.__all__)
+
+
+class Transposing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, input):
+        return self.bn(input.transpose(2, 3)).view(len(input), -1)
+
+
+def test_output_of_a_large_transposed_input_can_be_viewed_as_that_of_torch():
+    plain, parallel = twins(Transposing(), ["cpu"] * 2)
+    input = torch.randn(4, 8, 140, 150)
+    assert parallel(input).shape == plain(input).shape

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import every_kernel
-from helpers import twins
+from conftest import KERNELS
+from helpers import saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,41 +12,21 @@ from sync_batchnorm import batchnorm
 from sync_batchnorm.messages import Whole, merge_messages
 from sync_batchnorm.roster import Roster
 
-pytestmark = every_kernel
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+on_every_kernel = pytest.mark.parametrize("kernel", list(KERNELS), indirect=True)
 SHAPES = [(4, 8, 4, 4), (8, 512, 7, 7), (4, 64, 28, 28)]
-
-
-class Saving(nn.Module):
-    """Runs a layer and adds up the bytes of the distinct tensors that autograd saves in it, over all replicas."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(channels)
-        self.sizes = []
-
-    def forward(self, input):
-        saved = {}
-
-        def pack(tensor):
-            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = self.bn(input)
-        self.sizes.append(sum(saved.values()))
-        return output
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_every_kernel
+@pytest.mark.usefixtures("kernel")
 def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
-    plain, parallel = twins(Saving(shape[1]), ["cpu"] * 2)
+    plain, parallel = twins(nn.BatchNorm2d(shape[1]), ["cpu"] * 2)
     data = torch.randn(shape).contiguous(memory_format=FORMATS[kind]).requires_grad_()
-    for part in data.chunk(2):
-        plain(part)
-    parallel(data)
-    assert sum(parallel.module.sizes) <= sum(plain.sizes)
+    expected = saved_bytes(torch.cat([plain(part) for part in data.chunk(2)]))
+    input = data.numel() * data.element_size()
+    assert input <= saved_bytes(parallel(data)) <= expected
 
 
 class Allocations(TorchDispatchMode):
@@ -82,9 +62,8 @@ class Allocating(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "general"], indirect=True)
 def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype, kernel):
-    if kernel == "general":
-        pytest.skip("saves no memory, and is not for the CPU")
     _, parallel = twins(Allocating(), ["cpu"] * 2)
     size = 24 if kernel == "float64" else 150
     data = torch.randn(4, 8, size, size, dtype=dtype).contiguous(memory_format=FORMATS[kind]).requires_grad_()
@@ -95,9 +74,9 @@ def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype, kernel)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_master_takes_memory_for_the_joined_batch_and_the_output(kind, kernel):
-    if kernel not in ("whole", "joined"):
-        pytest.skip("only there does the master join the batch")
+@pytest.mark.parametrize("kernel", ["whole", "joined"], indirect=True)
+@pytest.mark.usefixtures("kernel")
+def test_master_takes_memory_for_the_joined_batch_and_the_output(kind):
     _, parallel = twins(Allocating(), ["cpu"] * 2)
     parallel(torch.randn(4, 8, 70, 70).contiguous(memory_format=FORMATS[kind]))
     assert sorted(parallel.module.counts) == [0, 2]
@@ -113,6 +92,8 @@ class TwoCalls(nn.Module):
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
+@on_every_kernel
+@pytest.mark.usefixtures("kernel")
 def test_each_call_of_a_layer_is_one_meeting(replicas, monkeypatch):
     _, parallel = twins(TwoCalls(), ["cpu"] * replicas)
     meet, met = Roster.meet, []
@@ -122,11 +103,13 @@ def test_each_call_of_a_layer_is_one_meeting(replicas, monkeypatch):
         return meet(roster, circle, *args)
 
     monkeypatch.setattr(Roster, "meet", note_and_meet)
-    parallel(torch.randn(6, 4, 5, 5, requires_grad=True)).sum().square().backward()
+    output = parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
+    output.backward(torch.randn_like(output))
     assert sorted(met) == ["first"] * replicas + ["second"] * replicas
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
+@on_every_kernel
 def test_replicas_exchange_one_pair_of_vectors_each_way(replicas, kernel, monkeypatch):
     exchanged = []
 

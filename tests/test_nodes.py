@@ -6,7 +6,16 @@ import weakref
 import pytest
 import torch
 from conftest import device_lists, every_kernel
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import (
+    TwoLayers,
+    as_devices,
+    assert_equal,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    graph_of,
+    twins,
+)
 from torch import nn
 
 from sync_batchnorm.nodes import ScaleRule
@@ -14,21 +23,10 @@ from sync_batchnorm.nodes import ScaleRule
 pytestmark = every_kernel
 
 
-def nodes_of(output):
-    """Return the names of the nodes of the graph behind `output`."""
-    seen, ahead = set(), [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return [node.name() for node in seen]
-
-
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_each_call_merges_once_whatever_the_number_of_replicas(replicas, kernel):
     _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * replicas)
-    names = nodes_of(parallel(torch.randn(6, 3, requires_grad=True)))
+    names = [node.name() for node in graph_of(parallel(torch.randn(6, 3, requires_grad=True)))]
     if kernel in ("whole", "joined"):
         assert names.count("_NormalizeWholeBackward") == 1
         assert not {"_MergeMomentsBackward", "_LocalMomentsBackward", "_NormalizeBackward"} & set(names)

@@ -270,23 +270,6 @@ def test_large_inputs_are_not_copied(kind):
     assert strides(output) == strides(grad_input) == strides(input)
 
 
-class Transposing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(8)
-
-    def forward(self, input):
-        return self.bn(input.transpose(2, 3)).view(len(input), -1)
-
-
-def test_output_of_a_large_transposed_input_can_be_viewed_as_that_of_torch(kernel):
-    if kernel == "general":
-        pytest.skip("is not for the CPU, whose formats these are")
-    plain, parallel = twins(Transposing(), ["cpu"] * 2)
-    input = torch.randn(4, 8, 140, 150)
-    assert parallel(input).shape == plain(input).shape
-
-
 # Layers that are frozen, for all or some of the time.
 
 

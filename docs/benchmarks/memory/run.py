@@ -10,43 +10,22 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 from harness import environment
+from helpers import saved_bytes
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
 SHAPES = [(8, 64, 56, 56), (8, 256, 28, 28), (8, 512, 7, 7), (4, 8, 4, 4)]
 
 
-class Counting(nn.Module):
-    """Adds up the bytes of the distinct tensors that autograd saves in the module inside, over all replicas."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-        self.saved: list[int] = []
-
-    def forward(self, input: Tensor) -> Tensor:
-        seen: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = self.inside(input)
-        self.saved.append(sum(seen.values()))
-        return output
-
-
-def saved_bytes(layer: nn.Module, shape: tuple[int, ...], memory_format: torch.memory_format) -> int:
+def bytes_of_replicas(layer: nn.Module, shape: tuple[int, ...], memory_format: torch.memory_format) -> int:
     """Return the bytes that two CPU replicas of `layer` save."""
-    counting = Counting(layer)
-    input = torch.randn(shape, requires_grad=True).contiguous(memory_format=memory_format)
-    DataParallelWithCallback(counting, ["cpu"] * 2)(input)
-    return sum(counting.saved)
+    input = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
+    return saved_bytes(DataParallelWithCallback(layer, ["cpu"] * 2)(input))
 
 
 def peak(kind: str) -> None:
@@ -77,8 +56,8 @@ def main() -> None:
     for shape in SHAPES:
         for memory_format in (torch.contiguous_format, torch.channels_last):
             plain = nn.BatchNorm2d(shape[1])
-            expected = saved_bytes(copy.deepcopy(plain), shape, memory_format)
-            ours = saved_bytes(convert_model(plain), shape, memory_format)
+            expected = bytes_of_replicas(copy.deepcopy(plain), shape, memory_format)
+            ours = bytes_of_replicas(convert_model(plain), shape, memory_format)
             kind = str(memory_format).removeprefix("torch.").removesuffix("_format")
             size = 4 * torch.Size(shape).numel()
             print(f"| {shape} | {kind} | {size} | {expected} | {ours} | {ours / expected:.4f} |")
