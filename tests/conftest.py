@@ -8,33 +8,22 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+from common import import_torchvision
+
 WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
 
 
-def _define_missing_torchvision_operators() -> None:
-    """Let torchvision import where its compiled operators do not fit torch; its models do without them."""
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _define_missing_torchvision_operators.library = library  # type: ignore[attr-defined]  # it must stay alive
-    except ImportError:
-        pass
-
-
-_define_missing_torchvision_operators()
+with suppress(ImportError):  # which the tests that need it then say
+    import_torchvision()
 # Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
 torch.set_num_threads(1)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
-import conftest  # noqa: F401  # It lets torchvision import where its compiled operators are missing.
-import torchvision
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from common import import_torchvision
 from floor import with_meetings
 from harness import (
     OnCoresOfTheirOwn,
@@ -45,7 +44,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in options.networks:
         for memory_format in (torch.contiguous_format, torch.channels_last):
-            plain = torchvision.models.get_model(name, weights=None).to(home, memory_format=memory_format)
+            plain = import_torchvision().models.get_model(name, weights=None).to(home, memory_format=memory_format)
             nets = {
                 "plain": plain,
                 "meeting": with_meetings(plain),
