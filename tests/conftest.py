@@ -104,11 +104,17 @@ every_kernel = [
 
 
 def device_lists(*sizes: int) -> list[Any]:
-    """Device lists of the given sizes: CPU replicas, replicas on one GPU, and distinct GPUs where there are enough."""
+    """Device lists of the given sizes: CPU replicas, one GPU, several replicas on it, and distinct GPUs.
+
+    Distinct GPUs in ascending order for every size, and in another order for the largest that there are enough of: the
+    first of a list is the one that merges, and need not be the GPU with the lowest index.
+    """
     lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}") for n in sizes]
-    lists += [pytest.param([0] * n, id=f"cuda0-{n}", marks=pytest.mark.cuda) for n in sizes if n > 1]
+    lists += [pytest.param([0] * n, id=f"cuda0-{n}", marks=pytest.mark.cuda) for n in sizes]
+    distinct = [n for n in sizes if 1 < n <= CUDA_COUNT]
+    lists += [pytest.param(list(range(n)), id=f"cuda-{n}", marks=pytest.mark.cuda) for n in distinct]
     lists += [
-        pytest.param(list(range(n)), id=f"cuda-{n}", marks=pytest.mark.cuda) for n in sizes if 1 < n <= CUDA_COUNT
+        pytest.param([n - 1, *range(n - 1)], id=f"cuda-{n}-rotated", marks=pytest.mark.cuda) for n in distinct[-1:]
     ]
     return lists
 
