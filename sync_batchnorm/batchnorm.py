@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from typing import Any, TypeVar
-from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
 from sync_batchnorm.comm import SyncMaster
-from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
-from sync_batchnorm.nodes import ScaleRule
+from sync_batchnorm.autograd import EpsRule
+from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.replicate import CallbackContext
 from sync_batchnorm.running import RunningStatistics
 
@@ -133,11 +132,19 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
-        rule = ScaleRule(self.eps, self.eps_mode or _default_eps_mode)
+        rule = EpsRule(self.eps, self.eps_mode or _default_eps_mode)
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running)
+        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, self._has_common_parameters())
+
+    def _has_common_parameters(self) -> bool:
+        """Return whether weight and bias are what this replica was given, as all others were.
+
+        A module may compute others in its forward. What torch gives to a replica is listed in `_former_parameters`.
+        """
+        former = self.__dict__.get("_former_parameters", {})
+        return former.get("weight") is self.weight and former.get("bias") is self.bias
 
     def _peers(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -197,7 +204,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
 
     def _warn_if_replica(self) -> None:
-        if getattr(self, "_is_replica", False) and _is_first_time(self):
+        if getattr(self, "_is_replica", False) and _warned.add(self):
             warnings.warn(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
                 "are those of one replica; wrap the model with DataParallelWithCallback, or call "
@@ -215,16 +222,7 @@ def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
 
 
-# NOTE [a warning once a layer]: Every forward has new replicas, and nothing may be stored on the user's module. What a
-# module and all its replicas have in common is the dictionary of its forward hooks, which no copy or pickle shares.
-_warned: dict[int, ReferenceType[Any]] = {}
-
-
-def _is_first_time(layer: nn.Module) -> bool:
-    """Tell, once for a layer and all its replicas, that it is the first time."""
-    key = id(layer._forward_hooks)
-    seen = ref(layer._forward_hooks, lambda _: _warned.pop(key, None))
-    return _warned.setdefault(key, seen) is seen
+_warned = LayerSet()  # of their missing callback
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sync_batchnorm import moments, normalization
 
 __all__: list[str] = []
 
@@ -50,78 +49,47 @@ def peers(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def merge_moments(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int]:
+def merge_moments(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
     """Merge mean and biased variance ``(C,)`` of `count` elements in each process of `group` into those of all.
 
-    One collective. Every process merges in the order of ranks, so the result is the same in all of them, bit by bit.
-    It is zero where no process has an element. On CUDA the host waits for the counts.
+    One collective of one vector. Every process merges in the order of ranks, so the result is the same in all of them,
+    bit by bit. It is zero where no process has an element.
+
+    Returns:
+        mean, variance, and the number of elements; on an accelerator as a tensor, so that the host does not wait for
+        it, unless it might be one, which has no variance.
 
     Raises:
-        ValueError: if the processes differ in channels, and the backend has let that pass.
+        ValueError: on the CPU, if the processes differ in channels, and the backend has let that pass.
     """
-    packed = torch.cat((mean.new_tensor([len(mean), count]), mean, var))
+    packed = torch.cat((mean.new_full((1,), len(mean)), mean.new_full((1,), count), mean, var))
     gathered = packed.new_empty(dist.get_world_size(group), len(packed))
     dist.all_gather(list(gathered.unbind()), packed, group=group)
-    heads = gathered[:, :2].tolist()
-    if any(channels != len(mean) for channels, _ in heads):
+    if mean.device.type == "cpu" and bool((gathered[:, 0] != len(mean)).any()):
         raise ValueError(
             f"expected inputs of one number of channels in all processes, but got {len(mean)} in this one and "
-            f"{[int(channels) for channels, _ in heads]} by rank; make every process call the same layers in one order"
+            f"{gathered[:, 0].int().tolist()} by rank; make every process call the same layers in one order"
         )
-    counts = [int(number) for _, number in heads]
-    if not any(counts):
-        return torch.zeros_like(mean), torch.zeros_like(var), 0
-    parts = gathered[:, 2:].reshape(len(counts), 2, -1)  # (W, 2 * C) -> (W, 2, C)
-    mean, var = moments.merge_moments(list(parts.unbind()), counts)
-    return mean, var, sum(counts)
+    counts = gathered[:, 1:2]  # (W, 1)
+    means, variances = gathered[:, 2:].reshape(len(counts), 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
+    mean = (means * shares).sum(0)
+    deviations = means - mean
+    var = (torch.addcmul(variances, deviations, deviations) * shares).sum(0)
+    return mean, var, total if count > 1 and mean.device.type != "cpu" else int(total)
 
 
-def total_gradients(grad: Tensor | None, sums: Tensor | None, group: Group) -> tuple[Tensor | None, Tensor | None]:
-    """Add up over all processes the gradient of the statistics and the `normalization.gradient_sums`, ``(2, C)`` each.
-
-    One collective. What nobody sends is None; a process that sends only sums and one that sends more do not fit
-    together, and differ in the length of the vector.
-    """
-    if grad is None:
-        return None, None if sums is None else _all_reduced(sums, group)
-    total_grad, total_sums = _all_reduced(torch.stack((grad, torch.zeros_like(grad) if sums is None else sums)), group)
-    return total_grad, None if sums is None else total_sums
-
-
-def merge_gradients(
-    grad: Tensor, parts: Sequence[Tensor], counts: Sequence[int], mean: Tensor, count: int, group: Group
-) -> list[Tensor]:
-    """Return the gradients of the merge of all processes by the `parts` of this one, as `moments.merge_gradients` does.
-
-    Args:
-        grad: the gradient of mean and variance, ``(2, C)``: of all processes, or with `create_graph` of this one.
-        parts: the moments of the replicas of this process, ``(2, C)`` each.
-        counts: of the parts.
-        mean: of all processes, ``(C,)``.
-        count: of all processes.
-        group: the processes.
-    """
-    if torch.is_grad_enabled():
-        # Both are functions of what the other processes have, so the collective is a node of the graph as well.
-        share = torch.stack([part[0] * (n / count) for part, n in zip(parts, counts, strict=True)]).sum(0)
-        grad_mean, grad_var, mean = _AllReduce.apply(torch.cat((grad, share[None])), group)  # type: ignore[no-untyped-call]
-    else:
-        grad_mean, grad_var = grad
-    # See `moments.merge_gradients`.
-    return [
-        torch.stack((grad_mean + 2 * grad_var * (part[0] - mean), grad_var)) * (n / count)
-        for part, n in zip(parts, counts, strict=True)
-    ]
-
-
-def unweighted(affine: normalization.Affine) -> normalization.Affine:
-    """Return what `normalization.gradient_coefficients` needs for sums of gradients that each process has weighed."""
-    return normalization.Affine(affine.mean, affine.invstd, None, None if affine.slope is None else affine.invstd)
-
-
-def _all_reduced(tensor: Tensor, group: Group) -> Tensor:
+def all_reduced(tensor: Tensor, group: Group) -> Tensor:
+    """Return the sum of `tensor` over all processes."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
+    return total
+
+
+def all_reduced_in_graph(tensor: Tensor, group: Group) -> Tensor:
+    """Return the sum of `tensor` over all processes, as a function of that of each process."""
+    total: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -131,7 +99,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _all_reduced(tensor, group)
+        return all_reduced(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -2,70 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sync_batchnorm import distributed, normalization, recompute, whole
+from sync_batchnorm import distributed, normalization, recompute
+from sync_batchnorm.autograd import Call, EpsRule, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.messages import Merged, Message, Normalized, Whole, merge_messages, ready_event, wait_for
-from sync_batchnorm.nodes import RECOMPUTED, Record, ScaleRule, local_moments, normalize
+from sync_batchnorm.messages import Message, merge_messages
+from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 from sync_batchnorm.running import RunningStatistics
 
 __all__ = ["merge_messages", "sync_moments"]
 
 Pipe = SyncMaster | SlavePipe
 
-
-def _meet(pipe: Pipe, message: Message | Whole) -> Any:
-    return pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
-
-
-def _exchange(pipe: Pipe | None, owner: object, message: Message) -> Merged:
-    # The answer None means that others have sent their inputs, and that now all of them send their moments.
-    answer = merge_messages([(0, message)])[0][1] if pipe is None else _meet(pipe, message) or _meet(pipe, message)
-    merged: Merged = answer  # type: ignore[assignment]
-    recompute.keep(pipe or owner, lambda: _Call(merged))
-    return merged
+RECOMPUTED = (
+    "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
+    "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+)
 
 
-def _hands_over(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: ScaleRule, group: distributed.Group | None
-) -> bool:
-    """Tell whether a replica sends its input itself; not where hooks on saved tensors want to see what it saves."""
-    plain = group is None and rule.mode == "plus"
-    return plain and whole.is_small(input, weight, bias) and not recompute.has_hooks()
+class LayerSet:
+    """A set of layers, each together with all its replicas.
+
+    Every forward has new replicas, and nothing may be stored on the user's module. What a module and all its replicas
+    have in common is the dictionary of its forward hooks, which no copy or pickle shares.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, ReferenceType[Any]] = {}
+
+    def __contains__(self, layer: nn.Module) -> bool:
+        return id(layer._forward_hooks) in self._found
+
+    def add(self, layer: nn.Module) -> bool:
+        """Add `layer`; return whether it was not there, to one caller alone."""
+        key = id(layer._forward_hooks)
+        seen = ref(layer._forward_hooks, lambda _: self._found.pop(key, None))
+        return self._found.setdefault(key, seen) is seen
 
 
-class _Call:
-    """What a call leaves to its recomputation: its statistics, without the graph."""
-
-    def __init__(self, statistics: Merged) -> None:
-        self._requires_grad = statistics.normalizer.requires_grad
-        self._statistics = replace(statistics, normalizer=statistics.constant, carrier=statistics.constant)
-
-    def statistics(self, input: Tensor) -> Merged:
-        """Return the statistics; where autograd records, it must save with them what it saved in the call."""
-        if not self._requires_grad or not torch.is_grad_enabled():
-            return self._statistics
-        constant = recompute.refuse_gradient(self._statistics.constant, input)
-        return replace(self._statistics, normalizer=constant, carrier=constant)
+_needs_exact = LayerSet()  # the layers for which fast statistics were not good enough
 
 
-def _recall(pipe: Pipe | None, owner: object, input: Tensor) -> Merged | None:
-    """Return the statistics of the earlier call that this one recomputes; None if it is not a recomputation.
+def _exchange(pipe: Pipe | None, message: Message) -> Call:
+    if pipe is None:
+        answer = merge_messages([(0, message)])[0][1]
+    else:
+        answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
+    call: Call = answer
+    return call
+
+
+def _is_recomputed(pipe: Pipe | None) -> bool:
+    """Return whether a call without others to meet runs in a backward, where it is not counted.
 
     Raises:
-        RuntimeError: in a recomputation that cannot be served.
+        RuntimeError: if there are others to meet.
     """
-    call: _Call | None = recompute.recall(pipe or owner) if recompute.has_hooks() else None
-    if call is not None:
-        return call.statistics(input)
-    if pipe is not None and recompute.in_backward():
+    if not recompute.in_backward():
+        return False
+    if pipe is not None:
         raise RuntimeError(RECOMPUTED)
-    return None
+    return True
+
+
+class _Kept(NamedTuple):
+    """What a call leaves to its recomputation, outside of the graph."""
+
+    statistics: Statistics | None  # None if there was not a single element
+    affine: Affine | None
+    answer_requires_grad: bool
+    count: int = 0
+
+    def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return `constant` as what the call returned, having saved what it saved: a function of `input`."""
+        Replica(input, weight, bias)
+        if self.answer_requires_grad and torch.is_grad_enabled():
+            return recompute.refuse_gradient(constant, input)
+        return constant
+
+
+def _recall(pipe: Pipe | None, owner: object) -> _Kept | None:
+    """Return what the call has left that this one repeats, in a recomputation."""
+    kept: _Kept | None = recompute.recall(pipe or owner) if recompute.has_hooks() else None
+    return kept
 
 
 def sync_batch_norm(
@@ -73,10 +97,11 @@ def sync_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     pipe: Pipe | None,
-    rule: ScaleRule,
+    rule: EpsRule,
     group: distributed.Group | None = None,
-    owner: object = None,
+    owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
+    common: bool = False,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -89,8 +114,10 @@ def sync_batch_norm(
         pipe: the connection of this replica; None if it is the only one of its process.
         rule: how eps enters.
         group: the processes to exchange with, as `distributed.peers` finds them; None for this one alone.
-        owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
+        owner: the layer, which remembers whether fast statistics will do, and by which a recomputation without a pipe
+            finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
+        common: whether weight and bias are those that all replicas have.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -100,64 +127,63 @@ def sync_batch_norm(
         ReplicaSyncError: if the replicas cannot meet.
         RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
-    record = Record()
-    recalled = _recall(pipe, owner, input)
-    if recalled is not None or (pipe is None and recompute.in_backward()):
+    kept = _recall(pipe, owner)
+    if kept is not None and kept.statistics is not None:
+        with torch.no_grad():
+            memory = memory_for_output(input)
+            normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
+        return kept.repeated(memory, input, weight, bias)
+    if kept is not None or _is_recomputed(pipe):
         running = None
-    if recalled is not None:
-        record.affine = recalled.affine
-    elif pipe is not None and _hands_over(input, weight, bias, rule, group):
-        normalized: Normalized | None = _meet(
-            pipe, Whole(input, input.shape, input.dtype, weight, bias, rule, torch.is_grad_enabled())
-        )
-        if normalized is not None:
-            if running is not None:
-                running.update(normalized.mean, normalized.var, normalized.count)
-            return normalized.output
-    parts, carrier, *inputs = local_moments(input, record)
-    message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, ready_event(parts))
-    statistics = recalled or _exchange(pipe, owner, message)
-    wait_for(statistics.ready, input.device)
-    if running is not None:
-        running.update(statistics.mean, statistics.var, statistics.count)
-    affine = statistics.affine
-    if affine is None:  # There is not a single element in all replicas.
-        return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
-    record.normalizer, record.affine = statistics.constant, affine
-    if statistics.weighted:
-        if affine.slope is None:
-            record.affine = replace(affine, weight=weight)  # on the device of this replica
-        return normalize(inputs, statistics.normalizer, statistics.carrier, weight, bias, record)
-    output = normalize(inputs, statistics.normalizer, statistics.carrier, None, None, record)
-    return normalization.weigh(output, weight, bias)
+    exact = owner is not None and owner in _needs_exact
+    message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
+    call = _exchange(pipe, message)
+    if message.running is not None:
+        message.running.update(call.mean, call.var, call.count)
+    if call.exact and owner is not None:
+        _needs_exact.add(owner)
+    if message.memory is not None and message.statistics is not None:
+        with torch.no_grad():
+            normalization.normalize(message.input, message.statistics, message.affine, weight, bias, message.memory)
+    output = message.answer
+    if output is None:  # There is not a single element in all replicas.
+        output = torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
+    requires_grad = output.requires_grad
+    recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
+    return output
 
 
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
-    """Return mean, biased variance and count of each channel over the inputs of all replicas; differentiable.
+    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
-    The building block for normalizations of your own, inside a module with `__data_parallel_replicate__`. Blocks the
-    calling thread until all replicas have called. May be differentiated any number of times, and recomputed under
-    activation checkpointing without reentrant autograd.
+    For normalizations of one's own. Connect the replicas in `__data_parallel_replicate__`: the first makes a
+    ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them have called
+    it. In a module that runs on one device, pass None.
 
     Args:
-        input: ``(N, C, +)``, with its own N and sizes in each replica; may be empty.
-        pipe: the `SyncMaster` (made with `merge_messages`) or `SlavePipe` of this replica; None if it is the only one
+        input: ``(N, C, +)``, with its own N and sizes in each replica.
+        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one
             of its process.
         process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
 
     Returns:
         mean and variance, ``(C,)``, in float32 (float64 for float64 inputs) on the device of `input`, and the number
-        of elements a channel over all replicas.
+        of elements per channel over all replicas.
 
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all;
-            if this process is no member of the group.
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
+            all; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
+        RuntimeError: in a recomputation by reentrant activation checkpointing.
     """
-    group = distributed.peers(process_group)
-    parts, carrier, *_ = local_moments(input, None)
-    message = Message(parts, carrier, input.shape, input.dtype, None, group=group, ready=ready_event(parts))
-    statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
-    wait_for(statistics.ready, input.device)
-    mean, var = statistics.normalizer.unbind()
-    return mean, var, statistics.count
+    kept = _recall(pipe, None)
+    if kept is not None and kept.statistics is not None:
+        pair = kept.repeated(torch.stack(kept.statistics), input, None, None)
+        return *pair.unbind(), kept.count
+    _is_recomputed(pipe)
+    message = Message(input, group=distributed.peers(process_group))
+    call = _exchange(pipe, message)
+    pair, count = cast(Tensor, message.answer), int(call.count)
+    requires_grad = pair.requires_grad
+    recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
+    return *pair.unbind(), count

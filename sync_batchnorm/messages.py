@@ -3,170 +3,274 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm import distributed, moments, normalization, whole
-from sync_batchnorm.nodes import Merge, ScaleRule, merge_moments
+from sync_batchnorm import distributed, moments, normalization
+from sync_batchnorm.autograd import Call, EpsRule, Replica, bring, hand_over
+from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
+from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
+from sync_batchnorm.running import RunningStatistics
 
 __all__: list[str] = []
 
-
-class Message(NamedTuple):
-    """What a replica sends to the master about its input."""
-
-    moments: Tensor  # (2, C): mean and biased variance
-    carrier: Tensor  # as `moments`, see NOTE [carriers]
-    shape: torch.Size
-    dtype: torch.dtype
-    rule: ScaleRule | None  # None: the scale is the variance itself
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
-    ready: torch.cuda.Event | None = None  # when the moments are there
-
-    @property
-    def device(self) -> torch.device:
-        return self.moments.device
+# On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
+# make them, since each call releases the GIL and takes it back. Up to so many elements in a replica, the master makes
+# the calls for all, on the joined batch; and up to so many with one operator in float64, which has digits to spare
+# where there are two values per channel. Measured on two cores, torch 2.13.0.
+JOINED, JOINED_IN_FLOAT64 = 131072, 4096
 
 
-class Whole(NamedTuple):
-    """What a replica with a small input sends instead: the input itself."""
+class Message(Replica):
+    """What a replica sends to the master, which answers by filling in the rest.
 
-    input: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    weight: Tensor | None
-    bias: Tensor | None
-    rule: ScaleRule
-    records: bool  # whether autograd records: the mode of the thread
+    Args:
+        input: ``(N, C, +)``.
+        weight: ``(C,)`` or None.
+        bias: ``(C,)`` or None.
+        rule: how eps enters; None to get mean and variance instead of an output.
+        group: the processes to exchange with; that of the master counts.
+        running: the buffers to update; only in the message of the master.
+        common: whether weight and bias are those of the wrapped module, and so those of all replicas.
+        exact: whether to make exact statistics at once, see NOTE [fast and exact statistics].
+    """
 
-    @property
-    def device(self) -> torch.device:
-        return self.input.device
+    # The answer, in the graph, and what to normalize with: None if there is not a single element in all replicas. An
+    # output is still to be written, to `memory`, if there is some.
+    answer: Tensor | None = None  # the output, or without a rule mean and variance, ``(2, C)``
+    statistics: Statistics | None = None
+    affine: Affine | None = None
+    memory: Tensor | None = None
+
+    def __init__(
+        self,
+        input: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        rule: EpsRule | None = None,
+        group: distributed.Group | None = None,
+        running: RunningStatistics | None = None,
+        *,
+        common: bool = False,
+        exact: bool = False,
+    ) -> None:
+        super().__init__(input, weight, bias)
+        self.input, self.weight, self.bias = input.detach(), weight, bias
+        self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
+        kind = operators_for(input.device)
+        plain = rule is not None and rule.mode == "plus" and group is None
+        self.fused = plain and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
+        self.small = plain and kind == "cpu" and 0 < input.numel() <= JOINED
+        self.moments: Moments | None = None
+        self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
+        if not self.small:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Make the statistics of the input, and memory for the output."""
+        memory = None
+        with torch.no_grad():
+            if not self.fused:
+                self.moments, memory = moments.local_moments(self.input, self.exact)
+            elif self.input.numel() and self.rule is not None:
+                self.mean_and_invstd = torch.batch_norm_stats(self.input, self.rule.eps)
+            if self.rule is not None:
+                self.memory = memory_for_output(self.input, memory)
 
 
-@dataclass(frozen=True)
-class Normalized:
-    """What the master sends back to a replica that has sent its input."""
-
-    output: Tensor
-    mean: Tensor  # (C,), as in `Merged`
-    var: Tensor
-    count: int
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What the master sends back to a replica that has sent its moments."""
-
-    mean: Tensor  # (C,), on the device of the master, not part of the graph
-    var: Tensor  # (C,), biased, as `mean`
-    count: int
-    normalizer: Tensor  # (2, C): mean and scale, on the device of the replica, part of the graph
-    carrier: Tensor  # as `normalizer`, see NOTE [carriers]
-    constant: Tensor  # as `normalizer`, not part of the graph
-    affine: normalization.Affine | None = None
-    weighted: bool = False  # whether `affine` holds the weight and bias of all replicas
-    ready: torch.cuda.Event | None = None  # when all of it is there
-
-
-def merge_messages(
-    messages: list[tuple[Hashable, Message | Whole]],
-) -> Sequence[tuple[Hashable, Merged | Normalized | None]]:
+def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Call]]:
     """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
 
-    All get None if some have sent their inputs, and these cannot be joined, or not all are recorded by autograd: then
-    each sends its moments.
-
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value a channel in all.
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
+            all.
     """
-    if len({(message.shape[1], len(message.shape), message.dtype) for _, message in messages}) > 1:
+    contents = [message for _, message in messages]
+    if len({(message.input.shape[1], message.input.dim(), message.input.dtype) for message in contents}) > 1:
         inputs = ", ".join(
-            f"{tuple(message.shape)} of {message.dtype} in replica {replica}"
-            for replica, (_, message) in enumerate(messages)
+            f"{tuple(message.input.shape)} of {message.input.dtype} in replica {replica}"
+            for replica, message in messages
         )
         raise ValueError(
             "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
             f"but got {inputs}; give every replica the same kind of input"
         )
-    sent = [(replica, message) for replica, message in messages if isinstance(message, Message)]
-    if len(sent) == len(messages):
-        return _merge(sent)
-    handed = [message for _, message in messages if isinstance(message, Whole)]
-    alike = len({message.records for message in handed}) == 1 and whole.fit_together([m.input for m in handed])
-    if sent or not alike or not _share_parameters(handed):
-        return [(replica, None) for replica, _ in messages]
-    weight, bias, rule = handed[0].weight, handed[0].bias, handed[0].rule
-    outputs, mean, var = whole.normalize_whole([message.input for message in handed], weight, bias, rule.eps)
-    count = sum(moments.channel_count(message.shape) for message in handed)
-    return [
-        (replica, Normalized(output, mean, var, count)) for (replica, _), output in zip(messages, outputs, strict=True)
-    ]
+    call = Call(contents, contents[0].rule, contents[0].group)
+    call.one_weight = _have_one_weight(contents)
+    call.count = sum(channel_count(message.input.shape) for message in contents)
+    if call.group is None:
+        _refuse_one(call, contents)
+    with torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
+        _merge(call, contents)
+    return [(replica, call) for replica, _ in messages]
 
 
-def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Merged]]:
-    contents = [message for _, message in messages]
-    counts = [moments.channel_count(message.shape) for message in contents]
-    group = contents[0].group
-    if group is None and sum(counts) < 2:
-        return _without_variance(messages, sum(counts))
-    for message in contents:
-        wait_for(message.ready, contents[0].device)
-    weighted = _share_parameters(contents)
-    merge = Merge(
-        counts,
-        [message.moments.device for message in contents],
-        contents[0].dtype,
-        contents[0].rule,
-        contents[0].weight if weighted else None,
-        contents[0].bias if weighted else None,
-        group,
-    )
-    merged = merge_moments(merge, [message.moments for message in contents], [message.carrier for message in contents])
-    if merge.count < 2:  # as only the group can tell
-        return _without_variance(messages, merge.count)
-    ready = ready_event(merge.mean)
-    on_device = {
-        device: Merged(merge.mean, merge.var, merge.count, normalizer, carrier, constant, merge.affine, weighted, ready)
-        for (device, (normalizer, carrier)), constant in zip(merged.items(), merge.constants, strict=True)
-    }
-    return [(replica, on_device[message.moments.device]) for replica, message in messages]
-
-
-def _without_variance(messages: list[tuple[Hashable, Message]], count: int) -> list[tuple[Hashable, Merged]]:
-    if count:
-        sizes = [message.shape for _, message in messages]
-        single = next((size for size in sizes if moments.channel_count(size)), sizes[0])
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
-    first = messages[0][1]
-    mean, var = first.moments.unbind()
-    return [(replica, Merged(mean, var, 0, m.moments, m.carrier, m.moments)) for replica, m in messages]
-
-
-def _share_parameters(messages: Sequence[Message | Whole]) -> bool:
-    """Tell whether the replicas of each device have weight and bias over the same storage, as replicas usually have.
-
-    Then what depends on them is computed once, by the master. They differ if the module computes them in its forward.
-    """
+def _have_one_weight(messages: Sequence[Message]) -> bool:
+    """Return whether weight and bias have the same values in all replicas, as far as that is certain."""
 
     def storage(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    devices = {message.device for message in messages}
-    return len({(m.device, storage(m.weight), storage(m.bias)) for m in messages}) == len(devices)
+    if all(message.common for message in messages):
+        return True
+    return len({(message.place.device, storage(message.weight), storage(message.bias)) for message in messages}) == 1
 
 
-def ready_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return the event after which `tensor` is there for other streams; None where there are none."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast would join tensors in its own dtype, or refuse those of another one."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let what this thread does next on `device` follow `event`; the host does not wait."""
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
+def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
+    if isinstance(call.count, int) and call.count == 1:
+        sizes = [message.input.shape for message in messages]
+        single = next((size for size in sizes if channel_count(size)), sizes[0])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
+
+
+def _merge(call: Call, messages: Sequence[Message]) -> None:
+    """Answer all `messages`; only count, if there is not a single element."""
+    first, rule = messages[0], call.rule
+    if first.fused:
+        pair = _merge_on_cuda(call, messages) if call.count else None
+    elif _can_be_joined(call, messages):
+        pair = _normalize_joined(call, messages)
+    else:
+        mean, var = _merge_moments(call, messages)
+        if call.group is not None:
+            mean, var, call.count = distributed.merge_moments(mean, var, int(call.count), call.group)
+            _refuse_one(call, messages)
+        call.mean, call.var = mean, var
+        second = var if rule is None else rule.invstd(var)
+        call.clamped = None if rule is None else rule.clamped(var)
+        pair = torch.stack((mean, second))
+        if rule is None or operators_for(call.home.device) != "cpu":
+            pair = pair.to(statistics_dtype(first.input.dtype))
+    if pair is None or not (call.count or rule is None):
+        call.count = 0
+        return
+    pairs = []
+    for k, place in enumerate(call.pair_places):
+        here = hand_over(pair, call.home, place)
+        with place.entered():
+            pairs.append(here.clone() if k and here is pair else here)
+            call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
+    for message in messages:
+        message.statistics = call.statistics[message.place]
+    if rule is not None and call.joined is None and operators_for(call.home.device) == "cpu":
+        affine = None
+        for message in messages:
+            if affine is None or not call.one_weight:
+                affine = normalization.make_affine(
+                    Statistics(mean, second), message.input.dtype, message.weight, message.bias
+                )
+            message.affine = affine
+            call.factors.append(affine.slope)
+    _record(call, messages, pairs)
+
+
+def _merge_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of all replicas; exact ones where fast ones are not precise."""
+    home, eps = call.home, call.rule.eps if call.rule is not None else 0.0
+    for message in messages:
+        if message.moments is None:  # of an input that was small enough to be joined, but cannot be
+            message.prepare()
+
+    def merged() -> tuple[Tensor, Tensor]:
+        parts = []
+        for message in messages:
+            mean, var, count = cast(Moments, message.moments)
+            parts.append(Moments(*bring((mean, var), message.place, home), count))
+        return moments.merge_moments(parts)
+
+    mean, var = merged()
+    inexact = [message for message in messages if not message.exact]
+    if operators_for(home.device) == "cpu" and call.count and inexact and not moments.precise(mean, var, eps):
+        call.exact = True
+        for message in inexact:
+            message.exact = True
+            message.prepare()
+        mean, var = merged()
+    return mean, var
+
+
+def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor:
+    """Return mean and inverse standard deviation of all replicas; move the running statistics."""
+    parts = [message for message in messages if message.mean_and_invstd is not None]
+    vectors = [v for m in parts for v in bring(cast(Any, m.mean_and_invstd), m.place, call.home)]
+    stacked = torch.stack(vectors)  # (2 * R, C)
+    means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
+    eps = cast(EpsRule, call.rule).eps
+    counts = counts_on(*call.home, tuple(channel_count(m.input.shape) for m in parts), stacked.dtype)
+    buffers: Any = (None, None, 0.0)
+    running = messages[0].running
+    in_one = running is not None and running.momentum is not None
+    if running is not None and in_one and (running.mean is None or running.mean.dtype == stacked.dtype):
+        factor = running.count()
+        # Through `data`, see `RunningStatistics.update`.
+        buffers = (None if b is None else b.data for b in (running.mean, running.var))
+        buffers = (*buffers, factor)
+        messages[0].running = None
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(stacked, means, invstds, *buffers, eps, counts)
+    if messages[0].running is not None:
+        call.mean, call.var = mean, invstd.pow(-2) - eps
+    return torch.stack((mean, invstd))
+
+
+def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
+    first = messages[0]
+    shape, strides, dtype = first.input.shape[1:], first.input.stride()[1:], first.input.dtype
+    return (
+        len(messages) > 1
+        and call.one_weight
+        and all(tensor is None or tensor.dtype == dtype for tensor in (first.weight, first.bias))
+        and all(
+            m.small and m.records == first.records and m.input.shape[1:] == shape and m.input.stride()[1:] == strides
+            for m in messages
+        )
+    )
+
+
+def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
+    """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
+    first, eps = messages[0], cast(EpsRule, call.rule).eps
+    joined = torch.cat([message.input for message in messages])
+    weight, bias, dtype = first.weight, first.bias, joined.dtype
+    if first.input.numel() <= JOINED_IN_FLOAT64:
+        call.joined = torch.float64
+        wide = [None if tensor is None else tensor.double() for tensor in (weight, bias)]
+        output, mean, invstd = torch.native_batch_norm(joined.double(), *wide, None, None, True, 0.0, eps)
+        output = output.to(dtype)
+        var = (invstd.pow(-2) - eps).clamp_(min=0)
+    else:
+        call.joined = statistics_dtype(dtype)
+        found, memory = moments.local_moments(joined, first.exact)
+        mean, var = moments.merge_moments([found])
+        if not first.exact and not moments.precise(mean, var, eps):
+            call.exact = True
+            found, memory = moments.local_moments(joined, exact=True)
+            mean, var = moments.merge_moments([found])
+        invstd = (var + eps).rsqrt()
+        affine = normalization.make_affine(Statistics(mean, invstd), dtype, weight, bias)
+        output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
+    call.mean, call.var = mean, var
+    parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
+    for message, part in zip(messages, parts, strict=True):
+        message.answer = part  # not a view of one tensor: that could not be changed in place
+    return torch.stack((mean, invstd))
+
+
+def _record(call: Call, messages: Sequence[Message], pairs: Sequence[Tensor]) -> None:
+    """Give each replica its output, or its pair, in the graph if it records one, see NOTE [memory of the outputs]."""
+    answers = []
+    if call.rule is not None:
+        answers = [cast(Tensor, m.answer if m.memory is None else m.memory.detach()) for m in messages]
+    recorded: Sequence[Tensor] = [*answers, *pairs]
+    if any(message.requires_grad for message in messages):
+        recorded = call.record(messages, answers, pairs)
+    for message, answer in zip(messages, recorded, strict=False):
+        # Without `detach`, that of a replica that records nothing would be in the graph.
+        message.answer = answer if message.records else answer.detach()

@@ -1,48 +1,56 @@
-"""The arithmetic of batch statistics: of one input, merged, and their gradients.
+"""The arithmetic of batch statistics: of the input of one replica, and merged over replicas.
 
-No threads, no modules, no autograd nodes. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``;
-``count`` is the number of elements of one channel. Vectors of length C that are merged are in float64 on the CPU and on
-CUDA: they are tiny, and a mean that is large against the deviation needs the digits.
+No threads, no modules, no autograd. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; a count
+is a number of elements per channel.
+
+NOTE [fast and exact statistics]: On the CPU one operator makes the statistics of an input in one pass. Its variance is
+good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So whoever merges looks
+at the result, and where it is not `precise` asks for the exact statistics: those of the input minus the mean that was
+found, which are good to 1e-6 at any ratio. The merge itself is in float64, since its vectors are tiny.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
 
-# Up to this many elements a float64 copy of the input costs less than the calls that avoid it; the kernel for channels
-# that lie side by side is the faster one. Measured on two cores, torch 2.13.0.
-SMALL, SMALL_CHANNELS_LAST = 32768, 131072
+# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and on adversarial inputs, see numerics.md.
+LARGEST_RATIO = 256.0
 
-# Elements at a time where there is no memory to center all of the input in.
-CHUNK = 262144
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of mean, scale and gradient sums for inputs of `dtype`: float32 at the least."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
+# The operator for channels that lie side by side adds up rows one after the other. As few, wide rows lose fewer digits.
+WIDTH = 2048
 
 # Where torch has operators for batch statistics; elsewhere general ones do.
 FUSED = ("cpu", "cuda")
 
 
-def kind(device: torch.device) -> str:
+class Moments(NamedTuple):
+    """Means and biased variances of K equal parts of an input, ``(K, C)`` each."""
+
+    mean: Tensor
+    var: Tensor
+    count: int  # of one part
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the statistics of inputs of `dtype`: float32 at the least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def operators_for(device: torch.device) -> str:
     """Return the type of `device` if torch has operators for batch statistics there, else "other"."""
     return device.type if device.type in FUSED else "other"
 
 
-def _merge_dtype(input: Tensor) -> torch.dtype:
-    return statistics_dtype(input.dtype) if kind(input.device) == "other" else torch.float64
-
-
 def channel_count(shape: torch.Size) -> int:
-    """Return the number of elements of one channel of an input of `shape`."""
+    """Return the number of elements per channel of an input of `shape`."""
     return shape[:1].numel() * shape[2:].numel()
 
 
@@ -52,92 +60,122 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def reduced_dims(input: Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def is_small(input: Tensor) -> bool:
-    """Tell whether `local_moments` of `input` on the CPU are those of a copy in float64."""
-    return input.numel() <= (SMALL_CHANNELS_LAST if input.stride(1) == 1 else SMALL)
-
-
-def local_moments(input: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return mean and biased variance of each channel, ``(2, C)``; zeros for an input without elements.
+def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor | None]:
+    """Return the moments of `input` without those of its parts that have no elements, and memory for the output.
 
     Args:
         input: ``(N, C, +)``.
-        scratch: as `input`, in float32, to overwrite; None to take the little memory that parts of the input need.
+        exact: see NOTE [fast and exact statistics]; it takes memory of the size of the input for a while.
+
+    Returns:
+        The moments; and, if there is any, memory that is of no more use, as `normalization.memory_for_output` makes it.
     """
-    dtype = _merge_dtype(input)
+    dtype = statistics_dtype(input.dtype)
     if input.numel() == 0:
-        return torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
-    if kind(input.device) == "cuda":
-        return torch.stack(torch.batch_norm_update_stats(input, None, None, 0.0)).to(dtype)
-    if kind(input.device) != "cpu":
+        nothing = input.new_zeros(1, input.shape[1], dtype=dtype)
+        return Moments(nothing, nothing, 0), None
+    kind, count = operators_for(input.device), channel_count(input.shape)
+    if kind == "cpu" and exact:
+        found, memory = _fast_moments(input)
+        # What is not finite would spoil what is: without a shift, those channels are as torch has them.
+        shift = torch.nan_to_num(found.mean.mean(0), 0.0, 0.0, 0.0)
+        mean, var, count = _fast_moments(input - per_channel(shift, input))[0]
+        return Moments(mean.double() + shift, var, count), memory
+    if kind == "cpu":
+        return _fast_moments(input)
+    if kind == "cuda":
+        mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
+    else:
         var, mean = torch.var_mean(input.to(dtype), reduced_dims(input), correction=0)
-        return torch.stack((mean, var))
-    if is_small(input) or input.dtype == torch.float64:
-        return torch.stack(torch.batch_norm_update_stats(input.double(), None, None, 0.0))
-    if scratch is not None:
-        return _shifted_moments(input, scratch)
-    parts = torch.split(input, max(1, CHUNK // input[0].numel()))
-    counts = [channel_count(part.shape) for part in parts]
-    return torch.stack(merge_moments([_shifted_moments(part.float()) for part in parts], counts))
+    return Moments(mean[None], var[None], count), None
 
 
-def _shifted_moments(input: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return the moments of float32 numbers from sums about their mean, as float32 has it.
+def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
+    size, channels = len(input), input.shape[1]
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    if input.dim() == 2 or not input.is_contiguous():
+        side_by_side = input.movedim(1, -1)
+        if side_by_side.is_contiguous():
+            rows = input.numel() // channels
+            split = _split(rows, channels)
+            view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
+            # Half inputs get statistics in float32 where the running ones are: these are thrown away.
+            unused = torch.zeros(2, split * channels).unbind() if half else (None, None)
+            mean, var = torch.batch_norm_update_stats(view, *unused, 0.0)
+            return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
+        input = input.contiguous()
+    # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
+    length = input[0, 0].numel()
+    weight, bias = (torch.ones(channels), torch.zeros(channels)) if half else (None, None)
+    memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
+    return Moments(mean, invstd.pow(-2), length), memory
 
-    The sum of what is left about that mean then corrects both.
+
+def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
+
+    Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
     """
-    dims = reduced_dims(input)
-    shift = input.mean(dims)
-    centered = torch.sub(input, per_channel(shift, input), out=scratch)
-    sums = torch.stack((centered.sum(dims), centered.mul_(centered).sum(dims))).double()
-    mean, var = sums.div_(channel_count(input.shape)).unbind()
-    var.addcmul_(mean, mean, value=-1).clamp_(min=0)
-    mean += shift
-    return sums
+    found: dict[Any, Tensor] = {}
+
+    def get(*key: Any) -> Tensor:
+        tensor = found.get(key)
+        if tensor is None:
+            with torch.inference_mode(False):
+                tensor = make(*key)
+            if len(found) >= 1024:
+                found.clear()
+            if type(tensor) is Tensor:
+                found[key] = tensor
+        return tensor
+
+    return get
 
 
-@functools.lru_cache(maxsize=256)
-def _weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the share of each of `counts` in their sum, ``(R, 1)``."""
-    with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=dtype, device=device)[:, None] / sum(counts)
+@kept
+def counts_on(device: torch.device, stream: torch.cuda.Stream | None, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `counts` as a vector on `device`, made in the current stream, for use in that `stream` alone.
+
+    Filled by kernels: from a list, the host would have to copy it, and wait.
+    """
+    if len(set(counts)) == 1:
+        return torch.full((len(counts),), counts[0], dtype=dtype, device=device)
+    return torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
 
 
-def merge_moments(moments: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Merge means and biased variances ``(2, C)`` of parts with `counts` elements into those of the whole, ``(C,)``.
+@functools.lru_cache(maxsize=1024)
+def _split(rows: int, channels: int) -> int:
+    """Return in how many equal parts to cut `rows` of `channels`: as many as fit beside each other."""
+    return next((parts for parts in range(min(rows, WIDTH // channels), 1, -1) if rows % parts == 0), 1)
+
+
+def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
+    """Merge means and biased variances of all parts into those of the whole, ``(C,)`` each.
 
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
-    number of parts at once. Differentiable. The order of summation is that of the arguments.
+    number of parts at once. In float64 on the CPU and on CUDA. The order of summation is that of the arguments.
     """
-    parts = [part for part, count in zip(moments, counts, strict=True) if count]
-    weights = _weights(tuple(count for count in counts if count), parts[0].dtype, parts[0].device)
-    means, variances = torch.stack(parts).unbind(1)  # (R, 2, C) -> (R, C), (R, C)
-    # No matrix products: under autocast those of float32 would be in half precision.
-    mean = (weights * means).sum(0)
-    deviations = means - mean
-    return mean, (weights * torch.addcmul(variances, deviations, deviations)).sum(0)
+    parts = [part for part in moments if part.count] or moments[:1]
+    first = parts[0].mean
+    dtype = torch.float64 if operators_for(first.device) != "other" else first.dtype
+    mean = torch.cat([part.mean for part in parts]).to(dtype)
+    var = torch.cat([part.var for part in parts]).to(dtype)
+    if len({part.count for part in parts}) == 1:
+        merged = mean.mean(0)
+        deviations = mean - merged
+        return merged, torch.addcmul(var, deviations, deviations).mean(0)
+    total = sum(part.count * len(part.mean) for part in parts)
+    shares = torch.cat([mean.new_full((len(part.mean), 1), part.count / total) for part in parts])
+    merged = (mean * shares).sum(0)
+    deviations = mean - merged
+    return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)
 
 
-def merge_gradients(grad: Tensor, moments: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of `merge_moments` by each of `moments`, for `grad` ``(2, C)``; differentiable."""
-    mean, _ = merge_moments(moments, counts)
-    grad_mean, grad_var = grad
-    # mean = sum w_i mean_i and var = sum w_i (var_i + (mean_i - mean)^2) with w_i = n_i / N.
-    return [
-        torch.stack((grad_mean + 2 * grad_var * (part[0] - mean), grad_var)) * (count / sum(counts))
-        for part, count in zip(moments, counts, strict=True)
-    ]
-
-
-def moments_gradient(grad: Tensor, input: Tensor) -> Tensor:
-    """Return the gradient of `local_moments` by its input, for `grad` ``(2, C)``; differentiable."""
-    if input.numel() == 0:  # nothing, but a function of `grad`: processes with elements go backward through it
-        return (input * per_channel(grad[0] + grad[1], input)).to(input.dtype)
-    # d mean / dx = 1 / n and d var / dx = 2 (x - mean) / n.
-    wide = input.to(grad.dtype)
-    grad_mean, grad_var = grad / channel_count(input.shape)
-    centered = wide - per_channel(wide.mean(reduced_dims(input)), input)
-    return (per_channel(grad_mean, input) + 2 * per_channel(grad_var, input) * centered).to(input.dtype)
+def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
+    """Return whether merged fast statistics are good enough, see NOTE [fast and exact statistics]."""
+    lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))
+    return lowest.item() >= -eps and highest.item() < math.inf

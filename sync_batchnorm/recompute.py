@@ -16,7 +16,8 @@ nothing is recalled, and the caller has to do without.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -75,8 +76,9 @@ def has_hooks() -> bool:
     return top is None or top(True) is not None
 
 
-def _pack_hooks() -> list[Hook]:
-    """Return the hooks on saved tensors of this thread, outermost first."""
+@contextmanager
+def without_hooks() -> Iterator[list[Hook]]:
+    """Run the body without the hooks on saved tensors of this thread; give it those that pack, outermost first."""
     private: Any = getattr(torch._C, "_autograd", None)
     top = getattr(private, "_top_saved_tensors_default_hooks", None)
     pairs: list[tuple[Hook, Any]] = []
@@ -84,15 +86,17 @@ def _pack_hooks() -> list[Hook]:
         while top is not None and (pair := top(True)) is not None:
             pairs.insert(0, pair)
             private._pop_saved_tensors_default_hooks()
+        yield [pack for pack, _ in pairs]
     finally:
         for pack, unpack in pairs:
             private._push_saved_tensors_default_hooks(pack, unpack)
-    return [pack for pack, _ in pairs]
 
 
 def _place() -> _Place:
     place = _Place([], None, None)
-    for hook in _pack_hooks():
+    with without_hooks() as hooks:
+        pass
+    for hook in hooks:
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
             try:
                 held = cell.cell_contents

@@ -17,24 +17,28 @@ class RunningStatistics(NamedTuple):
     num_batches_tracked: Tensor | None
     momentum: float | None
 
-    def update(self, mean: Tensor, var: Tensor, count: int) -> None:
+    def count(self) -> float:
+        """Count a call; return the momentum, which is zero for a cumulative average."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return self.momentum or 0.0
+
+    def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
         """Count a call, and move towards its statistics in place.
 
         Args:
             mean: of the batch, ``(C,)``.
             var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
-            count: elements a channel; with none, the call is only counted.
+            count: elements per channel; with none, the call is only counted.
         """
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:  # the cumulative average
-                factor = 1.0 / float(self.num_batches_tracked)
-        if self.mean is None or self.var is None or not count:
+        momentum = self.count()
+        if self.mean is None or self.var is None or (isinstance(count, int) and not count):
             return
-        factor = 0.0 if factor is None else factor
-        unbiased = var * (count / (count - 1))
         # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
         # forward in eval mode, which has saved these buffers, must not refuse to run.
-        self.mean.data.lerp_(mean.to(self.mean.dtype), factor)
-        self.var.data.lerp_(unbiased.to(self.var.dtype), factor)
+        for buffer, value in ((self.mean, mean), (self.var, var * (count / (count - 1)))):
+            step: Tensor | float = momentum
+            if self.momentum is None and self.num_batches_tracked is not None:
+                # A tensor: so the host does not wait for the counter.
+                step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
+            buffer.data.lerp_(value.to(buffer.dtype), step)

@@ -81,11 +81,11 @@ def _seeded() -> None:
 
 
 KERNELS = {
-    "whole": {},  # small inputs go to the master, which joins them: what the usual tests use, in float64
-    "joined": {"whole.TINY": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # the same in float32
-    "float64": {"whole.SMALL": 0},  # moments of a float64 copy
-    "shifted": {"whole.SMALL": 0, "moments.SMALL": 0, "moments.SMALL_CHANNELS_LAST": 0},  # sums about a shift
-    "general": {"whole.SMALL": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
+    "joined-float64": {},  # small inputs go to the master, which joins them: what the usual tests use
+    "joined": {"messages.JOINED_IN_FLOAT64": 0},  # the same with the statistics that larger inputs get
+    "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
+    "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
+    "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
 }
 
 

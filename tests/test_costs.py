@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sync_batchnorm import batchnorm
-from sync_batchnorm.messages import Whole, merge_messages
+from sync_batchnorm.messages import merge_messages
 from sync_batchnorm.roster import Roster
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -74,7 +74,7 @@ def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype, kernel)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("kernel", ["whole", "joined"], indirect=True)
+@pytest.mark.parametrize("kernel", ["joined-float64", "joined"], indirect=True)
 @pytest.mark.usefixtures("kernel")
 def test_master_takes_memory_for_the_joined_batch_and_the_output(kind):
     _, parallel = twins(Allocating(), ["cpu"] * 2)
@@ -122,7 +122,7 @@ def test_replicas_exchange_one_pair_of_vectors_each_way(replicas, kernel, monkey
     _, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * replicas)
     parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
     ((sent, received),) = exchanged
-    if kernel in ("whole", "joined"):
+    if kernel in ("joined-float64", "joined"):
         assert all(isinstance(message, Whole) for message in sent)
         return
     for message in sent:

@@ -11,7 +11,7 @@ from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster
 from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
-from sync_batchnorm.nodes import ScaleRule
+from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.running import RunningStatistics
 
 
@@ -61,7 +61,7 @@ def test_moments_of_a_single_replica_need_no_pipe():
 def test_normalization_of_a_single_replica_needs_no_pipe():
     input, weight, bias = doubles(5, 3, 2), doubles(3), doubles(3)
     running = RunningStatistics(doubles(3) * 0, doubles(3) * 0, None, 1.0)
-    output = sync_batch_norm(input, weight, bias, None, ScaleRule(0.1, "plus"), running=running)
+    output = sync_batch_norm(input, weight, bias, None, EpsRule(0.1, "plus"), running=running)
     assert_equal(output, F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1))
     assert_equal(running.mean, input.mean((0, 2)))
     assert_equal(running.var, input.var((0, 2)))
