@@ -43,7 +43,8 @@ from torch import Tensor
 from sync_batchnorm import distributed, normalization
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
-from sync_batchnorm.recompute import without_hooks
+from sync_batchnorm.recompute import has_hooks, without_hooks
+from sync_batchnorm.running import RunningStatistics
 
 __all__: list[str] = []
 
@@ -73,9 +74,14 @@ class Place(NamedTuple):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
-def current_place(device: torch.device) -> Place:
-    """Return the place on `device` where this thread computes."""
-    return Place(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+_CPU = Place(torch.device("cpu"), None)
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return the device of `tensor`, and the stream there that this thread uses."""
+    if tensor.is_cpu:
+        return _CPU
+    return Place(tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
 
 
 def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
@@ -102,7 +108,7 @@ class Replica:
     """The part of a replica in a call: where it computes, its tensors in the graph, and the node that has saved them."""
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.place = current_place(input.device)
+        self.place = place_of(input)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.saved: Any = None
         self.records = torch.is_grad_enabled()
@@ -138,8 +144,7 @@ class Call:
     """
 
     count: int | Tensor  # elements per channel in all replicas, and in all processes of the group
-    mean: Tensor  # (C,), as `var`: for the running statistics, if these are still to be moved
-    var: Tensor
+    var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
     joined: torch.dtype | None = None  # of the statistics, where the inputs of all replicas were joined
@@ -151,6 +156,8 @@ class Call:
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.saved = [replica.saved for replica in replicas]
+        # One pair for each place, or for each replica where users get them.
+        self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
         self.slots = [(name, i) for i, r in enumerate(replicas) for name, t in r.tensors.items() if t is not None]
 
     @property
@@ -158,16 +165,27 @@ class Call:
         """The place of the master."""
         return self.places[0]
 
+    def move(self, running: RunningStatistics) -> None:
+        """Move `running` towards the statistics of this call; in the thread of the master."""
+        if self.count == 0:
+            running.count()
+            return
+        mean, invstd = self.statistics[self.home]
+        var = self.var
+        if var is None and self.rule is not None:
+            var = (invstd.pow(-2) - self.rule.eps).clamp_(min=0)
+        running.update(mean, var, self.count)
+
     def record(
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`.
 
-        The pairs belong to `pair_places`. No hook on saved tensors is called.
+        No hook on saved tensors is called.
         """
         tensors = [(replicas[i].records, replicas[i].tensors[name]) for name, i in self.slots]
         results: tuple[Tensor, ...]
-        with torch.enable_grad(), without_hooks():
+        with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
             results = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
                 self, outputs, pairs, *[tensor if records else tensor.detach() for records, tensor in tensors]
             )
@@ -178,11 +196,6 @@ class Call:
         if isinstance(self.count, int):
             return counts_on(*place, (self.count,), torch.int32)
         return hand_over(self.count.to(torch.int32)[None], self.home, place)
-
-    @property
-    def pair_places(self) -> list[Place]:
-        """The places of the pairs: one for each, or for each replica where users get them."""
-        return self.places if self.rule is None else list(dict.fromkeys(self.places))
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -202,7 +215,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         found: Gradients = {}
         if any(grad is not None for grad in grads):
-            with _after_and_before(call, grads):
+            with nullcontext() if call.home.stream is None else _in_order(call, grads):
                 backward = _Backward(call, grad_outputs, wanted)
                 if torch.is_grad_enabled() or any(grad is not None for grad in pair_grads):
                     backward.differentiable(pair_grads, ctx.saved_tensors)
@@ -229,12 +242,9 @@ def _will_run(node: Any) -> bool:
 
 
 @contextmanager
-def _after_and_before(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
-    """Run the body at the place of the master, in order with the streams that the engine has chosen."""
-    here = current_place(call.home.device).stream
-    if here is None:
-        yield
-        return
+def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """Run the body at the place of the master, in order with the streams that the engine has chosen; on CUDA."""
+    here = torch.cuda.current_stream(call.home.device)
     order = []
     for place in dict.fromkeys(call.places):
         stream, there = place.stream, torch.cuda.current_stream(place.device)
@@ -268,7 +278,7 @@ class _Backward:
         for i, (saved, grad) in enumerate(zip(call.saved, grad_outputs, strict=True)):
             input = weight = None
             if saved is not None and (grad is not None or ("input", i) in wanted):
-                with call.places[i].entered():  # A hook may compute what was saved.
+                with call.places[i].entered():  # Hooks may compute what was saved.
                     input, weight = saved.saved_tensors
             self.inputs.append(input)
             self.weights.append(weight)
@@ -347,8 +357,9 @@ class _Backward:
         weight = self.weights[0]
         weight = weight if weight is None else weight.to(dtype)
         needs = [self.wants_inputs, *[any(wanted == name for wanted, _ in self.wanted) for name in ("weight", "bias")]]
-        grad_input, self.found["weight", 0], self.found["bias", 0] = torch.ops.aten.native_batch_norm_backward(
-            grad, input, weight, None, None, mean, invstd.to(dtype), True, 0.0, needs  # eps is part of invstd
+        # Without eps, which is part of invstd already.
+        grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
+            grad, input, weight, None, None, mean, invstd.to(dtype), True, 0.0, needs
         )
         if self.wants_inputs:
             parts = torch.split_with_sizes(grad_input.to(inputs[0].dtype), [len(input) for input in inputs])

@@ -139,7 +139,7 @@ def sync_batch_norm(
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
     if message.running is not None:
-        message.running.update(call.mean, call.var, call.count)
+        call.move(message.running)
     if call.exact and owner is not None:
         _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:

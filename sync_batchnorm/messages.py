@@ -143,12 +143,14 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
         if call.group is not None:
             mean, var, call.count = distributed.merge_moments(mean, var, int(call.count), call.group)
             _refuse_one(call, messages)
-        call.mean, call.var = mean, var
+        call.var = var
         second = var if rule is None else rule.invstd(var)
         call.clamped = None if rule is None else rule.clamped(var)
+        call.statistics[call.home] = Statistics(mean, second)
         pair = torch.stack((mean, second))
         if rule is None or operators_for(call.home.device) != "cpu":
             pair = pair.to(statistics_dtype(first.input.dtype))
+            call.statistics[call.home] = Statistics(*pair.detach().unbind())
     if pair is None or not (call.count or rule is None):
         call.count = 0
         return
@@ -157,7 +159,8 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
         here = hand_over(pair, call.home, place)
         with place.entered():
             pairs.append(here.clone() if k and here is pair else here)
-            call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
+            if place not in call.statistics:
+                call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
     if rule is not None and call.joined is None and operators_for(call.home.device) == "cpu":
@@ -165,7 +168,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
         for message in messages:
             if affine is None or not call.one_weight:
                 affine = normalization.make_affine(
-                    Statistics(mean, second), message.input.dtype, message.weight, message.bias
+                    call.statistics[call.home], message.input.dtype, message.weight, message.bias
                 )
             message.affine = affine
             call.factors.append(affine.slope)
@@ -215,8 +218,7 @@ def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor:
         buffers = (*buffers, factor)
         messages[0].running = None
     mean, invstd = torch.batch_norm_gather_stats_with_counts(stacked, means, invstds, *buffers, eps, counts)
-    if messages[0].running is not None:
-        call.mean, call.var = mean, invstd.pow(-2) - eps
+    call.statistics[call.home] = Statistics(mean, invstd)
     return torch.stack((mean, invstd))
 
 
@@ -244,7 +246,6 @@ def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
         wide = [None if tensor is None else tensor.double() for tensor in (weight, bias)]
         output, mean, invstd = torch.native_batch_norm(joined.double(), *wide, None, None, True, 0.0, eps)
         output = output.to(dtype)
-        var = (invstd.pow(-2) - eps).clamp_(min=0)
     else:
         call.joined = statistics_dtype(dtype)
         found, memory = moments.local_moments(joined, first.exact)
@@ -256,7 +257,7 @@ def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
         invstd = (var + eps).rsqrt()
         affine = normalization.make_affine(Statistics(mean, invstd), dtype, weight, bias)
         output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
-    call.mean, call.var = mean, var
+    call.statistics[call.home] = Statistics(mean, invstd)
     parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
     for message, part in zip(messages, parts, strict=True):
         message.answer = part  # not a view of one tensor: that could not be changed in place

@@ -51,7 +51,7 @@ def operators_for(device: torch.device) -> str:
 
 def channel_count(shape: torch.Size) -> int:
     """Return the number of elements per channel of an input of `shape`."""
-    return shape[:1].numel() * shape[2:].numel()
+    return shape[0] * math.prod(shape[2:])
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:

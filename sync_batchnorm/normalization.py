@@ -16,7 +16,7 @@ from sync_batchnorm.moments import kept, operators_for, per_channel, reduced_dim
 
 __all__: list[str] = []
 
-_backward = torch.ops.aten.native_batch_norm_backward.default
+batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
@@ -128,7 +128,7 @@ def gradient_sums(
         return Sums(*torch.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, True, *wants))
     elif kind == "cpu":
         rounded = mean.to(dtype)
-        _, dot, total = _backward(
+        _, dot, total = batch_norm_backward(
             grad_output, input, None, None, None, rounded, invstd.to(dtype), True, 0.0, [False, True, True]
         )
         if rounded.dtype != mean.dtype:  # The rounding of the mean moves all normalized values of a channel alike.

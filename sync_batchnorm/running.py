@@ -29,10 +29,10 @@ class RunningStatistics(NamedTuple):
         Args:
             mean: of the batch, ``(C,)``.
             var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
-            count: elements per channel; with none, the call is only counted.
+            count: elements per channel.
         """
         momentum = self.count()
-        if self.mean is None or self.var is None or (isinstance(count, int) and not count):
+        if self.mean is None or self.var is None:
             return
         # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
         # forward in eval mode, which has saved these buffers, must not refuse to run.
