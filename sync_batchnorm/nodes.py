@@ -167,7 +167,8 @@ class _MergeMoments(torch.autograd.Function):
         affine = merge.affine
         if merge.group is not None:
             # Each process weighs its sums, and then not the total: all of them need not have the same weight.
-            sums = sums if sums is None or merge.weight is None else sums * merge.weight
+            if sums is not None and merge.weight is not None and affine is not None and affine.slope is not None:
+                sums = sums * merge.weight  # without a slope each replica has done so
             affine = None if affine is None else distributed.unweighted(affine)
             if not torch.is_grad_enabled():
                 grad, sums = distributed.total_gradients(grad, sums, merge.group)
@@ -228,7 +229,10 @@ class _Normalize(torch.autograd.Function):
         else:
             grad_input = grad_output
             grad_bias, grad_weight = normalization.gradient_sums(grad_output, input, ctx.normalizer, ctx.affine)
-            sums = torch.stack((grad_bias, grad_weight)) if needs_normalizer else None
+            if needs_normalizer:
+                sums = torch.stack((grad_bias, grad_weight))
+                if ctx.affine.weight is not None:  # that of this replica: on another device it may have other values
+                    sums *= ctx.affine.weight
         return (
             grad_input if needs_input else None,
             input if needs_input else None,

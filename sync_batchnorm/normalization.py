@@ -169,11 +169,12 @@ def gradient_coefficients(sums: Tensor, count: int, affine: Affine) -> Tensor:
     """Return what `input_gradient` needs of the `gradient_sums` over all replicas, ``(2, C)``.
 
     The input gradient is ``weight / sqrt(scale) * (dy - mean_dy - (input - mean) / sqrt(scale) * mean_dy_normalized)``.
-    On the CPU, these are the slope and the offset of the part that is linear in the input; elsewhere the two means.
+    On the CPU, these are the slope and the offset of the part that is linear in the input. Elsewhere they are the two
+    means, of sums that each replica has multiplied by its own weight.
     """
     means = sums / count
     if affine.slope is None:
-        return means if affine.weight is None else means * affine.weight
+        return means
     mean_dy, mean_dy_normalized = (means * -affine.slope).unbind()
     slope = mean_dy_normalized * affine.invstd
     # Rounded as it will be used: see `make_affine`, where the offset cancels the mean in the same way.
