@@ -75,7 +75,9 @@ class _LocalMoments(torch.autograd.Function):
             parts = moments.local_moments(input, record.output)
         else:
             parts = input.new_empty(0)
-        return parts, parts.detach(), input, input
+        # Detached, since autograd makes a view of an input that is returned, and that view has other strides where a
+        # dimension has size one.
+        return parts, parts.detach(), input.detach(), input.detach()
 
     @staticmethod
     def backward(

@@ -5,6 +5,7 @@ import torch
 from conftest import device_lists, every_kernel
 from helpers import (
     TOLERANCES,
+    as_devices,
     assert_equal,
     assert_same_parts,
     assert_same_state,
@@ -197,6 +198,19 @@ def test_channels_last_in_three_dimensions_is_kept(devices, dtype):
     assert output.is_contiguous(memory_format=torch.channels_last_3d)
     assert input.grad.is_contiguous(memory_format=torch.channels_last_3d)
     assert_equal(output.float(), plain(data.float()), tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_single_samples_in_channels_last_keep_their_strides(devices, dtype):
+    # Not only `is_contiguous`, which ignores a dimension of size one: by the stride of that, other operators choose.
+    _, parallel = twins(nn.BatchNorm2d(5).to(dtype), devices)
+    data = torch.randn(2, 5, 4, 3, dtype=dtype, device=as_devices(devices)[0])
+    inputs = [part.contiguous(memory_format=torch.channels_last).requires_grad_() for part in data.chunk(2)]
+    outputs = run_parts(parallel, inputs)
+    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+    assert [output.stride() for output in outputs] == [(60, 1, 15, 5)] * 2
+    assert [input.grad.stride() for input in inputs] == [(60, 1, 15, 5)] * 2
 
 
 @pytest.mark.parametrize("formats", [("channels_last", "contiguous"), ("contiguous", "channels_last")], ids=str)
