@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sync_batchnorm import distributed, normalization, recompute, whole
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.messages import Merged, Message, Normalized, Whole, merge_messages, ready_event, wait_for
+from sync_batchnorm.messages import Merged, Message, Normalized, Whole, merge_messages, ready_event, receive
 from sync_batchnorm.nodes import RECOMPUTED, Record, ScaleRule, local_moments, normalize
 from sync_batchnorm.running import RunningStatistics
 
@@ -117,7 +117,7 @@ def sync_batch_norm(
     parts, carrier, *inputs = local_moments(input, record)
     message = Message(parts, carrier, input.shape, input.dtype, rule, weight, bias, group, ready_event(parts))
     statistics = recalled or _exchange(pipe, owner, message)
-    wait_for(statistics.ready, input.device)
+    receive(statistics.normalizer, statistics.ready, input.device)
     if running is not None:
         running.update(statistics.mean, statistics.var, statistics.count)
     affine = statistics.affine
@@ -158,6 +158,6 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     parts, carrier, *_ = local_moments(input, None)
     message = Message(parts, carrier, input.shape, input.dtype, None, group=group, ready=ready_event(parts))
     statistics = _recall(pipe, None, input) or _exchange(pipe, None, message)
-    wait_for(statistics.ready, input.device)
+    receive(statistics.normalizer, statistics.ready, input.device)
     mean, var = statistics.normalizer.unbind()
     return mean, var, statistics.count

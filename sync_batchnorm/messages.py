@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, moments, normalization, whole
-from sync_batchnorm.nodes import Merge, ScaleRule, merge_moments
+from sync_batchnorm.nodes import Merge, ScaleRule, merge_moments, used_here
 
 __all__: list[str] = []
 
@@ -116,7 +116,7 @@ def _merge(messages: list[tuple[Hashable, Message]]) -> list[tuple[Hashable, Mer
     if group is None and sum(counts) < 2:
         return _without_variance(messages, sum(counts))
     for message in contents:
-        wait_for(message.ready, contents[0].device)
+        receive(message.moments, message.ready, contents[0].device)
     weighted = _share_parameters(contents)
     merge = Merge(
         counts,
@@ -166,7 +166,8 @@ def ready_event(tensor: Tensor) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
-def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let what this thread does next on `device` follow `event`; the host does not wait."""
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
+def receive(tensor: Tensor, ready: torch.cuda.Event | None, device: torch.device) -> None:
+    """Let this thread use on `device` a `tensor` that another one has made, after the event; the host does not wait."""
+    if ready is not None:
+        torch.cuda.current_stream(device).wait_event(ready)
+        used_here(tensor)

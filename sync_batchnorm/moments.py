@@ -99,11 +99,25 @@ def _shifted_moments(input: Tensor, scratch: Tensor | None = None) -> Tensor:
     return sums
 
 
+def is_real(tensor: Tensor) -> bool:
+    """Tell whether what is computed from `tensor` may be kept: not of tensors without memory, and the like."""
+    return type(tensor) is Tensor
+
+
+def _weights(counts: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the share of each of `counts` in their sum, ``(R, 1)``, of the dtype and on the device of `like`."""
+    make = _weights_of_stream if is_real(like) else _weights_of_stream.__wrapped__
+    stream = torch.cuda.current_stream(like.device).stream_id if like.is_cuda else 0
+    return make(counts, like.dtype, like.device, stream)
+
+
 @functools.lru_cache(maxsize=256)
-def _weights(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the share of each of `counts` in their sum, ``(R, 1)``."""
+def _weights_of_stream(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    # One tensor for each stream, since another one would have to wait for it. Filled and not copied: for a copy from
+    # its own memory the host waits.
     with torch.inference_mode(False):
-        return torch.tensor(counts, dtype=dtype, device=device)[:, None] / sum(counts)
+        shares = [torch.full((1, 1), count / sum(counts), dtype=dtype, device=device) for count in counts]
+        return torch.cat(shares)
 
 
 def merge_moments(moments: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -113,7 +127,7 @@ def merge_moments(moments: Sequence[Tensor], counts: Sequence[int]) -> tuple[Ten
     number of parts at once. Differentiable. The order of summation is that of the arguments.
     """
     parts = [part for part, count in zip(moments, counts, strict=True) if count]
-    weights = _weights(tuple(count for count in counts if count), parts[0].dtype, parts[0].device)
+    weights = _weights(tuple(count for count in counts if count), parts[0])
     means, variances = torch.stack(parts).unbind(1)  # (R, 2, C) -> (R, C), (R, C)
     # No matrix products: under autocast those of float32 would be in half precision.
     mean = (weights * means).sum(0)

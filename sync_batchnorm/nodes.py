@@ -24,6 +24,7 @@ the second backward both meet: true gradients, of what the first backward read, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -176,7 +177,7 @@ class _MergeMoments(torch.autograd.Function):
                 grad, sums = distributed.total_gradients(grad, sums, merge.group)
         grad_parts: list[Tensor | None] = [None for _ in parts]
         if grad is not None:
-            local = [part.to(merge.device) for part in parts]
+            local = [used_here(part).to(merge.device) for part in parts]
             if merge.group is None:
                 of_parts = moments.merge_gradients(grad, local, merge.counts)
             else:
@@ -188,9 +189,20 @@ class _MergeMoments(torch.autograd.Function):
         return None, *grad_parts, *[coefficients.to(part.device) for part in parts]
 
 
+def used_here(tensor: Tensor) -> Tensor:
+    """Keep the memory of `tensor`, made on another stream, until what this thread does with it on its device is done.
+
+    A copy to another device runs on the stream that this thread has on the device of the source.
+    """
+    if tensor.is_cuda:
+        with suppress(RuntimeError):  # which batched gradients raise
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
 def _total(grads: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
     """Add up what came from the devices, in the dtype and on the device of `like`."""
-    arrived = [grad.to(like.device, like.dtype) for grad in grads if grad is not None]
+    arrived = [used_here(grad).to(like.device, like.dtype) for grad in grads if grad is not None]
     if len(arrived) > 1:
         return torch.stack(arrived).sum(0)
     return arrived[0] if arrived else None
@@ -232,9 +244,7 @@ class _Normalize(torch.autograd.Function):
             grad_input = grad_output
             grad_bias, grad_weight = normalization.gradient_sums(grad_output, input, ctx.normalizer, ctx.affine)
             if needs_normalizer:
-                sums = torch.stack((grad_bias, grad_weight))
-                if ctx.affine.weight is not None:  # that of this replica: on another device it may have other values
-                    sums *= ctx.affine.weight
+                sums = normalization.weigh_sums(torch.stack((grad_bias, grad_weight)), ctx.affine)
         return (
             grad_input if needs_input else None,
             input if needs_input else None,

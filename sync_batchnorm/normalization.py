@@ -86,7 +86,8 @@ def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | Non
     """
     if input.dtype == slope.dtype and input.stride(1) == 1:
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
-    zero, one = _constants(len(slope), slope.dtype)
+    constants = _constants if moments.is_real(slope) else _constants.__wrapped__
+    zero, one = constants(len(slope), slope.dtype)
     if out is None:
         return torch.native_batch_norm(input, slope, offset, zero, one, False, 0.0, 0.0)[0]
     unused = slope.new_empty(0)
@@ -165,12 +166,21 @@ def gradient_sums(grad_output: Tensor, input: Tensor, normalizer: Tensor, affine
     return grad_output.sum(dims, dtype=mean.dtype), (grad_output * normalized).sum(dims)
 
 
+def weigh_sums(sums: Tensor, affine: Affine) -> Tensor:
+    """Return the `gradient_sums` of a replica as `gradient_coefficients` wants to add them up.
+
+    Multiplied by the weight of the replica, which on another device may have other values. On the CPU the replicas of
+    one `Affine` share the weight, and their total is multiplied once.
+    """
+    return sums if affine.weight is None else sums * affine.weight
+
+
 def gradient_coefficients(sums: Tensor, count: int, affine: Affine) -> Tensor:
     """Return what `input_gradient` needs of the `gradient_sums` over all replicas, ``(2, C)``.
 
     The input gradient is ``weight / sqrt(scale) * (dy - mean_dy - (input - mean) / sqrt(scale) * mean_dy_normalized)``.
     On the CPU, these are the slope and the offset of the part that is linear in the input. Elsewhere they are the two
-    means, of sums that each replica has multiplied by its own weight.
+    means, of sums that went through `weigh_sums`.
     """
     means = sums / count
     if affine.slope is None:
