@@ -64,11 +64,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         pyfuncitem.obj = function
 
 
+def threads_of_python() -> set[threading.Thread]:
+    """Return the threads that run and that Python has started.
+
+    Autograd keeps a thread for each GPU until the process ends. It is listed once it has run Python code, cannot be
+    joined, and is of no test's making.
+    """
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
-    before = set(threading.enumerate())
+    before = threads_of_python()
     yield
-    left = [thread for thread in set(threading.enumerate()) - before if thread.name != "watched test"]
+    left = [thread for thread in threads_of_python() - before if thread.name != "watched test"]
     for thread in left:
         thread.join(2.0)
     assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
@@ -107,9 +116,11 @@ def device_lists(*sizes: int) -> list[Any]:
     """Device lists of the given sizes: CPU replicas, one GPU, several replicas on it, and distinct GPUs.
 
     Distinct GPUs in ascending order for every size, and in another order for the largest that there are enough of: the
-    first of a list is the one that merges, and need not be the GPU with the lowest index.
+    first of a list is the one that merges, and need not be the GPU with the lowest index. Without a GPU: CPU replicas.
     """
     lists = [pytest.param(["cpu"] * n, id=f"cpu-{n}") for n in sizes]
+    if not CUDA_COUNT:
+        return lists
     lists += [pytest.param([0] * n, id=f"cuda0-{n}", marks=pytest.mark.cuda) for n in sizes]
     distinct = [n for n in sizes if 1 < n <= CUDA_COUNT]
     lists += [pytest.param(list(range(n)), id=f"cuda-{n}", marks=pytest.mark.cuda) for n in distinct]
@@ -117,13 +128,6 @@ def device_lists(*sizes: int) -> list[Any]:
         pytest.param([n - 1, *range(n - 1)], id=f"cuda-{n}-rotated", marks=pytest.mark.cuda) for n in distinct[-1:]
     ]
     return lists
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not CUDA_COUNT:
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(params=device_lists(1, 2, 3, 4))

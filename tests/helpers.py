@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm.local_parallel import is_local
 
 
 def randomize(module: nn.Module) -> nn.Module:
@@ -108,17 +109,48 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
     assert error <= tolerance * largest, f"{what}: off by {error:.3g} of {largest:.3g}, allowed {tolerance:g} of it"
 
 
+def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
+    """Return whether torch's own scatter, replicate, parallel_apply and gather are used for these devices."""
+    return len(device_ids) > 1 and not is_local(as_devices(device_ids))
+
+
+def as_torch_names(device_ids: Sequence[Any], replica: int) -> str:
+    """Return the device of a replica as the text of an error has it: on distinct GPUs that is torch's, a number."""
+    device = as_devices(device_ids)[replica]
+    return str(device.index if are_distinct_gpus(device_ids) else device)
+
+
+def assert_same_gradient(
+    actual: Tensor | None,
+    expected: Tensor | None,
+    device_ids: Sequence[Any],
+    what: str = "",
+    tolerance: float | None = None,
+) -> None:
+    """Compare the gradients of a parameter, replicated over `device_ids`, and of that of the reference.
+
+    Where the reference has none, neither may the other have one. On distinct GPUs it may be zero: the backward of
+    `torch.nn.parallel._functions.Broadcast` makes the gradients of all parameters at once, and so fills in zeros for
+    the ones that the loss does not depend on, in plain `torch.nn.DataParallel` too.
+    """
+    if expected is None and actual is not None and are_distinct_gpus(device_ids):
+        assert not actual.count_nonzero(), f"{what}: not zero, though the loss does not depend on it"
+        return
+    assert (actual is None) == (expected is None), what
+    if actual is not None and expected is not None:
+        assert_equal(actual, expected, what, tolerance)
+
+
 def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | None = None) -> None:
     """Compare parameters, their gradients, and buffers of two modules, name by name."""
     actual = parallel.module if isinstance(parallel, nn.DataParallel) else parallel
     assert list(actual.state_dict()) == list(plain.state_dict())
     for name, expected in plain.state_dict().items():
         assert_equal(actual.state_dict()[name], expected, name, tolerance)
+    device_ids = parallel.device_ids if isinstance(parallel, nn.DataParallel) else ()
     gradients = dict(actual.named_parameters())
     for name, parameter in plain.named_parameters():
-        assert (gradients[name].grad is None) == (parameter.grad is None), f"gradient of {name}"
-        if parameter.grad is not None:
-            assert_equal(gradients[name].grad, parameter.grad, f"gradient of {name}", tolerance)
+        assert_same_gradient(gradients[name].grad, parameter.grad, device_ids, f"gradient of {name}", tolerance)
 
 
 def assert_same_step(
@@ -152,8 +184,12 @@ def as_rows(tensor: Tensor) -> Tensor:
 def assert_same_parts(
     plain: nn.Module, parallel: DataParallelWithCallback, parts: Sequence[Tensor], tolerance: float | None = None
 ) -> None:
-    """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows."""
-    ours, theirs = ([part.detach().clone().requires_grad_() for part in parts] for _ in range(2))
+    """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows.
+
+    The parts may be on any device: each replica gets a copy on its own, the reference copies on the first.
+    """
+    first = as_devices(parallel.device_ids)[0]
+    ours, theirs = ([part.detach().to(first, copy=True).requires_grad_() for part in parts] for _ in range(2))
     outputs = run_parts(parallel, ours)
     assert [output.shape for output in outputs] == [part.shape for part in parts]
     expected = plain(torch.cat([as_rows(part) for part in theirs]))

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import device_lists
-from helpers import assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
@@ -217,9 +217,7 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_told_apart(devi
     wanted = torch.autograd.grad(expected, [*parts, *plain.parameters()], grad, allow_unused=True)
     given = torch.autograd.grad(output, [*parts, *parallel.module.parameters()], grad, allow_unused=True)
     for a, b in zip(given, wanted, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_equal(a, b)
+        assert_same_gradient(a, b, devices)
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
@@ -373,11 +371,9 @@ def test_checkpoint_around_the_wrapper_is_exact(devices, inner):
         output.backward(grad)
         module.input_grad = input.grad
     assert_equal(parallel.input_grad, plain.input_grad)
-    names = dict(plain.named_parameters())
+    gradients = dict(plain.named_parameters())
     for name, parameter in parallel.module.named_parameters():
-        assert (parameter.grad is None) == (names[name].grad is None)
-        if parameter.grad is not None:
-            assert_equal(parameter.grad, names[name].grad, name)
+        assert_same_gradient(parameter.grad, gradients[name].grad, devices, name)
 
 
 def reentrant(net, x):

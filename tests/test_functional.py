@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conftest import device_lists
 from helpers import as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster
 from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
@@ -98,6 +99,38 @@ def test_inputs_that_differ_in_kind_are_refused_with_their_values(devices, kind)
     assert parallel.module.bn.num_batches_tracked == 0
 
 
+def dry_run(sizes, device):
+    """Try a call with tensors that have no memory, as tools that estimate memory do."""
+    with FakeTensorMode():
+        sync_moments(torch.empty(sizes, dtype=torch.float64, device=device), None)
+
+
+def evaluation(sizes, device):
+    with torch.inference_mode():
+        sync_moments(torch.randn(sizes, dtype=torch.float64, device=device), None)
+
+
+@pytest.mark.parametrize("before", [dry_run, evaluation], ids=lambda before: before.__name__)
+@pytest.mark.parametrize("devices", device_lists(1))
+def test_calls_leave_nothing_behind_that_later_ones_stumble_over(devices, before):
+    device = as_devices(devices)[0]
+    sizes = (13, 7, 3) if before is dry_run else (17, 7, 3)  # with which no other test calls
+    before(sizes, device)
+    input = torch.randn(sizes, dtype=torch.float64, device=device, requires_grad=True)
+    mean, var, _ = sync_moments(input, None)
+    var_there, mean_there = torch.var_mean(input, (0, 2), correction=0)
+    assert_equal(mean, mean_there)
+    assert_equal(var, var_there)
+    weights = torch.randn_like(mean)
+    penalties = []
+    for result in (mean * var, mean_there * var_there):
+        (grad,) = torch.autograd.grad((result * weights).sum(), input, create_graph=True)
+        (penalty,) = torch.autograd.grad(grad.pow(2).sum(), input)
+        penalties.append(penalty)
+    assert_equal(*penalties)
+    before(sizes, device)
+
+
 class Conditional(nn.Module):
     """Makes the weight of its layer from the first row of the input: another one in each replica."""
 
@@ -111,13 +144,15 @@ class Conditional(nn.Module):
         return self.bn(input)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
+@pytest.mark.parametrize("devices", device_lists(2, 4))
 def test_parameters_that_each_replica_makes_are_its_own(devices):
+    # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
     plain, parallel = twins(Conditional().double(), devices)
-    data = doubles(6, 3, devices=devices).requires_grad_()
+    rows = 3
+    data = doubles(len(devices) * rows, 3, devices=devices).requires_grad_()
     again = data.detach().clone().requires_grad_()
-    output, grad = parallel(data), doubles(6, 3, devices=devices)
-    firsts = again[[0, 0, 0, 3, 3, 3]]
+    output, grad = parallel(data), torch.randn_like(data)
+    firsts = again[::rows].repeat_interleave(rows, 0)
     normalized = F.batch_norm(again, None, None, training=True)
     expected = normalized * plain.bn.weight * (plain.scale * firsts).exp() + plain.bn.bias
     assert_equal(output, expected)

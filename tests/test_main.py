@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_gpus import is_simulated
 
 from sync_batchnorm import __main__ as command
 from sync_batchnorm import selfcheck
@@ -296,6 +297,7 @@ def test_copy_that_arrives_wrong_is_found(monkeypatch):
     assert selfcheck.check_copy("cpu", "cpu") == (False, "1 of 64 values arrive wrong")
 
 
+@pytest.mark.skipif(is_simulated(), reason="the checks run in processes of their own, which have no simulated GPUs")
 @pytest.mark.cuda
 @pytest.mark.watchdog(60)
 def test_gpus_of_this_machine_are_all_right(capsys):

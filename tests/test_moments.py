@@ -158,7 +158,8 @@ def test_gradients_are_those_of_autograd(devices, kind):
     expected = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad), strict=True))
     with torch.no_grad():
         sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, normalizer, affine)
-        coefficients = normalization.gradient_coefficients(torch.stack((sum_dy, sum_dy_normalized)), 40, affine)
+        sums = normalization.weigh_sums(torch.stack((sum_dy, sum_dy_normalized)), affine)
+        coefficients = normalization.gradient_coefficients(sums, 40, affine)
         grad_input = normalization.input_gradient(grad, input, normalizer, affine, coefficients)
     assert_equal(grad_input, expected[id(input)], "input gradient")
     for parameter, actual in ((weight, sum_dy_normalized), (bias, sum_dy)):

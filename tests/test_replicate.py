@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_same_step, doubles, twins
+from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm import (
@@ -121,17 +121,21 @@ class Renamed(nn.DataParallel):
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_patched_wrapper_computes_what_ours_computes(devices):
     plain, ours = twins(TwoLayers().double(), devices)
-    theirs = nn.DataParallel(ours.module, devices if devices == [0, 1] else [])
-    for name in ("device_ids", "output_device", "dim", "src_device_obj"):
-        setattr(theirs, name, getattr(ours, name))  # Torch wants distinct accelerators and would not keep others.
+    # Torch wants distinct accelerators. To others it would not keep, and on one GPU it would move the module there.
+    theirs = nn.DataParallel(ours.module if are_distinct_gpus(devices) else nn.Identity())
+    for name in ("module", "device_ids", "output_device", "dim", "src_device_obj"):
+        setattr(theirs, name, getattr(ours, name))
     assert patch_replication_callback(patch_replication_callback(theirs)) is theirs
     assert_same_step(plain, theirs, doubles(4, 3, 6, 6, devices=devices))
 
 
-@pytest.mark.parametrize("devices", [d for d in device_lists(2) if d.id == "cuda-2"] or device_lists(1))
+TAKEN_BY_TORCH = ("cuda0-1", "cuda-2", "cuda-2-rotated") if torch.cuda.is_available() else ("cpu-1",)
+
+
+@pytest.mark.parametrize("devices", [d for d in device_lists(1, 2) if d.id in TAKEN_BY_TORCH])
 def test_patched_subclass_computes_what_ours_computes(devices):
     plain, ours = twins(TwoLayers().double(), devices)
-    theirs = patch_replication_callback(Renamed(ours.module, devices if len(devices) > 1 else []))
+    theirs = patch_replication_callback(Renamed(ours.module, devices if devices != ["cpu"] else None))
     assert_same_step(plain, theirs, doubles(4, 3, 6, 6, devices=devices))
 
 

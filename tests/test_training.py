@@ -5,6 +5,7 @@ import torch
 from conftest import device_lists, every_kernel
 from helpers import (
     TOLERANCES,
+    as_devices,
     assert_equal,
     assert_same_parts,
     assert_same_state,
@@ -197,6 +198,19 @@ def test_channels_last_in_three_dimensions_is_kept(devices, dtype):
     assert output.is_contiguous(memory_format=torch.channels_last_3d)
     assert input.grad.is_contiguous(memory_format=torch.channels_last_3d)
     assert_equal(output.float(), plain(data.float()), tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_single_samples_in_channels_last_keep_their_strides(devices, dtype):
+    # Not only `is_contiguous`, which ignores a dimension of size one: by the stride of that, other operators choose.
+    _, parallel = twins(nn.BatchNorm2d(5).to(dtype), devices)
+    data = torch.randn(2, 5, 4, 3, dtype=dtype, device=as_devices(devices)[0])
+    inputs = [part.contiguous(memory_format=torch.channels_last).requires_grad_() for part in data.chunk(2)]
+    outputs = run_parts(parallel, inputs)
+    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+    assert [output.stride() for output in outputs] == [(60, 1, 15, 5)] * 2
+    assert [input.grad.stride() for input in inputs] == [(60, 1, 15, 5)] * 2
 
 
 @pytest.mark.parametrize("formats", [("channels_last", "contiguous"), ("contiguous", "channels_last")], ids=str)
@@ -407,22 +421,25 @@ def test_tied_weights_get_the_gradient_of_all_their_uses(devices):
 
 
 class Recurrent(nn.Module):
+    """Has an RNN, whose replicas find their weights in a list; not an LSTM, whose kernels simulated GPUs lack."""
+
     def __init__(self):
         super().__init__()
-        self.lstm, self.bn = nn.LSTM(3, 4, batch_first=True), nn.BatchNorm1d(4)
+        self.rnn, self.bn = nn.RNN(3, 4, batch_first=True), nn.BatchNorm1d(4)
         self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
 
     def forward(self, input):
-        self.lstm.flatten_parameters()
-        output, _ = self.lstm(input)
+        self.rnn.flatten_parameters()
+        output, _ = self.rnn(input)
         normalized = self.bn(output.transpose(1, 2))
         return (normalized * self.phase.view(-1, 1)).abs()
 
 
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_recurrent_nets_and_complex_parameters_go_along(devices):
     net = Recurrent()
-    net.lstm.double()
+    net.rnn.double()
     net.bn.double()
     plain, parallel = twins(net, devices)
     data = doubles(5, 6, 3, devices=devices)
@@ -433,7 +450,7 @@ def test_recurrent_nets_and_complex_parameters_go_along(devices):
     output.backward(grad)
     assert parallel.module.phase.grad.dtype == torch.complex128
     assert_equal(torch.view_as_real(parallel.module.phase.grad), torch.view_as_real(plain.phase.grad))
-    assert_equal(parallel.module.lstm.weight_ih_l0.grad, plain.lstm.weight_ih_l0.grad)
+    assert_equal(parallel.module.rnn.weight_ih_l0.grad, plain.rnn.weight_ih_l0.grad)
 
 
 # Norms of one's own, built on `sync_moments`.

@@ -1,0 +1,201 @@
+// Every operator without a kernel of its own: the CPU kernel runs over the same memory, as one launch.
+#pragma once
+
+#include <torch/csrc/jit/runtime/custom_operator.h>
+
+#include <set>
+
+#include "tensors.h"
+
+namespace simulated_gpus {
+
+// Operators whose result has a size, or a value, that the host must know. `item` and copies to the host count by themselves.
+inline bool waits_for_result(const std::string& name) {
+  static const std::set<std::string> names{
+      "nonzero",      "masked_select", "equal",       "unique_dim",         "unique_consecutive",
+      "_unique",      "_unique2",      "bincount",    "repeat_interleave",  "unique_dim_consecutive"};
+  return names.count(name.substr(0, name.find('.'))) > 0;
+}
+
+inline bool takes_indices(const std::string& name) {
+  return name.rfind("index", 0) == 0 || name.rfind("_index_put", 0) == 0 || name.rfind("_unsafe_index", 0) == 0;
+}
+
+// The arguments of one call: which device it runs on, and what becomes of its tensors.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, const std::string& name) : schema_(op.schema()), name_(name) {}
+
+  void find_device(const std::vector<c10::IValue>& arguments) {
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const auto& value = arguments[i];
+      if (value.isTensor()) check(value.toTensor(), is_written(i), false);
+      else if (value.isTensorList())
+        for (const Tensor& tensor : value.toTensorVector()) check(tensor, is_written(i), false);
+      else if (value.isOptionalTensorList()) {
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorList().vec())
+          if (tensor) check(*tensor, false, takes_indices(name_));
+      } else if (value.isDevice() && value.toDevice().is_cuda() && device_ < 0)
+        device_ = index_or_current(value.toDevice());
+    }
+    if (device_ < 0) device_ = current_device;
+    check_device(device_);
+  }
+
+  torch::jit::Stack arguments_on_host(const std::vector<c10::IValue>& arguments) {
+    torch::jit::Stack stack;
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const auto& value = arguments[i];
+      if (value.isTensor()) stack.emplace_back(on_host(value.toTensor(), is_written(i)));
+      else if (value.isTensorList()) {
+        std::vector<Tensor> tensors;
+        for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(on_host(tensor, is_written(i)));
+        stack.emplace_back(tensors);
+      } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> tensors;
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorList().vec())
+          tensors.push_back(tensor ? std::optional<Tensor>(on_host(*tensor, false)) : tensor);
+        stack.emplace_back(tensors);
+      } else if (value.isDevice()) stack.emplace_back(Device(c10::kCPU));
+      else if (schema_.arguments()[i].name() == "generator") stack.emplace_back(generator_on_host(value));
+      else stack.emplace_back(value);
+    }
+    return stack;
+  }
+
+  // An `out=` of another size was given new memory of the host by the CPU kernel.
+  void resize_outputs() {
+    for (auto& [original, view] : written_)
+      if (!view.sizes().equals(original.sizes()) || !view.strides().equals(original.strides()) ||
+          view.storage().data() != original.storage().data()) {
+        bool moved = view.storage().data() != original.storage().data();
+        resize_to(original, view.sizes(), view.strides());
+        if (moved && view.numel()) host_view(original).copy_(view);
+      }
+  }
+
+  c10::IValue result(const c10::IValue& value) {
+    if (value.isTensor()) return result(value.toTensor());
+    if (!value.isTensorList()) return value;
+    std::vector<Tensor> tensors;
+    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(result(tensor));
+    return tensors;
+  }
+
+  void count() {
+    if (made_view_ && !made_tensor_ && writes_.empty()) return;  // A view is no work for the device.
+    bool empty = !writes_.empty();
+    for (const auto& tensor : writes_) empty = empty && tensor.numel() == 0;
+    if (empty && !waits_for_result(name_)) return;  // Nothing is launched for a result without elements.
+    auto stream = current_stream(device_);
+    launch(name_, stream, reads_, writes_);
+    if (waits_for_result(name_)) host_waits_for_stream(stream, name_);
+    else if (index_on_host_) host_waits_for_stream(stream, name_ + " with indices on the host");
+    else if (mask_) host_waits_for_stream(stream, name_ + " with a mask");
+  }
+
+ private:
+  bool is_written(size_t argument) const {
+    const auto* alias = schema_.arguments()[argument].alias_info();
+    return alias && alias->isWrite();
+  }
+
+  void check(const Tensor& tensor, bool written, bool index) {
+    if (!tensor.defined()) return;
+    if (tensor.is_cuda()) {
+      int device = tensor.device().index();
+      TORCH_CHECK(
+          device_ < 0 || device_ == device, "Expected all tensors to be on the same device, but found at least two devices, "
+          "cuda:", device_, " and cuda:", device, "! (when checking arguments of ", name_, ")");
+      device_ = device;
+      mask_ = mask_ || (index && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte));
+    } else if (tensor.device().is_cpu()) {
+      // Numbers may be given as tensors of the CPU, and so may indices, which torch copies to the device.
+      TORCH_CHECK(
+          (tensor.dim() == 0 && !written) || index, "Expected all tensors to be on the same device, but found at least two "
+          "devices, cuda and cpu! (when checking arguments of ", name_, ")");
+      index_on_host_ = index_on_host_ || index;
+    }
+  }
+
+  Tensor on_host(const Tensor& tensor, bool written) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    auto view = host_view(tensor);
+    views_.emplace_back(tensor, view);
+    if (written) written_.emplace_back(tensor, view);
+    (written ? writes_ : reads_).push_back(tensor);
+    return view;
+  }
+
+  c10::IValue generator_on_host(const c10::IValue& value) const {
+    auto generator = value.isNone() ? default_generator(device_) : value.toGenerator();
+    TORCH_CHECK(
+        generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
+        generator.device().type(), "'");
+    return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->on_host();
+  }
+
+  Tensor result(const Tensor& computed) {
+    if (!computed.defined()) return computed;
+    for (const auto& [original, view] : views_)
+      if (view.is_same(computed)) return original;
+    for (const auto& [original, view] : views_)
+      if (computed.has_storage() && computed.storage().is_alias_of(view.storage())) {
+        made_view_ = true;
+        return view_as(original, computed);
+      }
+    made_tensor_ = true;
+    writes_.push_back(result_on(device_, computed));
+    return writes_.back();
+  }
+
+  const c10::FunctionSchema& schema_;
+  const std::string& name_;
+  int device_ = -1;
+  bool made_tensor_ = false, made_view_ = false, mask_ = false, index_on_host_ = false;
+  std::vector<Tensor> reads_, writes_;
+  std::vector<std::pair<Tensor, Tensor>> views_, written_;  // tensor of the device, view of the host
+};
+
+inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  std::string name = op.schema().name().substr(std::string("aten::").size());
+  if (op.schema().name().rfind("aten::", 0) != 0) name = op.schema().name();
+  if (!op.schema().overload_name().empty()) name += "." + op.schema().overload_name();
+
+  const auto number = op.schema().arguments().size();
+  auto arguments = torch::jit::last(*stack, number).vec();
+  Call call(op, name);
+  call.find_device(arguments);
+  torch::jit::Stack values;
+  {
+    Lock lock;
+    OnHost guards;
+    values = call.arguments_on_host(arguments);
+    op.callBoxed(&values);
+    call.resize_outputs();
+    for (auto& value : values) value = call.result(value);
+    call.count();
+  }
+  torch::jit::drop(*stack, number);
+  for (auto& value : values) stack->emplace_back(std::move(value));
+}
+
+// The kernel of the CPU takes no generator, and would draw from that of the CPU.
+inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  Lock lock;
+  OnHost guards;
+  auto device = input.device().index();
+  auto on_host = host_view(input);
+  auto mask = at::ones_like(on_host, on_host.options().dtype(at::kBool));
+  auto output = on_host.clone();
+  if (train.value_or(true)) {
+    auto generator = static_cast<Generator*>(default_generator(device).unsafeGetGeneratorImpl())->on_host();
+    mask.bernoulli_(1 - p, generator);
+    output.mul_(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p));
+  }
+  auto result = std::make_tuple(result_on(device, output), result_on(device, mask));
+  launch("native_dropout", current_stream(device), {input}, {std::get<0>(result), std::get<1>(result)});
+  return result;
+}
+
+}  // namespace simulated_gpus

@@ -1,0 +1,394 @@
+"""What only GPUs have: streams of the caller's own, several devices, half precision; the numbers stay those of one GPU.
+
+On simulated GPUs each of these tests also fails on a race and on memory that is reused while another stream may still
+use it, which is what most of them are about; on real GPUs they compare numbers.
+"""
+
+import contextlib
+import copy
+import itertools
+import re
+import threading
+import time
+
+import pytest
+import torch
+from conftest import CUDA_COUNT, device_lists
+from helpers import (
+    TOLERANCES,
+    TwoLayers,
+    as_devices,
+    as_torch_names,
+    assert_equal,
+    assert_same_parts,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    randomize,
+    run_parts,
+    twins,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+
+pytestmark = [
+    pytest.mark.cuda,
+    # The engine notes it where parameters were made on another stream than the one that first uses them, and waits.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+
+
+def gpu_lists(*sizes):
+    return [devices for devices in device_lists(*sizes) if devices.id.startswith("cuda")]
+
+
+def follow(streams, others):
+    for stream, other in zip(streams, others, strict=True):
+        stream.wait_stream(other)
+
+
+def defaults(streams):
+    """Return the default streams of the same devices."""
+    return [torch.cuda.default_stream(stream.device) for stream in streams]
+
+
+@contextlib.contextmanager
+def current(streams):
+    """Make the streams current on their devices; the current device stays what it is."""
+    device = torch.cuda.current_device()
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(torch.cuda.device(device))
+        yield
+
+
+@contextlib.contextmanager
+def on_streams(streams):
+    """Make the streams current, after what the default streams have to do; and let these follow in the end."""
+    follow(streams, defaults(streams))
+    with current(streams):
+        yield
+    follow(defaults(streams), streams)
+
+
+SIDES = {"first": slice(1), "others": slice(1, None), "all": slice(None)}
+
+
+def side_streams(devices, side):
+    """Return a new stream for some of the distinct devices."""
+    return [torch.cuda.Stream(device) for device in list(dict.fromkeys(as_devices(devices)))[SIDES[side]]]
+
+
+def used_here(tensors):
+    """Let the current streams use what others have made, and may free while they do; return it."""
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensors
+
+
+def input_gradients(outputs, inputs, grads, penalty):
+    if not penalty:
+        return torch.autograd.grad(outputs, inputs, grads)
+    first = torch.autograd.grad(outputs, inputs, grads, create_graph=True)
+    return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
+
+
+def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
+    """Compare one step of replicas, with its forward, its backward or both on the streams, and of all on one GPU.
+
+    Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
+    broadcast reads what another GPU has made on the default stream there, without waiting for it.
+    """
+    devices = as_devices(parallel.device_ids)
+    parts = [doubles(2 + i % 2, 3, 7, 6, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
+    grads = [torch.randn(len(part), 4, 3, 2, dtype=part.dtype, device=part.device) for part in parts]
+    with contextlib.ExitStack() as stack:
+        if where != "backward":
+            stack.enter_context(on_streams(streams))
+        outputs = run_parts(parallel, parts)
+        if where == "forward":
+            stack.close()
+        if where == "backward":
+            stack.enter_context(on_streams(streams))
+        found = input_gradients(outputs, parts, grads, penalty)
+    outputs, found = used_here(outputs), used_here(found)
+    first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
+    expected = plain(torch.cat(first))
+    wanted = input_gradients([expected], first, [torch.cat([grad.to(devices[0]) for grad in grads])], penalty)
+    assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, "output")
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert_equal(ours, theirs, f"input gradient of replica {i}")
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("devices", gpu_lists(2, 4))
+def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, where):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    streams = side_streams(devices, side)
+    for _ in range(2):  # The second finds the memory that the first has freed.
+        assert_same_on_streams(plain, parallel, streams, where)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("devices", gpu_lists(2))
+def test_gradient_penalties_on_side_streams_are_those_of_one_gpu(devices, side):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    streams = side_streams(devices, side)
+    for _ in range(2):
+        assert_same_on_streams(plain, parallel, streams, "both", penalty=True)
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["recorded", "no_grad"])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    batches = [doubles(8, 3, 7, 6, devices=devices) for _ in range(3)]
+    with torch.set_grad_enabled(records):
+        with on_streams(side_streams(devices, side)):
+            for data in batches:  # Each frees what the one before it has used, while the streams may still be busy.
+                output = parallel(data)
+        for data in batches:
+            expected = plain(data)
+    assert_equal(*used_here((output, expected)))
+    assert_same_state(parallel, plain)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its net in the backward, or does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.recomputes = TwoLayers(), True
+
+    def forward(self, input):
+        return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("devices", gpu_lists(2))
+def test_checkpoints_on_side_streams_are_those_of_one_gpu(devices, side):
+    plain, parallel = twins(Checkpointed().double(), devices)
+    plain.recomputes = False  # A plain layer would count its statistics twice.
+    streams = side_streams(devices, side)
+    for _ in range(2):
+        assert_same_on_streams(plain, parallel, streams, "both")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(1, 2) if devices.id != "cuda0-2"])
+def test_patched_wrappers_on_side_streams_compute_what_one_gpu_computes(devices, side):
+    plain, _ = twins(TwoLayers().double(), devices)
+    parallel = patch_replication_callback(nn.DataParallel(convert_model(copy.deepcopy(plain)), devices))
+    data = doubles(8, 3, 7, 6, devices=devices)
+    with on_streams(side_streams(devices, side)):
+        for _ in range(2):
+            output = parallel(data)
+    for _ in range(2):
+        expected = plain(data)
+    assert_equal(*used_here((output, expected)))
+    assert_same_state(parallel, plain)
+
+
+class Stateless(nn.Module):
+    """Keeps no running statistics, so that several calls of it may run at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, input):
+        return torch.tanh(self.bn(input))
+
+
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_calls_on_two_streams_need_no_order(devices):
+    plain, parallel = twins(Stateless().double(), devices)
+    batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
+    sides = [side_streams(devices, "all") for _ in batches]
+    outputs = []
+    for side in sides:
+        follow(side, defaults(side))
+    for side, batch in zip(sides, batches, strict=True):
+        with current(side):
+            outputs.append(parallel(batch))
+    for side in sides:
+        follow(defaults(side), side)
+    for output, batch in zip(used_here(outputs), batches, strict=True):
+        assert_equal(output, plain(batch))
+
+
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_calls_in_two_threads_need_no_order(devices):
+    plain, parallel = twins(Stateless().double(), devices)
+    batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
+    torch.cuda.synchronize(as_devices(devices)[0])
+    outputs = [None, None]
+
+    def call(i):
+        side = side_streams(devices, "all")
+        with torch.no_grad(), current(side):
+            for _ in range(3):
+                outputs[i] = parallel(batches[i])
+        for stream in side:
+            stream.synchronize()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, device in itertools.product(range(2), set(as_devices(devices))):
+        torch.cuda.synchronize(device)
+        assert_equal(outputs[i], plain(batches[i]))
+
+
+@pytest.mark.skipif(CUDA_COUNT < 3, reason="needs three GPUs")
+def test_outputs_may_be_gathered_on_a_third_gpu():
+    plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)
+    data = doubles(6, 3, 7, 6, devices=[0])
+    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
+    output, expected = parallel(ours), plain(theirs)
+    assert output.device == torch.device("cuda", 2)
+    grad = torch.randn_like(expected)
+    output.backward(grad.to(output.device))
+    expected.backward(grad)
+    assert_equal(output, expected, "output")
+    assert_equal(ours.grad, theirs.grad, "input gradient")
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor is deprecated")  # as torch's own scatter does
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_inputs_may_be_on_the_cpu(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    data = doubles(9, 3, 7, 6)
+    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
+    output, expected = parallel(ours), plain(theirs.to(as_devices(devices)[0]))
+    grad = torch.randn_like(expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_equal(output, expected, "output")
+    assert_equal(ours.grad, theirs.grad, "input gradient")
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_cumulative_averages_are_those_of_one_gpu(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3, momentum=None).double(), devices)
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(9, 3, 4, 5, devices=devices))
+
+
+@pytest.mark.parametrize("empty", range(2))
+@pytest.mark.parametrize("devices", gpu_lists(2))
+def test_one_value_a_channel_in_all_replicas_is_refused_and_the_next_step_works(devices, empty):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    parts = [doubles(1, 3), doubles(1, 3)]
+    parts[empty] = doubles(0, 3)
+    with pytest.raises(ValueError, match=re.escape("Expected more than 1 value per channel when training")):
+        run_parts(parallel, parts)
+    parts[empty] = doubles(2, 3)
+    assert_same_parts(plain, parallel, parts)
+
+
+@pytest.mark.parametrize("devices", gpu_lists(4))
+def test_groups_are_normalized_apart(devices):
+    plain = randomize(nn.BatchNorm2d(3)).double().to(as_devices(devices)[0])
+    model = convert_model(copy.deepcopy(plain), group_size=2)
+    parallel = DataParallelWithCallback(model, devices, timeout=5.0)
+    data = doubles(8, 3, 4, 5, devices=devices)
+    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
+    output, grad = parallel(ours), torch.randn_like(data)
+    halves = [plain(theirs[:4]), copy.deepcopy(plain)(theirs[4:])]
+    expected = torch.cat(halves)
+    output.backward(grad)
+    (wanted,) = torch.autograd.grad(expected, theirs, grad)
+    assert_equal(output, expected, "output")
+    assert_equal(ours.grad, wanted, "input gradient")
+    assert_equal(model.running_mean, plain.running_mean, "running mean")  # that of the first group
+    assert_equal(model.running_var, plain.running_var, "running variance")
+
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_steps_under_autocast_are_those_of_one_gpu(devices, dtype):
+    # Without biases in front of a normalization: their gradients are nothing but rounding errors.
+    convs = [nn.Conv2d(3, 6, 3, bias=False), nn.Conv2d(6, 4, 3, bias=False)]
+    net = nn.Sequential(convs[0], nn.BatchNorm2d(6), nn.ReLU(), convs[1], nn.BatchNorm2d(4))
+    plain, parallel = twins(net, devices)
+    data = torch.randn(8, 3, 7, 6, device=as_devices(devices)[0])
+    grad = None
+    found = []
+    for module in (plain, parallel):
+        input = data.clone().requires_grad_()
+        with torch.autocast("cuda", dtype=dtype):
+            output = module(input)
+        grad = torch.randn_like(output) if grad is None else grad
+        output.backward(grad)
+        found.append((output, input.grad))
+    assert found[1][0].dtype == dtype
+    for what, expected, actual in zip(("output", "input gradient"), *found, strict=True):
+        assert_equal(actual, expected, what, TOLERANCES[dtype])
+    assert_same_state(parallel, plain, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("weights", [*LOW, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
+def test_half_precision_is_as_close_to_double_precision_as_its_digits_are(devices, dtype, weights):
+    if weights not in (dtype, torch.float32):
+        pytest.skip("torch has no such mixture")
+    _, parallel = twins(nn.BatchNorm2d(3).to(weights), devices)
+    exact = copy.deepcopy(parallel.module).double()
+    data = torch.randn(8, 3, 6, 5, device=as_devices(devices)[0]).to(dtype)
+    ours, theirs = data.clone().requires_grad_(), data.double().requires_grad_()
+    output = parallel(ours)
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    expected = exact(theirs)
+    expected.backward(grad.double())
+    assert output.dtype == ours.grad.dtype == dtype
+    assert_equal(output.double(), expected, "output", TOLERANCES[dtype])
+    assert_equal(ours.grad.double(), theirs.grad, "input gradient", TOLERANCES[dtype])
+    for name, parameter in exact.named_parameters():
+        actual = getattr(parallel.module, name).grad
+        assert_equal(actual.double(), parameter.grad, name, TOLERANCES[dtype])
+    assert_equal(parallel.module.running_mean.double(), exact.running_mean, "running mean", TOLERANCES[weights])
+    assert_equal(parallel.module.running_var.double(), exact.running_var, "running variance", TOLERANCES[weights])
+
+
+class FailsOnce(nn.Module):
+    """Fails between its two layers in the replica that finds a marked sample, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def forward(self, input):
+        normalized = self.first(input)
+        if float(input.detach()[0, 0]) == 100.0:
+            raise ValueError("no such sample")
+        return self.last(torch.tanh(normalized))
+
+
+@pytest.mark.parametrize("devices", gpu_lists(2, 4))
+def test_failing_replica_is_named_at_once_and_the_next_step_works(devices):
+    plain, parallel = twins(FailsOnce().double(), devices)
+    data = doubles(4 * len(devices), 3, devices=devices)
+    marked = data.clone()
+    marked[4] = 100.0  # the first row of replica 1
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=f"Caught ValueError in replica 1 on device {as_torch_names(devices, 1)}"):
+        parallel(marked)
+    assert time.monotonic() - begin < 2.0  # far less than the timeout of five seconds
+    plain.load_state_dict(parallel.module.state_dict())  # The first layer has counted its call.
+    assert_same_step(plain, parallel, data)
