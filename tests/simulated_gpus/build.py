@@ -70,7 +70,7 @@ def _build(path: Path, torch: Path, version: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = torch / "lib"
-    # Several processes may build at once, each into a file of its own. The last to finish replaces the same by the same.
+    # Several processes may build at once, each into its own file. The last to finish replaces the same by the same.
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     command = [*compiler.split(), *FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]

@@ -1,4 +1,4 @@
-"""The option `--simulated-gpus` of pytest: runs the tests marked `cuda` on simulated GPUs, and fails them on every report."""
+"""The option `--simulated-gpus` of pytest: tests marked `cuda` run on simulated GPUs, and fail on every report."""
 
 from __future__ import annotations
 
