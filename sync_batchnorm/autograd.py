@@ -34,7 +34,7 @@ it. Tensors go from one place to another through `hand_over` alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -89,10 +89,15 @@ def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
     if source.device == target.device:
         if target.stream is not None and source.stream is not None and target.stream != source.stream:
             target.stream.wait_stream(source.stream)
-            tensor.record_stream(target.stream)
+            _record(tensor, target.stream)
         return tensor
     with source.entered(), target.entered():  # torch orders a copy after one stream, and the other after it
         return tensor.to(target.device, non_blocking=True)
+
+
+def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    with suppress(RuntimeError):  # of batched gradients, which have no memory of their own
+        tensor.record_stream(stream)
 
 
 def bring(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
@@ -252,8 +257,8 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
     for stream, engine in order:
         stream.wait_stream(engine)
     for grad, place in zip(grads, (*call.places, *call.pair_places), strict=False):
-        if grad is not None:
-            grad.record_stream(place.stream)
+        if grad is not None and place.stream is not None:
+            _record(grad, place.stream)
     with call.home.entered():
         yield
     for stream, engine in order:

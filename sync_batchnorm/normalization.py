@@ -209,5 +209,8 @@ def fused_input_gradient(
         grad_output = torch.zeros_like(input)
     elif weighted and weight is not None:
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
-    weight = None if weighted else weight
+    if weighted or weight is None:
+        weight = None
+    elif weight.dtype != statistics.mean.dtype:  # which this operator wants for contiguous inputs
+        weight = weight.to(statistics.mean.dtype)
     return torch.batch_norm_backward_elemt(grad_output, input, *statistics, weight, *totals.unbind(), count)

@@ -43,17 +43,18 @@ _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of
 
 class _RefuseGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, _input: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, constant: tuple[Tensor], *_: Tensor) -> Tensor:
+        return constant[0]  # not as an argument: what is returned would be a view, which cannot be changed in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         raise RuntimeError(DIFFERENTIATED)
 
 
 def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
     """Return `constant` as what it was in the first call, a function of `input`, whose gradient is refused."""
-    refused: Tensor = _RefuseGradient.apply(constant.detach().requires_grad_(), input)  # type: ignore[no-untyped-call]
+    leaf = torch.empty(0, device=input.device, requires_grad=True)  # `input` may need no gradient
+    refused: Tensor = _RefuseGradient.apply((constant,), leaf, input)  # type: ignore[no-untyped-call]
     return refused
 
 
