@@ -83,8 +83,11 @@ def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor |
         found, memory = _fast_moments(input)
         # What is not finite would spoil what is: without a shift, those channels are as torch has them.
         shift = torch.nan_to_num(found.mean.mean(0), 0.0, 0.0, 0.0)
-        mean, var, count = _fast_moments(input - per_channel(shift, input))[0]
-        return Moments(mean.double() + shift, var, count), memory
+        mean, var, part = _fast_moments(input - per_channel(shift, input))[0]
+        mean = mean.double() + shift
+        if not bool(mean.isfinite().all()):  # The fast operator finds NaN where sums, and with them torch, find Inf.
+            mean = torch.where(mean.isfinite(), mean, input.sum(reduced_dims(input), dtype=dtype) / count)
+        return Moments(mean, var, part), memory
     if kind == "cpu":
         return _fast_moments(input)
     if kind == "cuda":

@@ -51,14 +51,22 @@ def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
 
     `memory`, if given, is contiguous and of the size of `input`.
     """
-    if input.is_contiguous():  # Sizes of one have any strides, which say what the format is meant to be: keep them.
-        if memory is None:
-            return torch.empty_like(input)
-        return memory if memory.stride() == input.stride() else memory.as_strided(input.shape, input.stride())
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if input.dim() in formats and input.is_contiguous(memory_format=formats[input.dim()]):
-        return torch.empty_like(input, memory_format=formats[input.dim()])
+    if not input.is_contiguous() and _looks_channels_last(input):
+        return torch.empty_like(input, memory_format=_CHANNELS_LAST[input.dim()])
     return memory if memory is not None else torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _looks_channels_last(input: Tensor) -> bool:
+    """Return whether torch makes a channels_last output of `input`: channels lie side by side, rows in their order."""
+    strides, least = input.stride(), 0
+    for dim in (1, *range(input.dim() - 1, 1, -1), 0):
+        if strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(input.shape[dim], 1)
+    return input.dim() in _CHANNELS_LAST
 
 
 @kept
@@ -71,7 +79,7 @@ def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | Non
 
     `out` is memory for the result, or None to take some.
     """
-    if input.dtype == slope.dtype and not input.is_contiguous():
+    if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
     zeros, ones = _zeros_and_ones(len(slope), slope.dtype)
     if out is None:

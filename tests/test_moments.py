@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import device_lists
 from helpers import assert_equal, doubles
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sync_batchnorm import moments, normalization
 
@@ -19,10 +20,9 @@ def plain_moments(input):
     return torch.stack((elements.mean(1), elements.var(1, correction=0)))
 
 
-def parts_of(input, sizes):
-    """Return the parts of `input`, their moments, and their counts."""
-    parts = input.split(list(sizes))
-    return parts, [moments.local_moments(part) for part in parts], [moments.channel_count(part.shape) for part in parts]
+def moments_of(input, exact=False):
+    """Return the moments of `input` as ``(2, C)``."""
+    return torch.stack(moments.merge_moments([moments.local_moments(input, exact)[0]]))
 
 
 @pytest.mark.parametrize(
@@ -48,73 +48,163 @@ def test_vectors_broadcast_over_channels(shape):
     assert torch.equal(spread.mean(moments.reduced_dims(spread)), vector)
 
 
+EXACT = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+
+
+@EXACT
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("devices", DEVICE)
-def test_local_moments_are_mean_and_biased_variance(devices, shape, dtype):
+def test_local_moments_are_mean_and_biased_variance(devices, shape, dtype, exact):
     input = doubles(*shape, devices=devices).to(dtype)
-    actual = moments.local_moments(input)
+    actual = moments_of(input, exact)
     assert actual.dtype == torch.float64
-    assert_equal(actual, plain_moments(input), tolerance=1e-10 if devices == ["cpu"] else 1e-6)
+    tolerance = 1e-10 if dtype == torch.float64 and devices == ["cpu"] else 1e-6
+    assert_equal(actual, plain_moments(input), tolerance=tolerance)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "strided": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+    "one-sample-of-many": lambda x: x.contiguous(memory_format=torch.channels_last)[2:3],
+    "channels-of-many": lambda x: x.contiguous(memory_format=torch.channels_last)[:, 1:],
+}
+
+
+@EXACT
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [4, 15, 33, 72])
+def test_local_moments_of_any_strides_and_size_are_right(size, layout, exact):
+    input = LAYOUTS[layout](doubles(5, 17, size, size).float())
+    assert_equal(moments_of(input, exact), plain_moments(input), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
-@pytest.mark.parametrize("size", [15, 16, 33, 72, 140])
-@pytest.mark.parametrize("devices", DEVICE)
-def test_local_moments_of_any_size_and_format_keep_the_digits_of_a_large_mean(devices, size, memory_format):
-    input = (doubles(8, 17, size, size, devices=devices) + 1000).float().to(memory_format=memory_format)
-    mean, var = moments.local_moments(input)
+@pytest.mark.parametrize("ratio", [0, 4, 16])
+@pytest.mark.parametrize("shape", [(4, 64, 56, 56), (4, 256, 28, 28), (4, 512, 7, 7), (2, 8, 4, 4)], ids=str)
+def test_fast_variance_is_good_to_a_millionth_where_it_is_used(shape, ratio, memory_format):
+    input = (doubles(*shape) + ratio * (1 - 0.05 * torch.rand(1, shape[1], 1, 1))).float()
+    mean, var = moments_of(input.contiguous(memory_format=memory_format))
     expected_mean, expected_var = plain_moments(input)
-    assert_equal(mean, expected_mean, tolerance=1e-6)
-    assert_equal(var, expected_var, tolerance=1e-4)  # sums of plain squares in float32 are off by 0.1 and more
+    assert float(((var - expected_var) / expected_var).abs().max()) <= 1e-6
+    torchs = torch.zeros(shape[1])
+    F.batch_norm(input.contiguous(memory_format=memory_format), torchs, torch.ones(shape[1]), training=True, momentum=1.0)
+    errors = [float(((found - expected_mean) / expected_var.sqrt()).abs().max()) for found in (mean, torchs)]
+    assert errors[0] <= max(2e-6, errors[1])
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("ratio", [30, 1e3, 1e4, 1e6], ids=str)
+def test_exact_variance_is_good_to_a_millionth_at_any_ratio(ratio, memory_format):
+    input = (doubles(4, 33, 40, 40) + ratio).float().contiguous(memory_format=memory_format)
+    _, var = moments_of(input, exact=True)
+    expected = plain_moments(input)[1]
+    assert float(((var - expected) / expected).abs().max()) <= 1e-6
+
+
+def test_one_channel_of_large_mean_takes_no_digits_from_the_others():
+    input = doubles(4, 8, 20, 20).float()
+    input[:, 3] += 1e4
+    fast, expected = moments_of(input), plain_moments(input)
+    assert not moments.precise(*fast, eps=1e-5)
+    exact = moments_of(input, exact=True)
+    assert float(((exact - expected)[1] / expected[1]).abs().max()) <= 1e-6
+
+
+UNTRUSTED = {
+    "large-mean": (torch.tensor([0.0, 17.0]), torch.tensor([1.0, 1.0])),
+    "constant": (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
+    "nan-mean": (torch.tensor([0.0, float("nan")]), torch.tensor([1.0, 1.0])),
+    "nan-variance": (torch.tensor([0.0, 0.0]), torch.tensor([1.0, float("nan")])),
+    "infinite-variance": (torch.tensor([0.0, 0.0]), torch.tensor([1.0, float("inf")])),
+}
+
+
+@pytest.mark.parametrize("kind", UNTRUSTED)
+def test_statistics_that_may_have_lost_digits_are_not_trusted(kind):
+    assert not moments.precise(*UNTRUSTED[kind], eps=1e-5)
+
+
+def test_statistics_with_a_mean_of_sixteen_deviations_are_trusted():
+    assert moments.precise(torch.tensor([0.0, 15.9]), torch.tensor([1.0, 1.0]), eps=1e-5)
+
+
+def test_constant_channels_that_eps_covers_are_trusted():
+    assert moments.precise(torch.tensor([0.04]), torch.tensor([0.0]), eps=1e-5)
 
 
 def test_local_moments_of_nothing_are_zero():
-    assert torch.equal(moments.local_moments(torch.zeros(0, 3, 2)), torch.zeros(2, 3, dtype=torch.float64))
+    found, memory = moments.local_moments(torch.zeros(0, 3, 2))
+    assert memory is None
+    assert found.count == 0
+    assert torch.equal(torch.stack(moments.merge_moments([found])), torch.zeros(2, 3, dtype=torch.float64))
 
 
-def test_variance_of_equal_values_is_not_negative():
-    mean, var = moments.local_moments(torch.full((64, 2, 40, 40), 1e6))
+@EXACT
+def test_variance_of_equal_values_is_not_negative(exact):
+    mean, var = moments_of(torch.full((64, 2, 40, 40), 1e6), exact)
     assert (var >= 0).all()
     assert_equal(mean, torch.full((2,), 1e6, dtype=torch.float64))
 
 
+def test_infinite_values_leave_what_torch_leaves():
+    input = torch.randn(4, 3, 5, 5)
+    input[0, 1, 0, 0] = float("inf")
+    mean, var = moments_of(input, exact=True)
+    assert mean[1] == float("inf")
+    assert var[1].isnan()
+    assert torch.isfinite(torch.stack((mean, var))[:, ::2]).all()
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("sizes", [(9,), (4, 5), (1, 2, 6), (0, 9), (3, 0, 6)], ids=str)
-def test_merged_moments_are_those_of_the_whole(sizes):
-    input = doubles(9, 3, 2) * 5 + 100
-    _, local, counts = parts_of(input, sizes)
-    assert_equal(torch.stack(moments.merge_moments(local, counts)), plain_moments(input))
+def test_merged_moments_are_those_of_the_whole(sizes, memory_format):
+    input = (doubles(9, 3, 2, 4) * 5 + 100).contiguous(memory_format=memory_format)
+    parts = [moments.local_moments(part)[0] for part in input.split(list(sizes))]
+    assert_equal(torch.stack(moments.merge_moments(parts)), plain_moments(input))
 
 
-@pytest.mark.parametrize("sizes", [(4, 5), (1, 2, 6), (3, 0, 6)], ids=str)
-def test_gradients_of_the_merge_are_those_of_autograd(sizes):
-    _, local, counts = parts_of(doubles(9, 3, 2), sizes)
-    local = [part.requires_grad_() for part in local]
-    grad = doubles(2, 3)
-    expected = torch.autograd.grad(
-        torch.stack(moments.merge_moments(local, counts)), local, grad, materialize_grads=True
-    )
-    for part, reference in zip(moments.merge_gradients(grad, local, counts), expected, strict=True):
-        assert_equal(part, reference)
+def test_parts_count_by_their_elements():
+    parts = [doubles(2, 3, 5), doubles(1, 3, 7), doubles(4, 3)[..., None]]
+    merged = torch.stack(moments.merge_moments([moments.local_moments(part)[0] for part in parts]))
+    whole = torch.cat([part.movedim(1, 0).flatten(1) for part in parts], 1)
+    assert_equal(merged, plain_moments(whole.T))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient_of_the_moments_is_that_of_autograd(shape):
-    input, grad = doubles(*shape).requires_grad_(), doubles(2, shape[1])
-    (expected,) = torch.autograd.grad(plain_moments(input), input, grad)
-    assert_equal(moments.moments_gradient(grad, input.detach()), expected)
+def test_constants_of_another_kind_of_tensor_are_not_kept():
+    counts = (3, 4, 5)
+    with FakeTensorMode():
+        moments.counts_on(torch.device("cpu"), None, counts, torch.float32)
+    found = moments.counts_on(torch.device("cpu"), None, counts, torch.float32)
+    assert found.tolist() == [3.0, 4.0, 5.0]
+    assert moments.counts_on(torch.device("cpu"), None, counts, torch.float32) is found
 
 
-def test_gradient_of_the_moments_of_nothing_is_nothing():
-    assert moments.moments_gradient(doubles(2, 3), torch.zeros(0, 3, 4)).shape == (0, 3, 4)
+def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
+    with torch.inference_mode():
+        found = moments.counts_on(torch.device("cpu"), None, (7, 8), torch.float64)
+    assert not found.is_inference()
 
 
-def forward(input, weight, bias, eps=0.1):
-    """Return the pieces of a normalization of `input` by its own moments, and what it should give."""
-    mean, var = moments.local_moments(input)
-    normalizer = torch.stack((mean, var + eps)).to(moments.statistics_dtype(input.dtype))
-    affine = normalization.make_affine(mean, var + eps, normalizer.dtype, weight, bias)
-    return normalizer, affine, F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+EPS = 0.1
+
+
+def statistics_of(input):
+    """Return what replicas normalize with, as the master makes it, and its unbiased form."""
+    mean, var = moments_of(input)
+    invstd = (var + EPS).rsqrt()
+    if input.is_cuda:
+        mean, invstd = (vector.to(moments.statistics_dtype(input.dtype)) for vector in (mean, invstd))
+    return normalization.Statistics(mean, invstd)
+
+
+def normalized(input, weight, bias):
+    statistics, output = statistics_of(input), normalization.memory_for_output(input)
+    normalization.normalize(input, statistics, None, weight, bias, output)
+    return output
 
 
 PARAMETERS = {"both": (True, True), "weight": (True, False), "bias": (False, True), "none": (False, False)}
@@ -131,68 +221,86 @@ def parameters(kind, channels, device):
 def test_normalization_is_that_of_torch(devices, shape, kind):
     input = doubles(*shape, devices=devices)
     weight, bias = parameters(kind, 3, input.device)
-    normalizer, affine, expected = forward(input, weight, bias)
-    assert_equal(normalization.normalize(input, normalizer, affine, bias), expected)
-    assert_equal(normalization.differentiable_normalize(input, normalizer, weight, bias), expected)
+    expected = F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS)
+    assert_equal(normalized(input, weight, bias), expected)
+
+
+ONE = [(1, 3, 4, 5), (4, 3, 1, 1), (1, 3, 1, 1), (4, 1, 3, 2), (4, 3, 1, 5)]
 
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), *ONE], ids=str)
 @pytest.mark.parametrize("devices", DEVICE)
-def test_normalization_keeps_dtype_and_memory_format(devices, dtype, memory_format):
-    input = doubles(2, 3, 4, 5, devices=devices).to(dtype, memory_format=memory_format)
-    normalizer, affine, _ = forward(input, None, None)
-    output = normalization.normalize(input, normalizer, affine, None)
-    assert output.dtype == dtype
-    assert output.stride() == input.stride()
+def test_normalization_keeps_dtype_and_strides_as_torch_does(devices, shape, dtype, memory_format):
+    input = doubles(*shape, devices=devices).to(dtype, memory_format=memory_format)
+    output = normalized(input, None, None)
+    running = torch.zeros(2, shape[1], dtype=dtype, device=input.device)
+    expected = F.batch_norm(input, *running, training=shape != (1, 3, 1, 1))
+    assert output.dtype == expected.dtype
+    assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "channels-of-many"])
+def test_normalization_of_unusual_strides_has_those_of_torch(layout):
+    input = LAYOUTS[layout](doubles(5, 4, 6, 6))
+    expected = F.batch_norm(input, None, None, None, None, True, 0.0, EPS)
+    assert_equal(normalized(input, None, None), expected)
+    assert normalized(input, None, None).stride() == expected.stride()
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["one-weight", "own-weights"])
 @pytest.mark.parametrize("devices", DEVICE)
-def test_gradients_are_those_of_autograd(devices, kind):
+def test_gradients_are_those_of_autograd(devices, weighted, kind):
     input, grad = (doubles(4, 3, 2, 5, devices=devices) for _ in range(2))
     weight, bias = parameters(kind, 3, input.device)
-    normalizer, affine, _ = forward(input, weight, bias)
+    statistics = statistics_of(input)
     leaves = [tensor.requires_grad_() for tensor in (input, weight, bias) if tensor is not None]
-    output = F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1)
+    output = F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS)
     expected = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, grad), strict=True))
     with torch.no_grad():
-        sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, normalizer, affine)
-        sums = normalization.weigh_sums(torch.stack((sum_dy, sum_dy_normalized)), affine)
-        coefficients = normalization.gradient_coefficients(sums, 40, affine)
-        grad_input = normalization.input_gradient(grad, input, normalizer, affine, coefficients)
+        sums = normalization.gradient_sums(grad, input, statistics, weight, (weight is not None, bias is not None))
+        totals = torch.stack(sums[:2])
+        totals = totals * weight if weighted and weight is not None else totals
+        if input.is_cuda:
+            count = torch.full((1,), 40, dtype=torch.int32, device=input.device)
+            grad_input = normalization.fused_input_gradient(
+                grad, input, statistics, weight, totals, count, weighted
+            )
+        else:
+            factor = statistics.invstd if weight is None else statistics.invstd * weight
+            by = statistics.invstd if weighted else factor
+            linear = normalization.linear_gradient(statistics, totals, by, 40, input.dtype)
+            grad_input = normalization.input_gradient(grad, input, factor, linear)
     assert_equal(grad_input, expected[id(input)], "input gradient")
-    for parameter, actual in ((weight, sum_dy_normalized), (bias, sum_dy)):
-        if parameter is not None:
+    for parameter, actual in ((weight, sums.grad_weight), (bias, sums.grad_bias)):
+        if parameter is not None and (bias is None or weight is not None or not input.is_cuda):
             assert_equal(actual, expected[id(parameter)])
 
 
 @pytest.mark.parametrize("devices", DEVICE)
 def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices):
-    input = doubles(4, 3, 2, devices=devices)
-    normalizer, affine, _ = forward(input, None, None)
-    coefficients = doubles(2, 3, devices=devices)
-    expected = normalization.input_gradient(torch.zeros_like(input), input, normalizer, affine, coefficients)
-    assert_equal(normalization.input_gradient(None, input, normalizer, affine, coefficients), expected)
-    assert expected.abs().max() > 0
-
-
-@pytest.mark.parametrize("kind", ["both", "none"])
-def test_differentiable_gradients_are_those_of_autograd(kind):
-    input, grad = doubles(4, 3, 2).requires_grad_(), doubles(4, 3, 2)
-    weight, bias = parameters(kind, 3, input.device)
-    normalizer = torch.stack((doubles(3), doubles(3).exp())).requires_grad_()
-    leaves = [t.requires_grad_() for t in (input, normalizer, weight, bias) if t is not None]
-    output = normalization.differentiable_normalize(input, normalizer, weight, bias)
-    expected = torch.autograd.grad(output, leaves, grad)
-    actual = normalization.normalize_gradients(grad, input, normalizer, weight)
-    for i, reference in enumerate(expected):
-        assert_equal(actual[i], reference)
+    input, totals = doubles(4, 3, 2, devices=devices), doubles(2, 3, devices=devices)
+    statistics, zeros = statistics_of(input), torch.zeros_like(input)
+    found = []
+    for grad in (None, zeros):
+        if input.is_cuda:
+            count = torch.full((1,), 8, dtype=torch.int32, device=input.device)
+            found.append(normalization.fused_input_gradient(grad, input, statistics, None, totals, count, False))
+        else:
+            linear = normalization.linear_gradient(statistics, totals, statistics.invstd, 8, input.dtype)
+            found.append(normalization.input_gradient(grad, input, statistics.invstd, linear))
+    assert_equal(*found)
+    assert found[1].abs().max() > 0
 
 
 def test_empty_input_passes_through_every_function():
     input = torch.zeros(0, 3, 2)
-    normalizer, affine, _ = forward(torch.randn(4, 3, 2), None, None)
-    assert normalization.normalize(input, normalizer, affine, None).shape == input.shape
-    assert all(not sums.any() for sums in normalization.gradient_sums(input, input, normalizer, affine))
-    assert normalization.input_gradient(input, input, normalizer, affine, torch.ones(2, 3)).shape == input.shape
+    statistics = statistics_of(torch.randn(4, 3, 2))
+    output = torch.empty(0, 3, 2)
+    normalization.normalize(input, statistics, None, None, None, output)
+    sums = normalization.gradient_sums(input, input, statistics, None, (True, True))
+    assert not torch.stack(sums).any()
+    linear = normalization.linear_gradient(statistics, torch.ones(2, 3), statistics.invstd, 8, input.dtype)
+    assert normalization.input_gradient(input, input, statistics.invstd, linear).shape == input.shape
