@@ -191,7 +191,8 @@ def _merge_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Ten
 
     mean, var = merged()
     inexact = [message for message in messages if not message.exact]
-    if operators_for(home.device) == "cpu" and call.count and inexact and not moments.precise(mean, var, eps):
+    unknown = operators_for(home.device) == "cpu" and call.count and mean.numel() and inexact
+    if unknown and not moments.precise(mean, var, eps):
         call.exact = True
         for message in inexact:
             message.exact = True

@@ -107,10 +107,12 @@ def normalize(
     elif kind == "cuda":
         torch.batch_norm_elemt(input, weight, bias, *statistics, 0.0, out=out)
     else:
-        mean, invstd = statistics
-        output = (input - per_channel(mean, input)) * per_channel(invstd, input)
-        output = output if weight is None else output * per_channel(weight, input)
-        out.copy_(output if bias is None else output + per_channel(bias, input))
+        mean, scale = statistics if weight is None else (statistics.mean, statistics.invstd * weight)
+        centered = input - per_channel(mean, input)
+        if bias is None:
+            torch.mul(centered, per_channel(scale, input), out=out)
+        else:
+            torch.addcmul(per_channel(bias, input), centered, per_channel(scale, input), out=out)
 
 
 class Sums(NamedTuple):

@@ -268,18 +268,18 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_large_inputs_are_not_copied(kind):
     input, grad = (torch.randn(4, 8, 70, 70).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
-    assert input.numel() > moments.SMALL_CHANNELS_LAST
     weight, bias = torch.rand(8) + 0.5, torch.randn(8)
     with Copies(input.numel()) as copies:
-        mean, var = moments.local_moments(input)
-        normalizer = torch.stack((mean, var + 1e-5)).float()
-        affine = normalization.make_affine(mean, var + 1e-5, torch.float32, weight, bias)
-        output = normalization.normalize(input, normalizer, affine, bias)
-        sums = torch.stack(normalization.gradient_sums(grad, input, normalizer, affine))
+        found, memory = moments.local_moments(input)
+        mean, var = moments.merge_moments([found])
+        statistics = normalization.Statistics(mean, (var + 1e-5).rsqrt())
+        affine = normalization.make_affine(statistics, torch.float32, weight, bias)
+        output = normalization.memory_for_output(input, memory)
+        normalization.normalize(input, statistics, affine, weight, bias, output)
+        sums = torch.stack(normalization.gradient_sums(grad, input, statistics, weight, (False, False))[:2])
         count = moments.channel_count(input.shape)
-        grad_input = normalization.input_gradient(
-            grad, input, normalizer, affine, normalization.gradient_coefficients(sums, count, affine)
-        )
+        linear = normalization.linear_gradient(statistics, sums, affine.slope, count, input.dtype)
+        grad_input = normalization.input_gradient(grad, input, affine.slope, linear)
     assert not copies.found
     assert strides(output) == strides(grad_input) == strides(input)
 
