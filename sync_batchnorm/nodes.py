@@ -177,7 +177,7 @@ class _MergeMoments(torch.autograd.Function):
                 grad, sums = distributed.total_gradients(grad, sums, merge.group)
         grad_parts: list[Tensor | None] = [None for _ in parts]
         if grad is not None:
-            local = [used_here(part).to(merge.device) for part in parts]
+            local = [part.to(merge.device) for part in parts]
             if merge.group is None:
                 of_parts = moments.merge_gradients(grad, local, merge.counts)
             else:
