@@ -1,4 +1,4 @@
-"""Broadcast, scatter and gather of `torch._C`, which `torch.nn.DataParallel` uses and the CPU build of torch leaves out."""
+"""Broadcast, scatter and gather of `torch._C`: `torch.nn.DataParallel` uses them, the CPU build of torch has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices, streams, events and random numbers of `torch.cuda`, on top of what `torch.accelerator` offers for any backend."""
+"""Devices, streams, events and random numbers of `torch.cuda`, from what torch offers for any accelerator."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ class Event(torch.Event):
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+    def elapsed_time(self, end: torch.Event) -> float:
+        """Return the milliseconds from this event to another (`torch.Event` refuses events of a derived class)."""
+        return native().milliseconds_between(self.event_id, end.event_id)
 
 
 class StreamContext:
@@ -144,4 +148,5 @@ def install() -> None:
     cuda.get_device_properties = properties
     cuda.get_device_name = lambda device=None: properties(device).name
     cuda.get_device_capability = lambda device=None: (properties(device).major, properties(device).minor)
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # which otherwise warns that there is no cuDNN
     cuda.nccl.is_available = lambda tensors: False  # torch.nn.parallel then copies tensor by tensor

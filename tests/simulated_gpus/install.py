@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -40,7 +41,9 @@ def simulate(number: int) -> None:
         raise NotPossible(f"expected between 1 and {MOST} simulated GPUs, but got {number}")
     if is_simulated():
         if native().num_devices() != number:
-            raise NotPossible(f"this process has {native().num_devices()} simulated GPUs already, and cannot have {number}")
+            raise NotPossible(
+                f"this process has {native().num_devices()} simulated GPUs already, and cannot have {number}"
+            )
         return
     if "torch" in sys.modules:
         raise NotPossible("GPUs must be simulated before torch is imported, and something has imported it already")
@@ -62,8 +65,7 @@ def _load(path: str) -> None:
 
 
 def _install() -> None:
-    import torch
-    import torch._dynamo  # keeps rules for the functions of torch.cuda, and must meet the originals
+    importlib.import_module("torch._dynamo")  # keeps rules for functions of torch.cuda, and must meet the originals
 
     from simulated_gpus import comm, devices, storages
 

@@ -25,7 +25,9 @@ class Entry(NamedTuple):
 
     def __str__(self) -> str:
         amount = f"{self.bytes} bytes" if self.bytes else ""
-        return "  ".join(part for part in (f"{self.stream:18} {self.kind:10} {self.name}", self.details, amount) if part)
+        return "  ".join(
+            part for part in (f"{self.stream:18} {self.kind:10} {self.name}", self.details, amount) if part
+        )
 
 
 @dataclass
@@ -66,10 +68,10 @@ _open_recordings = 0
 def recording() -> Iterator[Recording]:
     """Count and log what the devices are given in the body. Recordings may be nested.
 
-        with recording() as ran:
-            layer(input)
-        print(ran)
-        assert ran.host_syncs == 0
+    with recording() as ran:
+        layer(input)
+    print(ran)
+    assert ran.host_syncs == 0
     """
     global _open_recordings
     simulator = native()
@@ -101,7 +103,7 @@ def clear() -> None:
 def settle() -> None:
     """Free what nobody refers to, declare all that was launched finished, and forget the reports.
 
-    Called between tests, so that no test is blamed for what another one has left behind.
+    Called after each test, so that no test is blamed for what another one has left behind.
     """
     gc.collect()
     native().settle()

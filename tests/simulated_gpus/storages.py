@@ -29,7 +29,9 @@ def install() -> None:
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
         target = torch.device("cuda", index_of(device))
-        return self if self.device == target else _as_bytes(self).to(target, non_blocking=non_blocking).untyped_storage()
+        return (
+            self if self.device == target else _as_bytes(self).to(target, non_blocking=non_blocking).untyped_storage()
+        )
 
     def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
         device = torch.device(device)

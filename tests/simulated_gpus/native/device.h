@@ -26,6 +26,11 @@ struct Event {
   std::chrono::steady_clock::time_point when;
 };
 
+inline double milliseconds_between(const Event* start, const Event* end) {
+  TORCH_CHECK(start && end, "Both events must be recorded before calculating elapsed time.");
+  return std::chrono::duration<double, std::milli>(end->when - start->when).count();
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
   Device getDevice() const override { return cuda(current_device); }
@@ -95,9 +100,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
-    TORCH_CHECK(start && end, "Both events must be recorded before calculating elapsed time.");
-    return std::chrono::duration<double, std::milli>(static_cast<Event*>(end)->when - static_cast<Event*>(start)->when)
-        .count();
+    return milliseconds_between(static_cast<Event*>(start), static_cast<Event*>(end));
   }
 
   void synchronizeStream(const c10::Stream& finished) const override {
@@ -186,6 +189,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   std::string showConfig() const override { return "simulated GPUs"; }
   void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
+  bool isPinnedPtr(const void* data) const override { return PinnedAllocator::contains(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   at::Allocator* getCUDADeviceAllocator() const override { return &allocator(); }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
     return default_generator(device < 0 ? simulated_gpus::current_device : device);

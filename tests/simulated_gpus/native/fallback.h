@@ -12,13 +12,9 @@ namespace simulated_gpus {
 // Operators whose result has a size, or a value, that the host must know. `item` and copies to the host count by themselves.
 inline bool waits_for_result(const std::string& name) {
   static const std::set<std::string> names{
-      "nonzero",      "masked_select", "equal",       "unique_dim",         "unique_consecutive",
-      "_unique",      "_unique2",      "bincount",    "repeat_interleave",  "unique_dim_consecutive"};
-  return names.count(name.substr(0, name.find('.'))) > 0;
-}
-
-inline bool takes_indices(const std::string& name) {
-  return name.rfind("index", 0) == 0 || name.rfind("_index_put", 0) == 0 || name.rfind("_unsafe_index", 0) == 0;
+      "nonzero",  "masked_select",     "equal",      "bincount",           "repeat_interleave",
+      "_unique2", "unique_dim",        "_unique",    "unique_consecutive", "unique_dim_consecutive"};
+  return names.count(name) > 0;
 }
 
 // The arguments of one call: which device it runs on, and what becomes of its tensors.
@@ -33,8 +29,8 @@ class Call {
       else if (value.isTensorList())
         for (const Tensor& tensor : value.toTensorVector()) check(tensor, is_written(i), false);
       else if (value.isOptionalTensorList()) {
-        for (const std::optional<Tensor>& tensor : value.toOptionalTensorList().vec())
-          if (tensor) check(*tensor, false, takes_indices(name_));
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorList().vec())  // indices
+          if (tensor) check(*tensor, false, true);
       } else if (value.isDevice() && value.toDevice().is_cuda() && device_ < 0)
         device_ = index_or_current(value.toDevice());
     }
@@ -90,8 +86,9 @@ class Call {
     auto stream = current_stream(device_);
     launch(name_, stream, reads_, writes_);
     if (waits_for_result(name_)) host_waits_for_stream(stream, name_);
-    else if (index_on_host_) host_waits_for_stream(stream, name_ + " with indices on the host");
-    else if (mask_) host_waits_for_stream(stream, name_ + " with a mask");
+    // Torch reads masks and moves indices before it calls `index`, but within `index_put_`.
+    else if (name_ == "_index_put_impl_" && (mask_ || index_on_host_))
+      host_waits_for_stream(stream, mask_ ? name_ + " with a mask" : name_ + " with indices on the host");
   }
 
  private:
@@ -158,9 +155,9 @@ class Call {
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  std::string name = op.schema().name().substr(std::string("aten::").size());
-  if (op.schema().name().rfind("aten::", 0) != 0) name = op.schema().name();
-  if (!op.schema().overload_name().empty()) name += "." + op.schema().overload_name();
+  // Without the overload: torch runs most operators, `x + 1` and `x.add_(1)` among them, as `add.out`.
+  std::string name = op.schema().name();
+  if (name.rfind("aten::", 0) == 0) name = name.substr(std::string("aten::").size());
 
   const auto number = op.schema().arguments().size();
   auto arguments = torch::jit::last(*stack, number).vec();
@@ -171,6 +168,9 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     Lock lock;
     OnHost guards;
     values = call.arguments_on_host(arguments);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+        "simulated GPUs have no kernel for ", op.schema().name(), ", since the CPU has none");
     op.callBoxed(&values);
     call.resize_outputs();
     for (auto& value : values) value = call.result(value);

@@ -82,6 +82,46 @@ inline Allocator& allocator() {
   return allocator;
 }
 
+// Pinned memory of the host. A copy between it and a device that does not block leaves the host running; whether the host
+// looks at it too early is not checked, since only kernels of the devices are seen.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* pointer = nullptr;
+    if (posix_memalign(&pointer, 64, std::max<size_t>(bytes, 64))) throw std::bad_alloc();
+    std::memset(pointer, kNaN, bytes);
+    Lock lock;
+    ranges()[static_cast<char*>(pointer)] = std::max<size_t>(bytes, 1);
+    return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+  static bool contains(const void* data) {
+    Lock lock;
+    auto after = ranges().upper_bound(static_cast<char*>(const_cast<void*>(data)));
+    if (after == ranges().begin()) return false;
+    auto [start, bytes] = *std::prev(after);
+    return data < start + bytes;
+  }
+
+ private:
+  static std::map<char*, size_t>& ranges() {
+    static auto& ranges = *new std::map<char*, size_t>;
+    return ranges;
+  }
+  static void free_pinned(void* pointer) {
+    Lock lock;
+    ranges().erase(static_cast<char*>(pointer));
+    std::free(pointer);
+  }
+};
+
+inline PinnedAllocator& pinned_allocator() {
+  static PinnedAllocator& allocator = *new PinnedAllocator;
+  return allocator;
+}
+
 inline Block* block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &free_block ? static_cast<Block*>(pointer.get_context()) : nullptr;
 }

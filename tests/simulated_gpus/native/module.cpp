@@ -76,6 +76,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     settle();
   });
   module.def("synchronize", [](int device) { Guard().synchronizeDevice(static_cast<DeviceIndex>(device)); });
+  module.def("milliseconds_between", [](intptr_t start, intptr_t end) {
+    return milliseconds_between(reinterpret_cast<Event*>(start), reinterpret_cast<Event*>(end));
+  });
   // What a thread knows to be finished: a thread that it starts, or that waits for its end, knows it too.
   module.def("host_clock", [] {
     Lock lock;

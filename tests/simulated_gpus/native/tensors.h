@@ -128,8 +128,9 @@ inline void copy_from_or_to_host(Tensor& self, const Tensor& source, bool non_bl
   (to_device ? host_view(self) : self).copy_(to_device ? source : host_view(source));
   launch(to_device ? "copy to device" : "copy to host", stream, {source}, {self}, bytes);
   world().counts[to_device ? "bytes_to_device" : "bytes_to_host"] += bytes;
-  // No memory is pinned here, and into memory that is not pinned even a copy that does not block arrives before it returns.
-  if (!non_blocking || !to_device) host_waits_for_stream(stream, to_device ? "copy to device" : "copy to host");
+  // Into memory of the host that is not pinned, even a copy that does not block arrives before it returns.
+  bool arrives = !to_device && !PinnedAllocator::contains(self.storage().data());
+  if (!non_blocking || arrives) host_waits_for_stream(stream, to_device ? "copy to device" : "copy to host");
 }
 
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {

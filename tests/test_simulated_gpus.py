@@ -1,0 +1,548 @@
+"""The simulated GPUs themselves: each mistake that they are there for is reported, and the right version is not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import simulated_gpus
+import torch
+from simulated_gpus import recording, reports
+from torch import nn
+
+pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
+DEVICES = torch.cuda.device_count()
+two_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two devices")
+
+
+def expected_reports(count: int, *phrases: str) -> None:
+    """Check what was reported so far, and forget it: otherwise the test would fail."""
+    found = reports()
+    assert len(found) == count, found
+    for phrase in phrases:
+        assert any(phrase in report for report in found), found
+    simulated_gpus.clear()
+
+
+def work(size: int = 8) -> torch.Tensor:
+    return torch.ones(size, device="cuda").mul_(2)
+
+
+# Order of streams
+
+
+def test_reading_without_waiting_for_the_event_is_a_race():
+    side = torch.cuda.Stream()
+    x = work()
+    with torch.cuda.stream(side):
+        x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    expected_reports(1, "add on cuda:0 stream", "reads what mul on cuda:0 writes")
+
+
+def test_waiting_for_the_event_is_no_race():
+    side = torch.cuda.Stream()
+    x = work()
+    side.wait_event(torch.cuda.current_stream().record_event())
+    with torch.cuda.stream(side):
+        x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    assert reports() == []
+
+
+def test_event_recorded_too_early_does_not_order():
+    side = torch.cuda.Stream()
+    event = torch.cuda.current_stream().record_event()
+    x = work()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        x + 1
+    torch.cuda.synchronize()
+    expected_reports(1, "reads what")
+
+
+def test_overwriting_what_another_stream_reads_is_a_race():
+    side = torch.cuda.Stream()
+    x = work()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    x.zero_()
+    torch.cuda.synchronize()
+    expected_reports(1, "zero_ on cuda:0 overwrites what add on cuda:0 stream")
+
+
+@pytest.mark.parametrize("wait", ["stream", "event", "device", "item"])
+def test_host_that_waits_orders_what_it_launches_next(wait):
+    side = torch.cuda.Stream()
+    x = work()
+    event = torch.cuda.current_stream().record_event()
+    if wait == "stream":
+        torch.cuda.current_stream().synchronize()
+    elif wait == "event":
+        event.synchronize()
+    elif wait == "device":
+        torch.cuda.synchronize()
+    else:
+        x[0].item()
+    with torch.cuda.stream(side):
+        x + 1
+    side.synchronize()
+    assert reports() == []
+
+
+def test_thread_knows_what_its_parent_waited_for():
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = work()
+    side.synchronize()
+    thread = threading.Thread(target=lambda: x.add_(1))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert reports() == []
+
+
+def test_two_threads_have_each_their_own_stream():
+    side, seen = torch.cuda.Stream(), []
+
+    def look() -> None:
+        seen.append(torch.cuda.current_stream())
+
+    with torch.cuda.stream(side):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert torch.cuda.current_stream() == side
+    assert seen == [torch.cuda.default_stream()]
+
+
+# Memory
+
+
+def test_memory_freed_while_another_stream_uses_it_is_unsafe():
+    side = torch.cuda.Stream()
+    x = work()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    del x
+    expected_reports(1, "is freed to cuda:0 while add on cuda:0 stream", "without record_stream")
+
+
+def test_recorded_stream_makes_the_free_safe():
+    side = torch.cuda.Stream()
+    x = work()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    x.record_stream(side)
+    del x
+    assert reports() == []
+
+
+def test_free_after_the_allocating_stream_has_waited_is_safe():
+    side = torch.cuda.Stream()
+    x = work()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    del x
+    assert reports() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_new_memory_is_nan(dtype):
+    assert torch.empty(5, dtype=dtype, device="cuda").isnan().all()
+    assert torch.empty_strided((2, 3), (1, 2), dtype=dtype, device="cuda").isnan().all()
+
+
+# Devices
+
+
+@two_devices
+@pytest.mark.parametrize(
+    "combine",
+    [torch.add, lambda x, y: torch.cat([x, y]), lambda x, y: x.add_(y), lambda x, y: torch.where(x > 0, x, y)],
+    ids=["add", "cat", "add_", "where"],
+)
+def test_tensors_of_two_devices_in_one_operator_are_an_error(combine):
+    x, y = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*cuda:0 and cuda:1"):
+        combine(x, y)
+    combine(x, y.to("cuda:0"))
+
+
+def test_tensors_of_cpu_and_device_are_an_error_unless_one_is_a_number():
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*cuda.* and cpu"):
+        x + torch.ones(3)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.zeros(()).add_(x[0])
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
+
+
+def test_host_cannot_read_a_tensor_without_a_copy():
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        x.numpy()
+    assert x.cpu().numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("index", [DEVICES, 63])
+def test_device_that_is_not_there_is_an_error(index):
+    for use in (
+        lambda: torch.cuda.set_device(index),
+        lambda: torch.ones(1, device=f"cuda:{index}"),
+        lambda: torch.cuda.synchronize(index),
+        lambda: torch.cuda.Stream(index),
+    ):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            use()
+    assert torch.cuda.current_device() == 0
+
+
+@two_devices
+def test_current_device_and_stream_are_restored():
+    side = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_device() == 1
+        assert torch.ones(1, device="cuda").device == torch.device("cuda:1")
+        with torch.cuda.device(0):
+            assert torch.cuda.current_device() == 0
+            assert torch.cuda.current_stream() == torch.cuda.default_stream(0)
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_stream(1) == torch.cuda.default_stream(1)
+
+
+def test_stream_and_event_are_those_of_torch_cuda():
+    stream = torch.cuda.current_stream()
+    assert isinstance(stream, torch.cuda.Stream)
+    assert stream.device == torch.device("cuda:0")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record(stream)
+    stream.wait_event(end)
+    assert end.query()
+    end.synchronize()
+    assert start.elapsed_time(end) >= 0
+    with pytest.raises(RuntimeError):
+        start.elapsed_time(torch.cuda.Event(enable_timing=True))
+
+
+@two_devices
+def test_event_belongs_to_the_device_that_recorded_it():
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(0))
+    with pytest.raises(RuntimeError, match="does not match recording stream's device"):
+        event.record(torch.cuda.current_stream(1))
+
+
+# Counts
+
+
+def test_counts_of_a_known_sequence_are_exact():
+    side = torch.cuda.Stream()
+    x = torch.ones(4, device="cuda")
+    with recording() as ran:
+        y = x + 1  # 1 launch, 1 allocation of 16 bytes
+        y.mul_(2).view(2, 2)  # 1 launch; a view is none
+        side.wait_event(torch.cuda.current_stream().record_event())  # 1 event, 1 wait
+        with torch.cuda.stream(side):
+            z = y.sum()  # 1 launch, 1 allocation of 4 bytes
+        side.synchronize()  # 1 host synchronization
+        z.item()  # 1 launch, 1 host synchronization, 4 bytes to the host
+        torch.ones(2, 2).to("cuda", non_blocking=True)  # 1 launch, 1 allocation and 16 bytes to the device
+    assert ran.by_operator() == {
+        "add": 1, "mul": 1, "sum": 1, "_local_scalar_dense": 1, "copy to device": 1,
+    }  # fmt: skip
+    assert ran.by_stream() == {"cuda:0": 4, f"cuda:0 stream {side.stream_id}": 1}
+    counts = {name: value for name, value in vars(ran).items() if name != "log"}
+    assert counts == {
+        "launches": 5,
+        "host_syncs": 2,
+        "events": 1,
+        "waits": 1,
+        "copies_between_devices": 0,
+        "bytes_between_devices": 0,
+        "bytes_to_device": 16,
+        "bytes_to_host": 4,
+        "allocations": 3,
+        "bytes_allocated": 36,
+    }
+
+
+@two_devices
+def test_bytes_between_devices_are_counted():
+    x = torch.ones(3, 5, dtype=torch.float64, device="cuda:0")
+    with recording() as ran:
+        x.to("cuda:1", non_blocking=True)
+        x.to("cuda:0")  # It is there: no copy.
+    assert (ran.copies_between_devices, ran.bytes_between_devices, ran.launches, ran.host_syncs) == (1, 120, 1, 0)
+    (copied,) = [entry for entry in ran.log if entry.kind == "launch"]
+    assert (copied.name, copied.stream, copied.bytes) == ("copy between devices", "cuda:0", 120)
+
+
+@pytest.mark.parametrize(
+    ("wait", "syncs"),
+    [
+        (lambda x: x.sum(), 0),
+        (lambda x: x[0].item(), 1),
+        (lambda x: bool((x > 0).all()), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.to("cpu", non_blocking=True), 0),  # into pinned memory
+        (lambda x: torch.empty(4).copy_(x, non_blocking=True), 1),
+        (lambda x: x.add_(torch.ones(4).pin_memory().to("cuda", non_blocking=True)), 0),
+        (lambda x: x.index_put_((x > 0,), x[1:]), 1),
+        (lambda x: torch.tensor([1.0, 2.0], device="cuda"), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: x[torch.tensor([0, 1])], 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: torch.where(x > 0, x, 0.0), 0),
+        (lambda x: torch.zeros(2, device="cuda"), 0),
+    ],
+    ids=[
+        "sum",
+        "item",
+        "bool",
+        "tolist",
+        "cpu",
+        "cpu-non-blocking",
+        "copy-non-blocking",
+        "pinned",
+        "index_put",
+        "tensor",
+        "mask",
+        "index",
+        "nonzero",
+        "where",
+        "zeros",
+    ],
+)
+def test_hidden_wait_of_the_host_is_counted(wait, syncs):
+    x = torch.arange(4.0, device="cuda")
+    with recording() as ran:
+        wait(x)
+    assert ran.host_syncs == syncs, str(ran)
+
+
+def test_recordings_nest_and_print_what_ran():
+    with recording() as outer:
+        work()
+        with recording() as inner:
+            work()
+        work()
+    assert outer.by_operator()["mul"] == 3
+    assert inner.by_operator()["mul"] == 1
+    assert "mul" in str(inner)
+    assert "launches: 2" in str(inner)
+    with recording() as nothing:
+        pass
+    assert nothing.log == []
+
+
+# Batch norm operators
+
+
+def vectors(*dtypes: torch.dtype, channels: int = 3) -> list[torch.Tensor]:
+    return [torch.rand(channels, device="cuda").add(0.5).to(dtype) for dtype in dtypes]
+
+
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("input", "weight", "bias", "mean", "wrong"),
+    [
+        (F32, F32, F32, F32, None),
+        (F64, F64, F64, F64, None),
+        (F16, F16, F16, F32, None),
+        (F16, F32, F32, F32, None),
+        (F32, F32, F32, F64, "mean"),
+        (F64, F64, F64, F32, "mean"),
+        (F16, F32, F16, F32, "bias"),
+        (F16, F16, F32, F32, "bias"),
+        (F16, F16, F16, F16, "mean"),
+        (F32, F64, F64, F32, "weight"),
+    ],
+)
+def test_batch_norm_elemt_takes_the_dtypes_of_cuda_only(input, weight, bias, mean, wrong, channels_last):
+    x = torch.randn(2, 3, 4, 4, device="cuda").to(input)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    weight, bias, mean, invstd = vectors(weight, bias, mean, mean)
+    if wrong is None:
+        y = torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+        assert (y.dtype, y.stride()) == (x.dtype, x.stride())
+        exact = (x.double() - mean.double().view(3, 1, 1)) * invstd.double().view(3, 1, 1)
+        exact = exact * weight.double().view(3, 1, 1) + bias.double().view(3, 1, 1)
+        torch.testing.assert_close(y.double(), exact, rtol=2e-3, atol=2e-3)
+    else:
+        with pytest.raises(RuntimeError, match=f"Expected {wrong} to have type"):
+            torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+
+
+def test_batch_norm_elemt_writes_into_out():
+    x = torch.randn(2, 3, 4, device="cuda")
+    weight, bias, mean, invstd = vectors(F32, F32, F32, F32)
+    out = torch.empty_like(x)
+    result = torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0, out=out)
+    assert result is out
+    torch.testing.assert_close(out, torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0))
+    with pytest.raises(RuntimeError, match="Expected output to have type"):
+        torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0, out=out.double())
+
+
+@pytest.mark.parametrize(
+    ("input", "running", "counts", "works"),
+    [
+        (F32, None, F32, True),
+        (F16, None, F16, True),
+        (F16, None, F32, False),
+        (F16, F32, F32, True),
+        (F16, F16, F32, False),
+        (F32, F32, torch.int64, False),
+        (F64, F64, F64, True),
+    ],
+)
+def test_gathered_statistics_have_counts_of_the_dtype_that_cuda_reads(input, running, counts, works):
+    wide = F64 if input == F64 else F32
+    samples = torch.randn(6, 4, dtype=F64)
+    parts = samples.split([2, 4])
+    mean = torch.stack([part.mean(0) for part in parts]).to("cuda", wide)
+    invstd = torch.stack([(part.var(0, correction=0) + 1e-5).rsqrt() for part in parts]).to("cuda", wide)
+    x = torch.zeros(1, 4, device="cuda", dtype=input)
+    n = torch.tensor([2, 4], device="cuda").to(counts)
+    state = [None, None] if running is None else [torch.zeros(4, device="cuda", dtype=running) for _ in range(2)]
+
+    def gather() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.batch_norm_gather_stats_with_counts(x, mean, invstd, *state, 1.0, 1e-5, n)
+
+    if not works:
+        with pytest.raises(RuntimeError, match="Expected counts to have type"):
+            gather()
+        return
+    merged, merged_invstd = gather()
+    torch.testing.assert_close(merged.cpu(), samples.mean(0).to(wide))
+    torch.testing.assert_close(merged_invstd.cpu(), (samples.var(0, correction=0) + 1e-5).rsqrt().to(wide))
+    if running is not None:
+        torch.testing.assert_close(state[1].cpu(), samples.var(0).to(running))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_backward_of_the_operators_is_that_of_batch_norm(dtype):
+    x, dy = (torch.randn(4, 3, 5, device="cuda", dtype=dtype) for _ in range(2))
+    (weight,) = vectors(dtype)
+    mean, invstd = torch.batch_norm_stats(x, 1e-5)
+    reduced = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
+    sum_dy, sum_dy_xmu, grad_weight, grad_bias = reduced
+    count = torch.tensor([20], device="cuda", dtype=torch.int32)
+    dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
+    with pytest.raises(RuntimeError, match="expected scalar type Int but found Long"):
+        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count.long())
+
+    layer = nn.BatchNorm1d(3, dtype=dtype)
+    layer.weight.data.copy_(weight)
+    leaf = x.cpu().requires_grad_()
+    layer(leaf).backward(dy.cpu())
+    for ours, expected in ((dx, leaf.grad), (grad_weight, layer.weight.grad), (grad_bias, layer.bias.grad)):
+        torch.testing.assert_close(ours.cpu(), expected)
+
+
+def test_backward_takes_a_float16_weight_in_channels_last_only():
+    x, dy = (torch.randn(2, 3, 4, 4, device="cuda", dtype=F16) for _ in range(2))
+    weight, mean, invstd, a, b = vectors(F16, F32, F32, F32, F32)
+    count = torch.tensor([32], device="cuda", dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="Expected weight to have type Float but got Half"):
+        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
+    x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
+    assert dx.stride() == x.stride()
+
+
+# Random numbers and copies of objects
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(5, device="cuda"), lambda: nn.functional.dropout(work(64))])
+def test_random_numbers_follow_the_seed_of_their_device(draw):
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    assert not torch.equal(first, second)
+    torch.rand(7)  # of the CPU, which has numbers of its own
+    torch.cuda.manual_seed(3)
+    assert torch.equal(draw(), first)
+    state = torch.cuda.get_rng_state()
+    assert torch.equal(draw(), second)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(draw(), second)
+    generator = torch.Generator("cuda").manual_seed(3)
+    expected = torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    assert torch.equal(torch.rand(2, device="cuda", generator=generator), expected)
+
+
+def test_copies_of_tensors_stay_on_their_device():
+    x = torch.randn(4, 3, device=f"cuda:{DEVICES - 1}")
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(file)):
+        assert copied.device == x.device
+        assert torch.equal(copied, x)
+        assert copied.data_ptr() != x.data_ptr()
+    file.seek(0)
+    assert torch.load(file, map_location="cpu").device.type == "cpu"
+    layer = copy.deepcopy(nn.Linear(2, 2).cuda())
+    assert layer.weight.is_cuda
+
+
+# torch.nn.DataParallel without this library
+
+
+@pytest.mark.watchdog(120)
+def test_data_parallel_resnet_trains_without_a_report():
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.resnet18(num_classes=3).cuda()
+    parallel = nn.DataParallel(model)
+    assert parallel.device_ids == list(range(DEVICES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = parallel(torch.randn(8, 3, 32, 32))
+        assert output.device == torch.device("cuda:0")
+        loss = nn.functional.cross_entropy(output, torch.arange(8, device="cuda") % 3)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert reports() == []
+
+
+@pytest.mark.watchdog(120)
+def test_data_parallel_resnet_has_the_gradients_of_one_device():
+    torchvision = pytest.importorskip("torchvision")
+    # In evaluation mode batch norm does not depend on how the batch is split.
+    model = torchvision.models.resnet18(num_classes=3).double().eval()
+    single = copy.deepcopy(model)
+    parallel = nn.DataParallel(model.cuda())
+    x, dy = torch.randn(8, 3, 32, 32, dtype=F64), torch.randn(8, 3, dtype=F64)
+    single(x).backward(dy)
+    parallel(x).backward(dy.cuda())
+    for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
+    assert reports() == []
+
+
+def test_operator_that_has_no_kernel_is_named():
+    x = torch.ones(2, 3, device="cuda")
+    with pytest.raises(NotImplementedError, match="simulated GPUs have no kernel for aten::_thnn_fused_lstm_cell"):
+        nn.LSTMCell(3, 4).cuda()(x)
+    assert nn.RNN(3, 4).cuda()(x.unsqueeze(0))[0].is_cuda

@@ -1,0 +1,149 @@
+"""The option `--simulated-gpus`: what it selects, and the one sentence with which it stops."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulated_gpus import NotPossible, build
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+import torch
+
+def pytest_report_header():
+    return f"devices: {torch.cuda.device_count()}"
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.cuda
+def test_gpu(): pass
+
+@pytest.mark.cuda
+@pytest.mark.simulated
+def test_simulator(): pass
+
+def test_cpu(): pass
+
+@pytest.mark.cuda
+@pytest.mark.simulated
+def test_race():
+    import torch
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x + 1
+"""
+
+pytestmark = pytest.mark.watchdog(120)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a folder with tests of its own and the settings of this project."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_of_its_own.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\naddopts = -p no:cacheprovider -p simulated_gpus.plugin\npythonpath = {ROOT / 'tests'}\n"
+        "markers =\n    cuda\n    simulated\n"
+    )
+    return tmp_path
+
+
+def run(project: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Run pytest in a process of its own; return its status and what it prints."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    result = subprocess.run(
+        command, cwd=project, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_without_the_option_tests_of_the_simulator_are_left_out(project):
+    status, output = run(project, "-v")
+    assert status == 0, output
+    assert "test_cpu PASSED" in output
+    assert "test_simulator" not in output
+
+
+@pytest.mark.parametrize("number", ["0", "65", "-1"])
+def test_number_out_of_range_is_refused(project, number):
+    status, output = run(project, "--simulated-gpus", number)
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert f"expected between 1 and 64 simulated GPUs, but got {number}" in output
+    assert "Traceback" not in output
+
+
+def test_machine_without_a_compiler_is_told_so_in_one_sentence(project, tmp_path):
+    status, output = run(project, "--simulated-gpus", "2", PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert status == pytest.ExitCode.USAGE_ERROR
+    (line,) = output.strip().splitlines()
+    assert line == (
+        "ERROR: --simulated-gpus: GPUs can only be simulated with a C++ compiler, "
+        "and neither g++ nor clang++ is on the PATH"
+    )
+
+
+def test_compiler_that_fails_is_named_with_its_log(project, tmp_path):
+    status, output = run(project, "--simulated-gpus", "2", CXX="false", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "could not be built for torch" in output
+    assert "with false, as " in output
+    (log,) = (tmp_path / "cache").rglob("build.log")
+    assert str(log) in output
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_compiler_that_is_not_there_is_named(project, tmp_path):
+    status, output = run(project, "--simulated-gpus", "2", CXX="no-such-cxx", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "could not be built with no-such-cxx" in output
+    assert "Traceback" not in output
+
+
+def test_cache_that_cannot_be_written_is_named(project, tmp_path):
+    (tmp_path / "file").touch()
+    status, output = run(project, "--simulated-gpus", "2", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert f"cannot be kept in {tmp_path / 'file'}" in output
+    assert "Traceback" not in output
+
+
+def test_torch_that_was_imported_before_is_refused(project):
+    status, output = run(project, "-p", "torch", "--simulated-gpus", "2")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "GPUs must be simulated before torch is imported, and something has imported it already" in output
+
+
+def test_torch_that_is_built_for_gpus_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(build, "_folder_of_torch", lambda: tmp_path)
+    with pytest.raises(NotPossible, match="GPUs can only be simulated with a build of torch for the CPU"):
+        build.built_extension()
+
+
+def test_every_torch_and_every_source_has_an_extension_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    (tmp_path / "module.cpp").write_text("first")
+    first = build._key("2.13.0")
+    assert build._key("2.13.0") == first != build._key("2.14.0")
+    (tmp_path / "module.cpp").write_text("second")
+    assert build._key("2.13.0") != first
+
+
+@pytest.mark.cuda
+@pytest.mark.simulated
+def test_option_selects_tests_of_gpus_and_fails_them_on_a_report(project):
+    status, output = run(project, "-v", "--simulated-gpus", "3")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "devices: 3" in output
+    for passed in ("test_gpu PASSED", "test_simulator PASSED"):
+        assert passed in output
+    assert "test_cpu" not in output
+    assert "test_race ERROR" in output
+    assert "the simulated GPUs report" in output
+    assert "reads what" in output
