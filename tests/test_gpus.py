@@ -341,12 +341,9 @@ def test_steps_under_autocast_are_those_of_one_gpu(devices, dtype):
     assert_same_state(parallel, plain, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("weights", [*LOW, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("dtype", "weights"), [(low, w) for low in LOW for w in (low, torch.float32)], ids=str)
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_half_precision_is_as_close_to_double_precision_as_its_digits_are(devices, dtype, weights):
-    if weights not in (dtype, torch.float32):
-        pytest.skip("torch has no such mixture")
     _, parallel = twins(nn.BatchNorm2d(3).to(weights), devices)
     exact = copy.deepcopy(parallel.module).double()
     data = torch.randn(8, 3, 6, 5, device=as_devices(devices)[0]).to(dtype)

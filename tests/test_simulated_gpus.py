@@ -539,3 +539,10 @@ def test_data_parallel_resnet_has_the_gradients_of_one_device():
     for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.cpu(), expected.grad)
     assert reports() == []
+
+
+def test_operator_that_has_no_kernel_is_named():
+    x = torch.ones(2, 3, device="cuda")
+    with pytest.raises(NotImplementedError, match="simulated GPUs have no kernel for aten::_thnn_fused_lstm_cell"):
+        nn.LSTMCell(3, 4).cuda()(x)
+    assert nn.RNN(3, 4).cuda()(x.unsqueeze(0))[0].is_cuda

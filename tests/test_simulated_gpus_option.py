@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from simulated_gpus import NotPossible, build
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -103,10 +104,35 @@ def test_compiler_that_is_not_there_is_named(project, tmp_path):
     assert "Traceback" not in output
 
 
+def test_cache_that_cannot_be_written_is_named(project, tmp_path):
+    (tmp_path / "file").touch()
+    status, output = run(project, "--simulated-gpus", "2", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert f"cannot be kept in {tmp_path / 'file'}" in output
+    assert "Traceback" not in output
+
+
 def test_torch_that_was_imported_before_is_refused(project):
     status, output = run(project, "-p", "torch", "--simulated-gpus", "2")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "GPUs must be simulated before torch is imported, and something has imported it already" in output
+
+
+def test_torch_that_is_built_for_gpus_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(build, "_folder_of_torch", lambda: tmp_path)
+    with pytest.raises(NotPossible, match="GPUs can only be simulated with a build of torch for the CPU"):
+        build.built_extension()
+
+
+def test_every_torch_and_every_source_has_an_extension_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    (tmp_path / "module.cpp").write_text("first")
+    first = build._key("2.13.0")
+    assert build._key("2.13.0") == first != build._key("2.14.0")
+    (tmp_path / "module.cpp").write_text("second")
+    assert build._key("2.13.0") != first
 
 
 @pytest.mark.cuda

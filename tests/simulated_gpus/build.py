@@ -64,14 +64,18 @@ def _key(version: str) -> str:
 
 
 def _build(path: Path, torch: Path, version: str) -> None:
+    """Compile the sources into `path`."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler:
         raise NotPossible("GPUs can only be simulated with a C++ compiler, and neither g++ nor clang++ is on the PATH")
-    path.parent.mkdir(parents=True, exist_ok=True)
     include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = torch / "lib"
     # Several processes may build at once, each into its own file. The last to finish replaces the same by the same.
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    except OSError as error:
+        raise NotPossible(f"the simulated GPUs cannot be kept in {path.parent}: {error}") from error
     os.close(handle)
     command = [*compiler.split(), *FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     command += [f"-I{folder}" for folder in include]

@@ -148,4 +148,5 @@ def install() -> None:
     cuda.get_device_properties = properties
     cuda.get_device_name = lambda device=None: properties(device).name
     cuda.get_device_capability = lambda device=None: (properties(device).major, properties(device).minor)
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # which otherwise warns that there is no cuDNN
     cuda.nccl.is_available = lambda tensors: False  # torch.nn.parallel then copies tensor by tensor

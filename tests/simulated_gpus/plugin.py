@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection look at what is there before the first test: there are two for each test."""
+    """Let no garbage collection look at what is there before the first test: there is one after each."""
     if simulated_gpus.is_simulated():
         gc.collect()
         gc.freeze()
@@ -66,7 +66,7 @@ def _no_report(request: pytest.FixtureRequest) -> Iterator[None]:
     if not simulated_gpus.is_simulated():
         yield
         return
-    simulated_gpus.settle()
+    simulated_gpus.clear()  # what fixtures of more than one test have done
     yield
     reported = simulated_gpus.reports()
     simulated_gpus.settle()

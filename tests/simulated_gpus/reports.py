@@ -103,7 +103,7 @@ def clear() -> None:
 def settle() -> None:
     """Free what nobody refers to, declare all that was launched finished, and forget the reports.
 
-    Called between tests, so that no test is blamed for what another one has left behind.
+    Called after each test, so that no test is blamed for what another one has left behind.
     """
     gc.collect()
     native().settle()

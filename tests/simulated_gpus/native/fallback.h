@@ -168,6 +168,9 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     Lock lock;
     OnHost guards;
     values = call.arguments_on_host(arguments);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+        "simulated GPUs have no kernel for ", op.schema().name(), ", since the CPU has none");
     op.callBoxed(&values);
     call.resize_outputs();
     for (auto& value : values) value = call.result(value);
