@@ -38,12 +38,12 @@ class Cost(NamedTuple):
 BUDGETS = {  # forward and backward, of float32 and of the half precisions
     ("[0]", "full"): (Cost(2, 0, 0, 0, 0, 8), Cost(1, 0, 0, 0, 0, 12)),
     ("[0]", "half"): (Cost(2, 0, 0, 0, 0, 4), Cost(1, 0, 0, 0, 0, 6)),
-    ("[0, 0]", "full"): (Cost(27, 3, 4, 0, 0, 12), Cost(39, 0, 0, 0, 0, 28)),
-    ("[0, 0]", "half"): (Cost(27, 3, 4, 0, 0, 6), Cost(45, 0, 0, 0, 0, 42)),
-    ("[0, 1]", "full"): (Cost(29, 3, 4, 2, 24, 12), Cost(44, 5, 5, 3, 40, 28)),
-    ("[0, 1]", "half"): (Cost(29, 3, 4, 2, 24, 6), Cost(50, 5, 5, 3, 40, 42)),
-    ("[0, 1, 2, 3]", "full"): (Cost(43, 5, 8, 6, 72, 12), Cost(88, 15, 15, 9, 120, 28)),
-    ("[0, 1, 2, 3]", "half"): (Cost(43, 5, 8, 6, 72, 6), Cost(100, 15, 15, 9, 120, 42)),
+    ("[0, 0]", "full"): (Cost(8, 0, 0, 0, 0, 12), Cost(8, 0, 0, 0, 0, 20)),
+    ("[0, 0]", "half"): (Cost(8, 0, 0, 0, 0, 6), Cost(8, 0, 0, 0, 0, 10)),
+    ("[0, 1]", "full"): (Cost(11, 0, 0, 2, 16, 12), Cost(13, 6, 3, 3, 24, 20)),
+    ("[0, 1]", "half"): (Cost(11, 0, 0, 2, 16, 6), Cost(13, 6, 3, 3, 24, 10)),
+    ("[0, 1, 2, 3]", "full"): (Cost(21, 0, 0, 6, 48, 12), Cost(29, 18, 9, 9, 72, 20)),
+    ("[0, 1, 2, 3]", "half"): (Cost(21, 0, 0, 6, 48, 6), Cost(29, 18, 9, 9, 72, 10)),
 }
 
 DEVICES = {str(devices): devices for devices in ([0], [0, 0], [0, 1], [0, 1, 2, 3]) if max(devices) < CUDA_COUNT}
@@ -138,7 +138,7 @@ def test_host_never_waits_not_even_for_sizes_that_are_new(name):
         assert (ran.backward.bytes_to_device, ran.backward.bytes_to_host) == (0, 0), ran
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_host_waits_once_for_a_cumulative_average_as_with_torch(name):
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "[0]"])
+def test_host_does_not_wait_for_a_cumulative_average(name):
     ran = step(layer(name, momentum=None))
-    assert (ran.forward.host_syncs, ran.backward.host_syncs) == (1, 0), ran
+    assert (ran.forward.host_syncs, ran.backward.host_syncs) == (0, 0), ran
