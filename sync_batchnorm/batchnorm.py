@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
 from sync_batchnorm.comm import SyncMaster
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.replicate import CallbackContext
@@ -129,6 +130,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
             return super().forward(input)
+        return self._synchronize(input, group)
+
+    @uncompiled
+    def _synchronize(self, input: Tensor, group: distributed.Group | None) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)

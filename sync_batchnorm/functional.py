@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sync_batchnorm import distributed, normalization, recompute
 from sync_batchnorm.autograd import Call, EpsRule, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.messages import Message, merge_messages
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 from sync_batchnorm.running import RunningStatistics
@@ -153,6 +154,7 @@ def sync_batch_norm(
     return output
 
 
+@uncompiled
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
