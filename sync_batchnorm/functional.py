@@ -93,6 +93,7 @@ def _recall(pipe: Pipe | None, owner: object) -> _Kept | None:
     return kept
 
 
+@recompute.unseen_by_policies
 def sync_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -155,6 +156,7 @@ def sync_batch_norm(
 
 
 @uncompiled
+@recompute.unseen_by_policies
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
