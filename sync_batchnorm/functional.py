@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, normalization, recompute
 from sync_batchnorm.autograd import Call, EpsRule, Replica
@@ -24,6 +26,18 @@ RECOMPUTED = (
     "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
     "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 )
+
+
+# Private to torch. Without the one, torch refuses the nodes of this library in its own words; without the other, every
+# tensor is asked for a tangent.
+_in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 class LayerSet:
@@ -56,6 +70,26 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
         answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     call: Call = answer
     return call
+
+
+def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Tensor | None) -> None:
+    """Refuse what cannot be differentiated: a peer may be in another transform, and knows no tangents of this replica.
+
+    Raises:
+        RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent.
+    """
+    if _in_transform():
+        found = "a call inside of a transform of torch.func, such as grad or vmap"
+    elif any(map(_has_tangent, tensors)):
+        found = "a tensor with a tangent, of forward-mode differentiation"
+    else:
+        return
+    where = pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
+    raise RuntimeError(
+        f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
+        f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
+        "put the layer into eval mode"
+    )
 
 
 def _is_recomputed(pipe: Pipe | None) -> bool:
@@ -127,8 +161,10 @@ def sync_batch_norm(
     Raises:
         ValueError: see `merge_messages`.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing.
+        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
+            and for tensors with a tangent.
     """
+    _refuse_transforms(pipe, owner, input, weight, bias)
     kept = _recall(pipe, owner)
     if kept is not None and kept.statistics is not None:
         with torch.no_grad():
@@ -178,8 +214,10 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
             all; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing.
+        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
+            and for tensors with a tangent.
     """
+    _refuse_transforms(pipe, None, input)
     kept = _recall(pipe, None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None, None)
