@@ -45,7 +45,7 @@ class _End:
     @property
     def where(self) -> str:
         """The layer and the replica that this end belongs to, as errors name them."""
-        return f"{self._circle.name}, {self._roster.name_of(self._circle.members[self.identifier])}"
+        return f"{self._circle.name}, replica {self._circle.members[self.identifier]}"
 
     def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
         roster, circle = self._roster, self._circle

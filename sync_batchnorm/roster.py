@@ -116,7 +116,7 @@ class Roster:
             if error is not None and caught is not None:
                 self._left[replica_id] = f"failed with {type(error).__name__}"
                 self._failures.append((self._caused(error), replica_id, caught))
-                self._break(ReplicaSyncError, errors.failed_text(self.name_of(replica_id), error))
+                self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
                 return
             self._left[replica_id] = "left its forward"
             for waiting, meeting in self._waiting.items():
@@ -126,7 +126,7 @@ class Roster:
     def interrupt(self, replica_id: int, error: BaseException) -> None:
         """Release everybody, because an exception took a replica out of a meeting; its seat will say the rest."""
         with self._lock:
-            self._break(ReplicaSyncError, errors.failed_text(self.name_of(replica_id), error))
+            self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
 
     def abort(self, error: BaseException) -> None:
         """Release everybody, because the thread that started the replicas no longer waits for them."""
@@ -213,7 +213,7 @@ class Roster:
         self._raise_if_broken()
         replica_id = circle.members[identifier]
         if replica_id in self._waiting:
-            text = errors.second_thread_text(self.name_of(replica_id), str(self._waiting[replica_id]), circle.name)
+            text = errors.second_thread_text(self._who(replica_id), str(self._waiting[replica_id]), circle.name)
             raise RuntimeError(text)
         number = circle.calls[identifier] = circle.calls[identifier] + 1
         meeting = circle.meetings.get(number)
@@ -265,7 +265,7 @@ class Roster:
 
     # What the messages say.
 
-    def name_of(self, replica_id: int) -> str:
+    def _who(self, replica_id: int) -> str:
         device = self._devices.get(replica_id)
         return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
 
@@ -277,16 +277,16 @@ class Roster:
         return "is running" if replica_id in self._rounds else "has not started"
 
     def _places(self, replica_ids: Collection[int]) -> str:
-        return ", ".join(f"{self.name_of(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
+        return ", ".join(f"{self._who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
 
     def _wait_text(self, meeting: Meeting) -> str:
         waiting = sorted(replica for replica, other in self._waiting.items() if other is meeting)
-        return f"{' and '.join(map(self.name_of, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
+        return f"{' and '.join(map(self._who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
 
     def _left_text(self, replica_id: int, meeting: Meeting) -> str:
-        who, how = self.name_of(replica_id), self._left[replica_id]
+        who, how = self._who(replica_id), self._left[replica_id]
         return errors.left_text(meeting.name, who, how, self._wait_text(meeting), str(meeting))
 
     def _timeout_text(self, meeting: Meeting) -> str:
-        late = " and ".join(f"{self.name_of(replica)}, which {self._state(replica)}" for replica in meeting.needed())
+        late = " and ".join(f"{self._who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
         return errors.timeout_text(self.timeout, self._wait_text(meeting), late, str(meeting))

@@ -286,7 +286,7 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
     plain, parallel = twins(Transformed(TRANSFORMS[name]).double(), devices)
     data = doubles(6, 3, devices=devices)
     plain(data)
-    with pytest.raises(RuntimeError, match=r"such as grad or vmap \(bn, replica \d .*use torch.autograd.grad"):
+    with pytest.raises(RuntimeError, match=r"such as grad or vmap \(bn, replica \d\); use torch.autograd.grad"):
         parallel(data)
     plain.bn, parallel.module.bn = (nn.BatchNorm1d(3).to(data).eval() for _ in range(2))
     if name in ("grad", "vmap"):  # the sums over samples of the others differ from those over the samples of a replica
@@ -307,7 +307,7 @@ def test_tangents_are_refused_and_not_lost(name, grad_mode):
             bn.weight = forward_ad.make_dual(weight, torch.ones_like(weight))
         else:
             data = forward_ad.make_dual(data, tangent)
-        with pytest.raises(RuntimeError, match=r"a tensor with a tangent.*\(bn, replica 0 on device cpu\)"):
+        with pytest.raises(RuntimeError, match=r"a tensor with a tangent.*\(bn, replica 0\)"):
             parallel(data)
 
 
