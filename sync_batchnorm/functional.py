@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, Replica
+from sync_batchnorm.autograd import Call, EpsRule, Left, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.messages import Message, merge_messages
@@ -138,6 +138,7 @@ def sync_batch_norm(
     owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
     common: bool = False,
+    missed: list[Left] | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -154,6 +155,7 @@ def sync_batch_norm(
             finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
+        missed: where to leave what buffers that are not updated miss, once a call.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -172,12 +174,14 @@ def sync_batch_norm(
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight, bias)
     if kept is not None or _is_recomputed(pipe):
-        running = None
+        running = missed = None
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
     if message.running is not None:
-        call.move(message.running)
+        call.left(call.home).move(message.running)
+    if missed is not None:
+        missed.append(call.left(message.place))
     if call.exact and owner is not None:
         _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:
