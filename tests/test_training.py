@@ -615,3 +615,37 @@ def test_every_replica_sees_the_same_buffers_after_a_call(eps_mode):
     for buffers in seen[1:]:
         assert_equal(buffers, seen[0])
     assert seen[0][3] != 1
+
+
+class Strides(nn.Module):
+    """Keeps the strides of what goes in and out of a layer, in both directions."""
+
+    def __init__(self, eps_mode, checkpoints):
+        super().__init__()
+        self.bn = SynchronizedBatchNorm2d(5, eps_mode=eps_mode)
+        self.checkpoints, self.seen = checkpoints, []
+
+    def forward(self, input):
+        input = input.clone()
+        input.register_hook(lambda grad: self.seen.append(("input gradient", grad.shape, grad.stride())))
+        output = checkpoint(self.bn, input, use_reentrant=False) if self.checkpoints else self.bn(input)
+        self.seen += [("input", input.shape, input.stride()), ("output", output.shape, output.stride())]
+        return output
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
+    net = Strides(eps_mode, checkpoints).to(as_devices(devices)[0], dtype)
+    parallel = DataParallelWithCallback(net, devices, timeout=5.0)
+    c, h, w = 5, 4, 6
+    parts = [torch.randn(n, h, w, c, device=as_devices(devices)[0]).to(dtype).permute(0, 3, 1, 2) for n in sizes]
+    outputs = run_parts(parallel, [part.requires_grad_() for part in parts])
+    # Upstream gradients of the other format, which must not decide.
+    torch.autograd.backward(outputs, [torch.randn(output.shape).to(output) for output in outputs])
+    assert sorted(what for what, *_ in net.seen) == sorted(["input", "output", "input gradient"] * 2)
+    for what, shape, strides in net.seen:
+        assert strides == (c * h * w, 1, w * c, c), f"{what} of {tuple(shape)}"
