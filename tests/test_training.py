@@ -1,5 +1,7 @@
 """What trainings do around batch norm: low precision, memory formats, frozen layers, norms of one's own."""
 
+import copy
+
 import pytest
 import torch
 from conftest import device_lists, every_kernel
@@ -649,3 +651,23 @@ def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints
     assert sorted(what for what, *_ in net.seen) == sorted(["input", "output", "input gradient"] * 2)
     for what, shape, strides in net.seen:
         assert strides == (c * h * w, 1, w * c, c), f"{what} of {tuple(shape)}"
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_default_dtype_decides_nothing(kind, dtype):
+    data = torch.randn(4, 3, 4, 5).to(dtype).contiguous(memory_format=FORMATS[kind])
+    grad, results = torch.randn(4, 3, 4, 5).to(dtype), []
+    _, parallel = twins(nn.BatchNorm2d(3), ["cpu"] * 2)
+    for default in (torch.float32, torch.float64):
+        net = copy.deepcopy(parallel)
+        input = data.clone().requires_grad_()
+        torch.set_default_dtype(default)
+        try:
+            output = net(input)
+            output.backward(grad)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append([output, input.grad, *(p.grad for p in net.parameters()), *net.buffers()])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
