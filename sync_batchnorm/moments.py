@@ -107,13 +107,13 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             split = _split(rows, channels)
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
             # Half inputs get statistics in float32 where the running ones are: these are thrown away.
-            unused = torch.zeros(2, split * channels, dtype=torch.float32).unbind() if half else (None, None)
+            unused = input.new_zeros(2, split * channels, dtype=torch.float32).unbind() if half else (None, None)
             mean, var = torch.batch_norm_update_stats(view, *unused, 0.0)
             return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
     length = input[0, 0].numel()
-    weight = torch.ones(channels, dtype=torch.float32) if half else None
+    weight = input.new_ones(channels, dtype=torch.float32) if half else None
     bias = torch.zeros_like(weight) if weight is not None else None
     memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
     return Moments(mean, invstd.pow(-2), length), memory

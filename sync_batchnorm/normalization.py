@@ -71,7 +71,8 @@ def _looks_channels_last(input: Tensor) -> bool:
 
 @kept
 def _zeros_and_ones(length: int, dtype: torch.dtype) -> Tensor:
-    return torch.stack((torch.zeros(length, dtype=dtype), torch.ones(length, dtype=dtype)))
+    zeros = torch.zeros(length, dtype=dtype, device="cpu")
+    return torch.stack((zeros, torch.ones_like(zeros)))
 
 
 def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:

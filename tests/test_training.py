@@ -653,19 +653,31 @@ def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints
         assert strides == (c * h * w, 1, w * c, c), f"{what} of {tuple(shape)}"
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_default_dtype_decides_nothing(kind, dtype):
-    data = torch.randn(4, 3, 4, 5).to(dtype).contiguous(memory_format=FORMATS[kind])
-    grad, results = torch.randn(4, 3, 4, 5).to(dtype), []
-    _, parallel = twins(nn.BatchNorm2d(3), ["cpu"] * 2)
-    for default in (torch.float32, torch.float64):
+def test_defaults_for_new_tensors_decide_nothing(kind, dtype):
+    class Surrounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.device = nn.BatchNorm2d(3), "cpu"
+
+        def forward(self, input):
+            with torch.device(self.device):
+                return self.bn(input)
+
+    sizes = (4, 3, 7, 5) if kind == "contiguous" else (4, 3, 5, 9)
+    data, grad = (torch.randn(sizes).to(dtype).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
+    _, parallel = twins(Surrounded(), ["cpu"] * 2)
+    results = []
+    for default, device in ((torch.float64, "meta"), (torch.float32, "cpu")):
         net = copy.deepcopy(parallel)
-        input = data.clone().requires_grad_()
+        net.module.device = device
+        input = data.clone(memory_format=torch.preserve_format).requires_grad_()
         torch.set_default_dtype(default)
         try:
             output = net(input)
-            output.backward(grad)
+            with torch.device(device):
+                output.backward(grad)
         finally:
             torch.set_default_dtype(torch.float32)
         results.append([output, input.grad, *(p.grad for p in net.parameters()), *net.buffers()])
