@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations, spectral_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, convert_model, revert_model
 
 TOLERANCE = 1e-9  # of float64, relative to the largest value of a tensor or one; after some steps of training
 OTHERS = {
@@ -633,6 +633,121 @@ def metric_learning_with_centers(wrap):
     return net, centers
 
 
+@script
+def sharpness_aware_minimization(wrap):
+    net = wrap(classifier())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    for _ in range(2):
+        input, target = images(), labels()
+        F.cross_entropy(net(input), target).backward()
+        moves = [0.05 * p.grad / p.grad.norm() for p in net.parameters()]
+        for sign in (1, -1):
+            with torch.no_grad():
+                for parameter, move in zip(net.parameters(), moves, strict=True):
+                    parameter.add_(move, alpha=sign)
+            if sign == 1:
+                for norm in norms:
+                    norm.momentum, norm.kept = 0, norm.momentum
+                optimizer.zero_grad()
+                F.cross_entropy(net(input), target).backward()
+                for norm in norms:
+                    norm.momentum = norm.kept
+        optimizer.step()
+        optimizer.zero_grad()
+    return (net,)
+
+
+@script
+def virtual_adversarial_training(wrap):
+    net = wrap(classifier())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def toggle():
+        for module in net.modules():
+            if hasattr(module, "track_running_stats"):
+                module.track_running_stats ^= True
+
+    for _ in range(2):
+        input, direction = images(), F.normalize(images().flatten(1), dim=1).view(8, 3, 8, 8)
+        toggle()
+        with torch.no_grad():
+            wanted = F.softmax(net(input), 1)
+        direction.requires_grad_()
+        divergence = F.kl_div(F.log_softmax(net(input + 10 * direction), 1), wanted, reduction="batchmean")
+        (direction,) = torch.autograd.grad(divergence, direction)
+        direction = F.normalize(direction.flatten(1), dim=1).view_as(input)
+        distance = F.kl_div(F.log_softmax(net(input + direction), 1), wanted, reduction="batchmean")
+        toggle()
+        step(optimizer, F.cross_entropy(net(input), labels()) + distance)
+    return (net,)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class DomainAdversarial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = classifier(6), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
+        self.domain = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, source, target):
+        features = [self.body(source), self.body(target)]
+        return self.head(features[0]), self.domain(Reversed.apply(torch.cat(features, 1).view(-1, 6))).view(-1, 2)
+
+
+@script
+def domain_adversarial_training(wrap):
+    net = wrap(DomainAdversarial())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        scores, domains = net(images(), images())
+        wanted = torch.tensor([0.0, 1.0]).expand(8, 2)
+        step(optimizer, F.cross_entropy(scores, labels()) + F.binary_cross_entropy_with_logits(domains, wanted))
+    return (net,)
+
+
+@script
+def meta_learning_in_two_loops(wrap):
+    net = wrap(classifier())
+    for _ in range(2):
+        fast = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(fast.parameters(), 0.1)
+        for _ in range(2):
+            step(optimizer, F.cross_entropy(fast(images()), labels()))
+        with torch.no_grad():
+            for slow, found in zip(net.parameters(), fast.parameters(), strict=True):
+                slow.lerp_(found, 0.5)
+    return net, fast
+
+
+@script
+def precise_statistics_before_an_evaluation(wrap):
+    net = wrap(classifier())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step(optimizer, F.cross_entropy(net(images()), labels()))
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    found = [[] for _ in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        for rows in (8, 6):
+            net(images(rows))
+            for norm, seen in zip(norms, found, strict=True):
+                seen.append(torch.stack((norm.running_mean, norm.running_var)))
+        for norm, seen in zip(norms, found, strict=True):
+            norm.running_mean[:], norm.running_var[:] = torch.stack(seen).mean(0)
+    return net, net.eval()(images())
+
+
 def ending(name, wrap):
     """Return the tensors that a script ends with, by name."""
     torch.manual_seed(3)
@@ -689,3 +804,12 @@ def test_script_tells_whether_layers_are_synchronized(name):
 
     worst, _ = difference(ending(name, lambda net: net), ending(name, unsynchronized))
     assert worst > OTHERS.get(name, 1e-4)
+
+
+def test_fusing_wants_a_model_of_torch():
+    net = conv(3, 4).eval()
+    for parts, fuse in ((["0", "1", "2"], quantization.fuse_modules), (["0", "1"], quantization.fuse_modules_qat)):
+        converted = convert_model(copy.deepcopy(net).train(fuse is quantization.fuse_modules_qat))
+        with pytest.raises(AssertionError, match=r"did not find fuser method for: .*SynchronizedBatchNorm2d"):
+            fuse(copy.deepcopy(converted), [parts])
+        assert isinstance(fuse(revert_model(converted), [parts])[1], nn.Identity)
