@@ -16,8 +16,8 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: Each replica saves its own input and weight, in a node that hands a tensor through (`_Save`), and
-the common node asks these nodes for them. So hooks on saved tensors, which belong to a thread, see what belongs to its
+NOTE [who saves what]: Each replica saves its own input and weight, in a node that never runs (`_Save`), and the common
+node asks these nodes for them. So hooks on saved tensors, which belong to a thread, see what belongs to its
 replica, as activation checkpointing wants it; and of two replicas that call `torch.autograd.grad` in their forward,
 neither frees what the other one needs.
 
@@ -109,34 +109,30 @@ def bring(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tenso
     return list(hand_over(packed, source, target).unbind())
 
 
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, saved: tuple[Tensor | None, ...]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return leaf
+
+
 class Replica:
-    """The part of a replica in a call: where it computes, its tensors in the graph, and the node that has saved them."""
+    """The part of a replica in a call: where it computes, its tensors, and the node that has saved them."""
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
-        self.saved: Any = None
         self.records = torch.is_grad_enabled()
-        self.requires_grad = False
+        # Also where nothing needs a gradient: the outputs of others, and their gradients, may depend on this input.
+        self.saved: Any = None
         if self.records:
-            name = next((name for name, tensor in self.tensors.items() if tensor is not None and tensor.requires_grad), "")
-            self.requires_grad = bool(name)
-            # Without any, the output may still depend on the inputs of the others, and so its gradient on this one.
-            through = self.tensors[name] if name else input.new_empty(0, dtype=torch.float32).requires_grad_()
-            kept: Tensor = _Save.apply(through, (input, weight))  # type: ignore[no-untyped-call]
-            self.tensors[name], self.saved = kept, kept.grad_fn
+            leaf = torch.empty(0, requires_grad=True)
+            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
 
-
-class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, through: Tensor, saved: tuple[Tensor | None, ...]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        return through
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return grad, None
+    @property
+    def requires_grad(self) -> bool:
+        """Whether its output has a gradient by a tensor of its own."""
+        return self.records and any(tensor is not None and tensor.requires_grad for tensor in self.tensors.values())
 
 
 class Call:
@@ -152,7 +148,7 @@ class Call:
     var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
-    joined: torch.dtype | None = None  # of the statistics, where the inputs of all replicas were joined
+    joined: bool = False  # whether the inputs of all replicas were normalized as one batch
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
     def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
@@ -160,41 +156,34 @@ class Call:
         self.statistics: dict[Place, Statistics] = {}
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
+        self.home = self.places[0]  # that of the master
         self.saved = [replica.saved for replica in replicas]
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
-        self.slots = [(name, i) for i, r in enumerate(replicas) for name, t in r.tensors.items() if t is not None]
+        self.slots: list[Slot] = []
 
-    @property
-    def home(self) -> Place:
-        """The place of the master."""
-        return self.places[0]
+    def record(
+        self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
+        tensors = []
+        for i, replica in enumerate(replicas):
+            for name, tensor in replica.tensors.items():
+                if replica.records and tensor is not None:
+                    self.slots.append((name, i))
+                    tensors.append(tensor)
+        # What this node saves belongs to no replica, so no hook is called.
+        with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
+            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, *tensors)  # type: ignore[no-untyped-call]
+        return results
 
     def move(self, running: RunningStatistics) -> None:
         """Move `running` towards the statistics of this call; in the thread of the master."""
-        if self.count == 0:
-            running.count()
-            return
         mean, invstd = self.statistics[self.home]
         var = self.var
         if var is None and self.rule is not None:
             var = (invstd.pow(-2) - self.rule.eps).clamp_(min=0)
         running.update(mean, var, self.count)
-
-    def record(
-        self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`.
-
-        No hook on saved tensors is called.
-        """
-        tensors = [(replicas[i].records, replicas[i].tensors[name]) for name, i in self.slots]
-        results: tuple[Tensor, ...]
-        with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
-            results = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-                self, outputs, pairs, *[tensor if records else tensor.detach() for records, tensor in tensors]
-            )
-        return results
 
     def count_at(self, place: Place) -> Tensor:
         """Return the count as a tensor ``(1,)`` in int32 at `place`, on CUDA."""
@@ -214,21 +203,12 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        pair_grads = grads[len(grads) - len(call.pair_places) :]
-        grad_outputs = grads[: len(grads) - len(pair_grads)] or (None,) * len(call.places)
         edges = zip(call.slots, ctx.needs_input_grad[3:], ctx.next_functions, strict=True)
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         found: Gradients = {}
         if any(grad is not None for grad in grads):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
-                backward = _Backward(call, grad_outputs, wanted)
-                if torch.is_grad_enabled() or any(grad is not None for grad in pair_grads):
-                    backward.differentiable(pair_grads, ctx.saved_tensors)
-                elif call.joined is not None and backward.has_all_inputs():
-                    backward.joined(call.joined)
-                else:
-                    backward.fused()
-                found = backward.found
+                found = _Backward(call, grads, wanted, ctx).run()
         return None, None, None, *[found.get(slot) for slot in call.slots]
 
 
@@ -251,9 +231,9 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Run the body at the place of the master, in order with the streams that the engine has chosen; on CUDA."""
     here = torch.cuda.current_stream(call.home.device)
     order = []
-    for place in dict.fromkeys(call.places):
-        stream, there = place.stream, torch.cuda.current_stream(place.device)
-        order += [(stream, other) for other in dict.fromkeys((here, there)) if other != stream]
+    for device, stream in dict.fromkeys(call.places):
+        there = torch.cuda.current_stream(device)
+        order += [(stream, other) for other in dict.fromkeys((here, there)) if stream is not None and other != stream]
     for stream, engine in order:
         stream.wait_stream(engine)
     for grad, place in zip(grads, (*call.places, *call.pair_places), strict=False):
@@ -266,152 +246,165 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
 
 
 class _Backward:
-    """The gradients of one backward of a call, in one of three ways.
+    """The gradients of one backward of a call."""
 
-    Args:
-        call: the call.
-        grad_outputs: of each replica; None where the output takes no part in the loss.
-        wanted: what to compute.
-    """
-
-    def __init__(self, call: Call, grad_outputs: Sequence[Tensor | None], wanted: set[Slot]) -> None:
-        self.call, self.grad_outputs, self.wanted = call, grad_outputs, wanted
-        self.found: Gradients = {}
+    def __init__(self, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot], ctx: Any) -> None:
+        num_pairs, num_replicas = len(call.pair_places), len(call.places)
+        self.call, self.wanted, self.ctx = call, wanted, ctx
+        self.pair_grads = grads[len(grads) - num_pairs :]
+        self.grad_outputs = grads[:num_replicas] if call.rule is not None else (None,) * num_replicas
         self.wants_inputs = any(name == "input" for name, _ in wanted)
-        self.inputs: list[Tensor | None] = []
-        self.weights: list[Tensor | None] = []
-        for i, (saved, grad) in enumerate(zip(call.saved, grad_outputs, strict=True)):
-            input = weight = None
+        self.found: Gradients = {}
+        # The replicas that take part: number, place, upstream gradient, input, weight.
+        self.parts: list[tuple[int, Place, Tensor | None, Tensor, Tensor | None]] = []
+        for i, (saved, place, grad) in enumerate(zip(call.saved, call.places, self.grad_outputs, strict=True)):
             if saved is not None and (grad is not None or ("input", i) in wanted):
-                with call.places[i].entered():  # Hooks may compute what was saved.
+                with place.entered():  # Hooks may compute what was saved.
                     input, weight = saved.saved_tensors
-            self.inputs.append(input)
-            self.weights.append(weight)
+                self.parts.append((i, place, grad, input, weight))
+        self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
 
-    def has_all_inputs(self) -> bool:
-        """Return whether the inputs of all replicas take part, and so can be joined."""
-        return all(input is not None for input in self.inputs)
+    def run(self) -> Gradients:
+        call, kind = self.call, operators_for(self.call.home.device)
+        if torch.is_grad_enabled() or kind == "other" or any(grad is not None for grad in self.pair_grads):
+            self.differentiable()
+        elif kind == "cuda":
+            self.on_cuda()
+        elif call.joined and len(self.parts) == len(call.places):
+            self.joined()
+        else:
+            self.on_cpu()
+        for i, *_ in self.parts:
+            # Private: frees what is saved, unless the graph is retained. Without it that lives as long as the graph.
+            getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+        return self.found
 
-    def fused(self) -> None:
-        """Compute what is not differentiated again, each replica at its place, with the operators of torch."""
-        call = self.call
-        weighted = call.group is not None or not call.one_weight
-        rows: list[Tensor] = []
-        for i, place in enumerate(call.places):
-            grad, input, weight = self.grad_outputs[i], self.inputs[i], self.weights[i]
-            if grad is None or input is None:
-                continue
-            with place.entered():
-                needs = ("weight", i) in self.wanted, ("bias", i) in self.wanted
-                sums = normalization.gradient_sums(grad, input, call.statistics[place], weight, needs)
-                self.found["weight", i], self.found["bias", i] = sums.grad_weight, sums.grad_bias
-                if not self.wants_inputs:
-                    continue
-                vectors = [sums.sum_dy, sums.sum_dy_normalized]
-                if weighted and weight is not None:
-                    vectors = [vector * weight for vector in vectors]
-                rows += bring(vectors, place, call.home)
-        if self.wants_inputs:
-            self._fused_inputs(self._totals(rows), weighted)
-
-    def _totals(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the sums over all replicas and processes, ``(2, C)``, at the place of the master."""
-        call = self.call
-        dtype = torch.float64 if operators_for(call.home.device) == "cpu" else rows[0].dtype
-        stacked = torch.stack(list(rows))  # (2 * R, C)
-        totals = stacked.view(-1, 2, stacked.shape[1]).sum(0, dtype=dtype)
-        if call.clamped is not None:
-            totals[1].masked_fill_(call.clamped, 0)
-        return totals if call.group is None else distributed.all_reduced(totals, call.group)
-
-    def _fused_inputs(self, totals: Tensor, weighted: bool) -> None:
-        call = self.call
-        at: dict[Place, Any] = {}
-        for i, place in enumerate(call.places):
-            input, weight, statistics = self.inputs[i], self.weights[i], call.statistics[place]
-            if ("input", i) not in self.wanted or input is None:
-                continue
-            with place.entered():
-                if operators_for(place.device) == "cuda":
-                    if place not in at:
-                        at[place] = hand_over(totals, call.home, place), call.count_at(place)
-                    self.found["input", i] = normalization.fused_input_gradient(
-                        self.grad_outputs[i], input, statistics, weight, *at[place], weighted
-                    )
-                    continue
-                if call.factors:
-                    factor = call.factors[i]
-                else:
-                    factor = statistics.invstd if weight is None else statistics.invstd * weight
-                    factor = factor.to(statistics_dtype(input.dtype))
-                if place not in at:
-                    here, by = hand_over(totals, call.home, place), statistics.invstd if weighted else factor
-                    at[place] = normalization.linear_gradient(statistics, here, by, call.count, input.dtype)
-                self.found["input", i] = normalization.input_gradient(self.grad_outputs[i], input, factor, at[place])
-
-    def joined(self, dtype: torch.dtype) -> None:
-        """Compute what is not differentiated again on the joined batch, with the operator of torch."""
-        call, inputs = self.call, [input for input in self.inputs if input is not None]
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, self.grad_outputs, strict=True)]
-        grad, input = torch.cat(grads).to(dtype), torch.cat(inputs).to(dtype)
-        mean, invstd = call.statistics[call.home]
-        if dtype != mean.dtype:  # What is large and rounded is taken off before; what was rounded off is the mean then.
-            rounded = mean.to(dtype)
-            input -= per_channel(rounded, input)
-            mean = (mean - rounded).to(dtype)
-        weight = self.weights[0]
-        weight = weight if weight is None else weight.to(dtype)
+    def joined(self) -> None:
+        """Compute on the joined batch, in float64, with the operator of torch."""
+        numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
+        grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
+        mean, invstd = self.call.statistics[self.call.home]
+        weight = None if weights[0] is None else weights[0].double()
         needs = [self.wants_inputs, *[any(wanted == name for wanted, _ in self.wanted) for name in ("weight", "bias")]]
         # Without eps, which is part of invstd already.
         grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
-            grad, input, weight, None, None, mean, invstd.to(dtype), True, 0.0, needs
+            grad.double(), torch.cat(inputs).double(), weight, None, None, mean, invstd, True, 0.0, needs
         )
         if self.wants_inputs:
-            parts = torch.split_with_sizes(grad_input.to(inputs[0].dtype), [len(input) for input in inputs])
-            self.found |= {("input", i): part for i, part in enumerate(parts)}
+            parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
+            self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}
 
-    def differentiable(self, pair_grads: Sequence[Tensor | None], pairs: Sequence[Tensor]) -> None:
-        """Compute gradients in operations that autograd can differentiate, see NOTE [gradients of gradients]."""
-        call, home = self.call, self.call.home
-        at = dict(zip(call.pair_places, pairs, strict=True))
-        dtype = pairs[0].dtype
-        arrived = [hand_over(grad, p, home) for grad, p in zip(pair_grads, call.pair_places, strict=True) if grad is not None]
-        centered: dict[int, Tensor] = {}
-        for i, place in enumerate(call.places):
-            grad, input, weight = self.grad_outputs[i], self.inputs[i], self.weights[i]
-            if input is None:
+    def on_cpu(self) -> None:
+        """Compute the sums of each replica, add them up, and make the gradients of the inputs."""
+        call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
+        mean, invstd = (vector.to(dtype) for vector in statistics)
+        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
+        asked = [{name for name, number in self.wanted if number == i} for i, _, grad, *_ in self.parts if grad is not None]
+        together = call.one_weight and all(names == asked[0] for names in asked)  # one gradient of the weight for all
+        weighted = call.group is not None or not together
+        rows: list[Tensor] = []
+        for i, _, grad, input, weight in self.parts:
+            if grad is None:
                 continue
+            sums = normalization.gradient_sums(grad, input, mean, invstd)
+            if not together:
+                sums = torch.stack((sums[0], torch.addcmul(sums[1], sums[0], moved)))
+                self.found["bias", i], self.found["weight", i] = sums.unbind()
+                sums = sums if weight is None else sums * weight
+            rows += sums
+        totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
+        first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
+        if together:
+            totals[1].addcmul_(totals[0], moved)
+            self.found["bias", first], self.found["weight", first] = totals.unbind()
+            totals = totals * weight if weighted and weight is not None else totals
+        if not self.wants_inputs:
+            return
+        totals = self._reduced(totals)
+        factor = statistics.invstd if weighted else self._factor(first, weight)
+        linear = normalization.linear_gradient(statistics, totals, factor, call.count, dtype)
+        for i, _, grad, input, weight in self.parts:
+            if ("input", i) in self.wanted:
+                self.found["input", i] = normalization.input_gradient(grad, input, self._factor(i, weight), linear)
+
+    def _factor(self, i: int, weight: Tensor | None) -> Tensor:
+        """Return ``weight * invstd`` of a replica, on the CPU."""
+        if self.call.factors:
+            return self.call.factors[i]
+        invstd = self.call.statistics[self.call.home].invstd
+        return (invstd if weight is None else invstd * weight).to(self.statistics_dtype)
+
+    def _reduced(self, totals: Tensor) -> Tensor:
+        """Return the `totals` of all processes, without what has no effect on the inputs."""
+        call = self.call
+        if call.clamped is not None:
+            totals = torch.stack((totals[0], totals[1].masked_fill(call.clamped, 0)))
+        return totals if call.group is None else distributed.all_reduced(totals, call.group)
+
+    def on_cuda(self) -> None:
+        """Do what `on_cpu` does, each replica at its place."""
+        call, rows = self.call, []
+        weighted = call.group is not None or not call.one_weight
+        for i, place, grad, input, weight in self.parts:
+            if grad is not None:
+                with place.entered():
+                    *sums, self.found["weight", i], self.found["bias", i] = normalization.fused_gradient_sums(
+                        grad, input, call.statistics[place], weight, ("weight", i) in self.wanted, ("bias", i) in self.wanted
+                    )
+                    if weighted and weight is not None:
+                        sums = [vector * weight for vector in sums]
+                    rows += bring(sums, place, call.home)
+        if not self.wants_inputs:
+            return
+        totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))
+        at: dict[Place, Any] = {}
+        for i, place, grad, input, weight in self.parts:
+            if ("input", i) in self.wanted:
+                with place.entered():
+                    if place not in at:
+                        at[place] = hand_over(totals, call.home, place), call.count_at(place)
+                    self.found["input", i] = normalization.fused_input_gradient(
+                        grad, input, call.statistics[place], weight, *at[place], weighted
+                    )
+
+    def differentiable(self) -> None:
+        """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients]."""
+        call, home = self.call, self.call.home
+        at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph
+        if torch.is_grad_enabled():
+            at = dict(zip(call.pair_places, (pair.unbind() for pair in self.ctx.saved_tensors), strict=True))
+        dtype = at[home][0].dtype
+        given = zip(self.pair_grads, call.pair_places, strict=True)
+        arrived = [hand_over(grad, place, home) for grad, place in given if grad is not None]
+        centered: dict[int, Tensor] = {}
+        for i, place, grad, input, weight in self.parts:
             with place.entered():
                 mean, second = at[place]
                 centered[i] = input.to(dtype) - per_channel(mean, input)
                 if grad is None:
                     continue
-                dims, wide = reduced_dims(input), grad.to(dtype)
+                wide, dims = grad.to(dtype), reduced_dims(input)
                 sum_dy, sum_dy_xmu = wide.sum(dims), (wide * centered[i]).sum(dims)
                 factor = second if weight is None else second * weight
-                parameter = input.dtype if weight is None else weight.dtype
-                self.found["weight", i] = (sum_dy_xmu * second).to(parameter)
-                self.found["bias", i] = sum_dy.to(parameter)
-                if ("input", i) in self.wanted:
-                    self.found["input", i] = wide * per_channel(factor, input)
-                weighted = sum_dy_xmu if weight is None else sum_dy_xmu * weight
-                arrived.append(hand_over(torch.stack((-sum_dy * factor, weighted)), place, home))
+                self.found["weight", i], self.found["bias", i] = sum_dy_xmu * second, sum_dy
+                self.found["input", i] = wide * per_channel(factor, input)
+                sum_dy_xmu = sum_dy_xmu if weight is None else sum_dy_xmu * weight
+                arrived.append(hand_over(torch.stack((-sum_dy * factor, sum_dy_xmu)), place, home))
         if not self.wants_inputs:
             return
         total = torch.stack(arrived).sum(0)
         if call.group is not None:
             total = distributed.all_reduced_in_graph(total, call.group)
         grad_mean, grad_second = total
-        if call.rule is not None:  # From the inverse standard deviation to the variance.
+        if call.rule is not None:  # from the inverse standard deviation to the variance
             grad_second = grad_second * -0.5 * at[home][1] ** 3
         if call.clamped is not None:
             grad_second = grad_second.masked_fill(call.clamped, 0)
         through = torch.stack((grad_mean, 2 * grad_second)) / (call.count or 1)
-        for i, input in enumerate(self.inputs):
-            if ("input", i) in self.wanted and input is not None:
-                place = call.places[i]
+        for i, place, _, input, _ in self.parts:
+            if ("input", i) in self.wanted:
                 with place.entered():
-                    through_mean, through_second = hand_over(through, home, place)
-                    rest = per_channel(through_mean, input) + per_channel(through_second, input) * centered[i]
+                    grad_mean, grad_var = hand_over(through, home, place)
+                    rest = per_channel(grad_mean, input) + per_channel(grad_var, input) * centered[i]
                     direct = self.found.get(("input", i))
                     self.found["input", i] = (rest if direct is None else direct + rest).to(input.dtype)

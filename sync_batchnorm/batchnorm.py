@@ -136,7 +136,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, self._has_common_parameters())
+        return sync_batch_norm(
+            input, weight, bias, self._sync_pipe, rule, group, self, running, self._has_common_parameters()
+        )
 
     def _has_common_parameters(self) -> bool:
         """Return whether weight and bias are what this replica was given, as all others were.

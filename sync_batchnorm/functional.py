@@ -139,7 +139,10 @@ def sync_batch_norm(
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
     if message.running is not None:
-        call.move(message.running)
+        if call.count == 0:
+            message.running.count()
+        else:
+            call.move(message.running)
     if call.exact and owner is not None:
         _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:

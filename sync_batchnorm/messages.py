@@ -19,9 +19,8 @@ __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
 # make them, since each call releases the GIL and takes it back. Up to so many elements in a replica, the master makes
-# the calls for all, on the joined batch; and up to so many with one operator in float64, which has digits to spare
-# where there are two values per channel. Measured on two cores, torch 2.13.0.
-JOINED, JOINED_IN_FLOAT64 = 131072, 4096
+# the calls for all, with the operator of torch on the joined batch, in float64. Measured on two cores, torch 2.13.0.
+JOINED = 16384
 
 
 class Message(Replica):
@@ -163,7 +162,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
-    if rule is not None and call.joined is None and operators_for(call.home.device) == "cpu":
+    if rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
         affine = None
         for message in messages:
             if affine is None or not call.one_weight:
@@ -239,29 +238,17 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
 
 def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
     """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
-    first, eps = messages[0], cast(EpsRule, call.rule).eps
+    first, call.joined = messages[0], True
     joined = torch.cat([message.input for message in messages])
-    weight, bias, dtype = first.weight, first.bias, joined.dtype
-    if first.input.numel() <= JOINED_IN_FLOAT64:
-        call.joined = torch.float64
-        wide = [None if tensor is None else tensor.double() for tensor in (weight, bias)]
-        output, mean, invstd = torch.native_batch_norm(joined.double(), *wide, None, None, True, 0.0, eps)
-        output = output.to(dtype)
-    else:
-        call.joined = statistics_dtype(dtype)
-        found, memory = moments.local_moments(joined, first.exact)
-        mean, var = moments.merge_moments([found])
-        if not first.exact and not moments.precise(mean, var, eps):
-            call.exact = True
-            found, memory = moments.local_moments(joined, exact=True)
-            mean, var = moments.merge_moments([found])
-        invstd = (var + eps).rsqrt()
-        affine = normalization.make_affine(Statistics(mean, invstd), dtype, weight, bias)
-        output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
+    weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
+    output, mean, invstd = torch.native_batch_norm(
+        joined.double(), weight, bias, None, None, True, 0.0, cast(EpsRule, call.rule).eps
+    )
     call.statistics[call.home] = Statistics(mean, invstd)
-    parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
+    # Not views of one tensor: those could not be changed in place.
+    parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(message.input) for message in messages])
     for message, part in zip(messages, parts, strict=True):
-        message.answer = part  # not a view of one tensor: that could not be changed in place
+        message.answer = part
     return torch.stack((mean, invstd))
 
 

@@ -112,42 +112,46 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
-    length = input[0, 0].numel()
+    length = input.numel() // (size * channels)
     weight, bias = (torch.ones(channels), torch.zeros(channels)) if half else (None, None)
     memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
     return Moments(mean, invstd.pow(-2), length), memory
 
 
-def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def kept(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
 
     Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
     """
-    found: dict[Any, Tensor] = {}
+    found: dict[Any, tuple[Tensor, ...]] = {}
 
-    def get(*key: Any) -> Tensor:
-        tensor = found.get(key)
-        if tensor is None:
+    def get(*key: Any) -> tuple[Tensor, ...]:
+        tensors = found.get(key)
+        if tensors is None:
             with torch.inference_mode(False):
-                tensor = make(*key)
+                tensors = make(*key)
             if len(found) >= 1024:
                 found.clear()
-            if type(tensor) is Tensor:
-                found[key] = tensor
-        return tensor
+            if all(type(tensor) is Tensor for tensor in tensors):
+                found[key] = tensors
+        return tensors
 
     return get
 
 
 @kept
-def counts_on(device: torch.device, stream: torch.cuda.Stream | None, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`, made in the current stream, for use in that `stream` alone.
-
-    Filled by kernels: from a list, the host would have to copy it, and wait.
-    """
+def _counts(device: torch.device, _: Any, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    # Filled by kernels: from a list, the host would have to copy it, and wait.
     if len(set(counts)) == 1:
-        return torch.full((len(counts),), counts[0], dtype=dtype, device=device)
-    return torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
+        return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)
+    return (torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts]),)
+
+
+def counts_on(
+    device: torch.device, stream: torch.cuda.Stream | None, counts: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return `counts` as a vector on `device`, for use in `stream`, the current one, alone."""
+    return _counts(device, stream, counts, dtype)[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,5 +184,7 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
 
 def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
     """Return whether merged fast statistics are good enough, see NOTE [fast and exact statistics]."""
+    if type(mean) is not Tensor:  # a stand-in without values, as in `FakeTensorMode`
+        return True
     lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))
     return lowest.item() >= -eps and highest.item() < math.inf

@@ -90,8 +90,7 @@ def _seeded() -> None:
 
 
 KERNELS = {
-    "joined-float64": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "joined": {"messages.JOINED_IN_FLOAT64": 0},  # the same with the statistics that larger inputs get
+    "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
     "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
     "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
     "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use

@@ -56,7 +56,8 @@ def saved_bytes(output: Tensor) -> int:
     Read from its nodes: hooks on saved tensors would change the way that a synchronized layer takes.
     """
     sizes: dict[int, int] = {}
-    for node in graph_of(output):
+    nodes = graph_of(output)
+    for node in nodes + [node for call in nodes if hasattr(call, "call") for node in call.call.saved]:
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved = node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
