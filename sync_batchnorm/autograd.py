@@ -16,10 +16,10 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: Each replica saves its own input and weight, in a node that never runs (`_Save`), and the common
-node asks these nodes for them. So hooks on saved tensors, which belong to a thread, see what belongs to its
-replica, as activation checkpointing wants it; and of two replicas that call `torch.autograd.grad` in their forward,
-neither frees what the other one needs.
+NOTE [who saves what]: Inputs and weights are saved in nodes that never run (`_Save`); the common node asks them, and
+frees them once the gradients of all outputs have come. So of two replicas that call `torch.autograd.grad` in their
+forward, neither frees what the other one needs. The master saves for all, but a replica with hooks on saved tensors
+saves its own: hooks belong to a thread, and activation checkpointing counts what they see.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -116,18 +116,22 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
+def _save(*tensors: Tensor | None) -> Any:
+    leaf = torch.empty(0, requires_grad=True)
+    return _Save.apply(leaf, tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
 class Replica:
-    """The part of a replica in a call: where it computes, its tensors, and the node that has saved them."""
+    """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
+
+    saved: Any = None  # the node that has, see NOTE [who saves what]
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
-        # Also where nothing needs a gradient: the outputs of others, and their gradients, may depend on this input.
-        self.saved: Any = None
-        if self.records:
-            leaf = torch.empty(0, requires_grad=True)
-            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
+        if self.records and has_hooks():
+            self.saved = _save(input, weight)
 
     @property
     def requires_grad(self) -> bool:
@@ -157,7 +161,8 @@ class Call:
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
-        self.saved = [replica.saved for replica in replicas]
+        self.saved_by_replica = [replica.saved for replica in replicas]
+        self.saved: Any = None  # the node that has saved inputs and weights of all others, in their order
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
@@ -166,14 +171,17 @@ class Call:
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
-        tensors = []
+        tensors: list[Tensor] = []
+        left: list[Tensor | None] = []
         for i, replica in enumerate(replicas):
-            for name, tensor in replica.tensors.items():
-                if replica.records and tensor is not None:
-                    self.slots.append((name, i))
-                    tensors.append(tensor)
-        # What this node saves belongs to no replica, so no hook is called.
+            given = replica.tensors if replica.records else {}
+            named = [(name, tensor) for name, tensor in given.items() if tensor is not None]
+            self.slots += [(name, i) for name, _ in named]
+            tensors += [tensor for _, tensor in named]
+            left += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
+        # Nothing of this belongs to a replica with hooks, so none is called.
         with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
+            self.saved = _save(*left)
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, *tensors)  # type: ignore[no-untyped-call]
         return results
 
@@ -183,7 +191,7 @@ class Call:
         var = self.var
         if var is None and self.rule is not None:
             var = (invstd.pow(-2) - self.rule.eps).clamp_(min=0)
-        running.update(mean, var, self.count)
+        running.update(mean, mean if var is None else var, self.count)
 
     def count_at(self, place: Place) -> Tensor:
         """Return the count as a tensor ``(1,)`` in int32 at `place`, on CUDA."""
@@ -257,11 +265,13 @@ class _Backward:
         self.found: Gradients = {}
         # The replicas that take part: number, place, upstream gradient, input, weight.
         self.parts: list[tuple[int, Place, Tensor | None, Tensor, Tensor | None]] = []
-        for i, (saved, place, grad) in enumerate(zip(call.saved, call.places, self.grad_outputs, strict=True)):
-            if saved is not None and (grad is not None or ("input", i) in wanted):
+        common = call.saved.saved_tensors
+        for i, (own, place, grad) in enumerate(zip(call.saved_by_replica, call.places, self.grad_outputs, strict=True)):
+            if grad is not None or ("input", i) in wanted:
                 with place.entered():  # Hooks may compute what was saved.
-                    input, weight = saved.saved_tensors
-                self.parts.append((i, place, grad, input, weight))
+                    input, weight = common[2 * i : 2 * i + 2] if own is None else own.saved_tensors
+                if input is not None:
+                    self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
 
     def run(self) -> Gradients:
@@ -274,9 +284,13 @@ class _Backward:
             self.joined()
         else:
             self.on_cpu()
-        for i, *_ in self.parts:
-            # Private: frees what is saved, unless the graph is retained. Without it that lives as long as the graph.
-            getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+        arrived = self.pair_grads if call.rule is None else self.grad_outputs
+        recorded = {i for _, i in call.slots}
+        ours = [grad for i, grad in enumerate(arrived) if i in recorded]
+        for node, *grads in [(call.saved, *ours), *zip(call.saved_by_replica, arrived, strict=True)]:
+            if node is not None and all(grad is not None for grad in grads):
+                # Private: frees it, unless the graph is retained. Without this it lives as long as the graph.
+                getattr(node, "maybe_clear_saved_tensors", lambda: None)()
         return self.found
 
     def joined(self) -> None:
@@ -299,19 +313,22 @@ class _Backward:
         call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
         mean, invstd = (vector.to(dtype) for vector in statistics)
         moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
-        asked = [{name for name, number in self.wanted if number == i} for i, _, grad, *_ in self.parts if grad is not None]
+        asked = [
+            {name for name, number in self.wanted if number == i} for i, _, grad, *_ in self.parts if grad is not None
+        ]
         together = call.one_weight and all(names == asked[0] for names in asked)  # one gradient of the weight for all
         weighted = call.group is not None or not together
         rows: list[Tensor] = []
         for i, _, grad, input, weight in self.parts:
             if grad is None:
                 continue
-            sums = normalization.gradient_sums(grad, input, mean, invstd)
+            sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, mean, invstd)
             if not together:
-                sums = torch.stack((sums[0], torch.addcmul(sums[1], sums[0], moved)))
-                self.found["bias", i], self.found["weight", i] = sums.unbind()
-                sums = sums if weight is None else sums * weight
-            rows += sums
+                sum_dy_normalized = torch.addcmul(sum_dy_normalized, sum_dy, moved)
+                self.found["bias", i], self.found["weight", i] = sum_dy, sum_dy_normalized
+                if weight is not None:
+                    sum_dy, sum_dy_normalized = sum_dy * weight, sum_dy_normalized * weight
+            rows += [sum_dy, sum_dy_normalized]
         totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
         first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
         if together:
@@ -349,7 +366,12 @@ class _Backward:
             if grad is not None:
                 with place.entered():
                     *sums, self.found["weight", i], self.found["bias", i] = normalization.fused_gradient_sums(
-                        grad, input, call.statistics[place], weight, ("weight", i) in self.wanted, ("bias", i) in self.wanted
+                        grad,
+                        input,
+                        call.statistics[place],
+                        weight,
+                        ("weight", i) in self.wanted,
+                        ("bias", i) in self.wanted,
                     )
                     if weighted and weight is not None:
                         sums = [vector * weight for vector in sums]
@@ -364,7 +386,7 @@ class _Backward:
                     if place not in at:
                         at[place] = hand_over(totals, call.home, place), call.count_at(place)
                     self.found["input", i] = normalization.fused_input_gradient(
-                        grad, input, call.statistics[place], weight, *at[place], weighted
+                        grad, input, call.statistics[place], weight, at[place][0], at[place][1], weighted
                     )
 
     def differentiable(self) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
-from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.autograd import EpsRule
+from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.replicate import CallbackContext
 from sync_batchnorm.running import RunningStatistics

@@ -184,8 +184,9 @@ def _merge_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Ten
     def merged() -> tuple[Tensor, Tensor]:
         parts = []
         for message in messages:
-            mean, var, count = cast(Moments, message.moments)
-            parts.append(Moments(*bring((mean, var), message.place, home), count))
+            mean, var, elements = cast(Moments, message.moments)
+            mean, var = bring((mean, var), message.place, home)
+            parts.append(Moments(mean, var, elements))
         return moments.merge_moments(parts)
 
     mean, var = merged()
@@ -208,16 +209,18 @@ def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor:
     means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
     eps = cast(EpsRule, call.rule).eps
     counts = counts_on(*call.home, tuple(channel_count(m.input.shape) for m in parts), stacked.dtype)
-    buffers: Any = (None, None, 0.0)
-    running = messages[0].running
-    in_one = running is not None and running.momentum is not None
-    if running is not None and in_one and (running.mean is None or running.mean.dtype == stacked.dtype):
-        factor = running.count()
+    running, momentum = messages[0].running, 0.0
+    buffers: list[Tensor | None] = [None, None]
+    # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
+    known = running is not None and running.momentum is not None
+    if running is not None and known and (running.mean is None or running.mean.dtype == stacked.dtype):
+        momentum = running.count_call()
         # Through `data`, see `RunningStatistics.update`.
-        buffers = (None if b is None else b.data for b in (running.mean, running.var))
-        buffers = (*buffers, factor)
+        buffers = [None if buffer is None else buffer.data for buffer in (running.mean, running.var)]
         messages[0].running = None
-    mean, invstd = torch.batch_norm_gather_stats_with_counts(stacked, means, invstds, *buffers, eps, counts)
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        stacked, means, invstds, buffers[0], buffers[1], momentum, eps, counts
+    )
     call.statistics[call.home] = Statistics(mean, invstd)
     return torch.stack((mean, invstd))
 

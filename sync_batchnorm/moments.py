@@ -4,8 +4,8 @@ No threads, no modules, no autograd. ``C`` is the number of channels, dimension 
 is a number of elements per channel.
 
 NOTE [fast and exact statistics]: On the CPU one operator makes the statistics of an input in one pass. Its variance is
-good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So whoever merges looks
-at the result, and where it is not `precise` asks for the exact statistics: those of the input minus the mean that was
+good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So the master looks at
+the merged ones, and where they are not `precise` takes the exact statistics: those of the input minus the mean that was
 found, which are good to 1e-6 at any ratio. The merge itself is in float64, since its vectors are tiny.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and on adversarial inputs, see numerics.md.
+# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see numerics.md.
 LARGEST_RATIO = 256.0
 
 # The operator for channels that lie side by side adds up rows one after the other. As few, wide rows lose fewer digits.
@@ -36,7 +36,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     var: Tensor
-    count: int  # of one part
+    elements: int  # per channel, of one part
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,8 +107,8 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             split = _split(rows, channels)
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
             # Half inputs get statistics in float32 where the running ones are: these are thrown away.
-            unused = torch.zeros(2, split * channels).unbind() if half else (None, None)
-            mean, var = torch.batch_norm_update_stats(view, *unused, 0.0)
+            unused = torch.zeros(split * channels) if half else None
+            mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
             return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
@@ -166,17 +166,17 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
     number of parts at once. In float64 on the CPU and on CUDA. The order of summation is that of the arguments.
     """
-    parts = [part for part in moments if part.count] or moments[:1]
+    parts = [part for part in moments if part.elements] or moments[:1]
     first = parts[0].mean
     dtype = torch.float64 if operators_for(first.device) != "other" else first.dtype
     mean = torch.cat([part.mean for part in parts]).to(dtype)
     var = torch.cat([part.var for part in parts]).to(dtype)
-    if len({part.count for part in parts}) == 1:
+    if len({part.elements for part in parts}) == 1:
         merged = mean.mean(0)
         deviations = mean - merged
         return merged, torch.addcmul(var, deviations, deviations).mean(0)
-    total = sum(part.count * len(part.mean) for part in parts)
-    shares = torch.cat([mean.new_full((len(part.mean), 1), part.count / total) for part in parts])
+    total = sum(part.elements * len(part.mean) for part in parts)
+    shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in parts])
     merged = (mean * shares).sum(0)
     deviations = mean - merged
     return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sync_batchnorm.moments import kept, operators_for, per_channel, reduced_dims, statistics_dtype
+from sync_batchnorm.moments import kept, operators_for, per_channel, statistics_dtype
 
 __all__: list[str] = []
 
@@ -133,7 +133,7 @@ def linear_gradient(
 ) -> Affine:
     """Return the part of the input gradient that is linear in the input; on the CPU.
 
-    The input gradient is ``weight * invstd * dy - factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
+    It is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
 
     Args:
         statistics: of the forward.
@@ -182,7 +182,8 @@ def fused_gradient_sums(
         return (nothing,) * 4
     # Without a weight, the operator does not know the dtype of these gradients.
     wants = [wants_weight and weight is not None, wants_bias and weight is not None]
-    sums = torch.batch_norm_backward_reduce(grad_output, input, *statistics, weight, True, *wants)  # type: ignore[call-arg]
+    mean, invstd = statistics
+    sums = torch.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, True, *wants)
     sum_dy, sum_dy_xmu, grad_weight, grad_bias = sums
     return sum_dy, sum_dy_xmu, grad_weight, grad_bias if weight is not None else sum_dy
 
@@ -216,4 +217,5 @@ def fused_input_gradient(
         weight = None
     elif weight.dtype != statistics.mean.dtype:  # which this operator wants for contiguous inputs
         weight = weight.to(statistics.mean.dtype)
-    return torch.batch_norm_backward_elemt(grad_output, input, *statistics, weight, *totals.unbind(), count)
+    mean, invstd = statistics
+    return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, totals[0], totals[1], count)

@@ -141,7 +141,7 @@ def test_constant_channels_that_eps_covers_are_trusted():
 def test_local_moments_of_nothing_are_zero():
     found, memory = moments.local_moments(torch.zeros(0, 3, 2))
     assert memory is None
-    assert found.count == 0
+    assert found.elements == 0
     assert torch.equal(torch.stack(moments.merge_moments([found])), torch.zeros(2, 3, dtype=torch.float64))
 
 
