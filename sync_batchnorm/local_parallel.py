@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -234,9 +235,12 @@ def parallel_apply(
     outputs: list[Any] = [None] * len(modules)
     failures: list[Caught | None] = [None] * len(modules)
     places = [_Place(device) for device in devices]
+    cores = _Cores(len(modules)) if devices[0].type == "cpu" else None
 
     def work(i: int) -> None:
         try:
+            if cores is not None:
+                cores.take_share()
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
@@ -249,12 +253,47 @@ def parallel_apply(
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
         for thread in threads:
             thread.start()
+        if cores is not None:
+            cores.restore()
         for thread in threads:
             thread.join()
     for failure in failures:
         if failure is not None:
             raise failure.rebuild()
     return outputs
+
+
+class _Cores:
+    """The intra-op threads of the caller, divided among the threads of its replicas on the CPU.
+
+    Otherwise each of them would start as many as the caller has. The backward, in the thread of the caller, has them all.
+
+    NOTE [numbers of threads]: `torch.set_num_threads` sets the number of the calling thread, and the one with which threads
+    begin that ask for theirs for the first time. So a replica asks before it sets its own, and when all have set theirs,
+    the caller sets its own again.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._all = torch.get_num_threads()
+        self._share = max(1, self._all // num_replicas)
+        self._taken: SimpleQueue[None] = SimpleQueue()
+        self._num_replicas = num_replicas
+
+    def take_share(self) -> None:
+        """In the thread of a replica."""
+        try:
+            if self._share < self._all:
+                torch.get_num_threads()
+                torch.set_num_threads(self._share)
+        finally:
+            self._taken.put(None)
+
+    def restore(self) -> None:
+        """In the thread of the caller."""
+        for _ in range(self._num_replicas):
+            self._taken.get()
+        if self._share < self._all:
+            torch.set_num_threads(self._all)
 
 
 class _Place:

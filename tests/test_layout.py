@@ -54,7 +54,7 @@ WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
 WAITING = {
     "roster": {"Empty", "Lock", "SimpleQueue"},
     "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
-    "local_parallel": {"Thread"},
+    "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
 }
 HARMLESS = {"TIMEOUT_MAX", "current_thread", "main_thread"}
 

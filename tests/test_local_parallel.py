@@ -1,6 +1,7 @@
 """Replicas on the CPU and on repeated devices: what `torch.nn.DataParallel` does with distinct accelerators."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -303,3 +304,33 @@ def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
     parallel = DataParallelWithCallback(nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
         parallel(torch.zeros(4, 2))
+
+
+class CountingThreads(nn.Module):
+    """Notes how many intra-op threads a replica has."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def forward(self, input):
+        self.counts.append(torch.get_num_threads())
+        return input
+
+
+@pytest.mark.parametrize(("available", "share"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share):
+    before = torch.get_num_threads()
+    parallel = DataParallelWithCallback(CountingThreads(), ["cpu"] * 2)
+    later = []
+    try:
+        torch.set_num_threads(available)
+        parallel(torch.zeros(2))
+        assert parallel.module.counts == [share, share]
+        assert torch.get_num_threads() == available
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [available]
+    finally:
+        torch.set_num_threads(before)
