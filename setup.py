@@ -6,7 +6,7 @@ from setuptools import setup
 
 setup(
     name="synchronized-batchnorm",
-    version="1.0.0",
+    version="1.1.0",
     description="Synchronized batch norm for torch.nn.DataParallel: N devices train to the same numbers as one",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

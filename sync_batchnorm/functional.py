@@ -35,6 +35,9 @@ class LayerSet:
     def __init__(self) -> None:
         self._found: dict[int, ReferenceType[Any]] = {}
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def __contains__(self, layer: nn.Module) -> bool:
         return id(layer._forward_hooks) in self._found
 

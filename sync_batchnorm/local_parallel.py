@@ -266,11 +266,11 @@ def parallel_apply(
 class _Cores:
     """The intra-op threads of the caller, divided among the threads of its replicas on the CPU.
 
-    Otherwise each of them would start as many as the caller has. The backward, in the thread of the caller, has them all.
+    Otherwise each of them would start as many as the caller has. The backward, in the caller's thread, has them all.
 
-    NOTE [numbers of threads]: `torch.set_num_threads` sets the number of the calling thread, and the one with which threads
-    begin that ask for theirs for the first time. So a replica asks before it sets its own, and when all have set theirs,
-    the caller sets its own again.
+    NOTE [numbers of threads]: `torch.set_num_threads` sets the number of the calling thread, and that with which other
+    threads begin, when they ask for theirs for the first time. So a replica asks before it sets its own, and when all
+    have set theirs, the caller sets its own again.
     """
 
     def __init__(self, num_replicas: int) -> None:
