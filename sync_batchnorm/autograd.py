@@ -16,10 +16,11 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: Inputs and weights are saved in nodes that never run (`_Save`); the common node asks them, and
-frees them once the gradients of all outputs have come. So of two replicas that call `torch.autograd.grad` in their
-forward, neither frees what the other one needs. The master saves for all, but a replica with hooks on saved tensors
-saves its own: hooks belong to a thread, and activation checkpointing counts what they see.
+NOTE [who saves what]: The common node saves the inputs and weights of all replicas, but those of a replica with hooks on
+saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its own,
+in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad` in their
+forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients keeps it
+(`_unpack`), until one that has.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -116,11 +117,6 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
-def _save(*tensors: Tensor | None) -> Any:
-    leaf = torch.empty(0, requires_grad=True)
-    return _Save.apply(leaf, tensors).grad_fn  # type: ignore[no-untyped-call]
-
-
 class Replica:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
@@ -131,12 +127,8 @@ class Replica:
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
         if self.records and has_hooks():
-            self.saved = _save(input, weight)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether its output has a gradient by a tensor of its own."""
-        return self.records and any(tensor is not None and tensor.requires_grad for tensor in self.tensors.values())
+            leaf = torch.empty(0, requires_grad=True)
+            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
 
 
 class Call:
@@ -161,8 +153,8 @@ class Call:
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
-        self.saved_by_replica = [replica.saved for replica in replicas]
-        self.saved: Any = None  # the node that has saved inputs and weights of all others, in their order
+        self.saved = [replica.saved for replica in replicas]
+        self.kept: list[tuple[Tensor | None, int]] | None = None  # what a backward has kept for the next one
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
@@ -175,14 +167,14 @@ class Call:
         left: list[Tensor | None] = []
         for i, replica in enumerate(replicas):
             given = replica.tensors if replica.records else {}
-            named = [(name, tensor) for name, tensor in given.items() if tensor is not None]
-            self.slots += [(name, i) for name, _ in named]
-            tensors += [tensor for _, tensor in named]
+            for name, tensor in given.items():
+                if tensor is not None:
+                    self.slots.append((name, i))
+                    tensors.append(tensor)
             left += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
         # Nothing of this belongs to a replica with hooks, so none is called.
         with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
-            self.saved = _save(*left)
-            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, *tensors)  # type: ignore[no-untyped-call]
+            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, left, *tensors)  # type: ignore[no-untyped-call]
         return results
 
     def move(self, running: RunningStatistics) -> None:
@@ -200,28 +192,43 @@ class Call:
         return hand_over(self.count.to(torch.int32)[None], self.home, place)
 
 
+Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
+Gradients = dict[Slot, Tensor | None]
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], *_: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], left: Any, *_: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(*pairs)
+        ctx.save_for_backward(*pairs, *left)
         return *outputs, *pairs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        edges = zip(call.slots, ctx.needs_input_grad[3:], ctx.next_functions, strict=True)
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         found: Gradients = {}
         if any(grad is not None for grad in grads):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
-                found = _Backward(call, grads, wanted, ctx).run()
-        return None, None, None, *[found.get(slot) for slot in call.slots]
+                found = _Backward(ctx, call, grads, wanted).run()
+        return None, None, None, None, *[found.get(slot) for slot in call.slots]
 
 
-Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
-Gradients = dict[Slot, Tensor | None]
+def _unpack(ctx: Any, call: Call, arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
+    num_pairs = len(call.pair_places)
+    try:
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[num_pairs:]
+    except RuntimeError:
+        if call.kept is None or any(t is not None and t._version != version for t, version in call.kept):
+            raise
+        saved = tuple(tensor for tensor, _ in call.kept)
+    recorded = {i for _, i in call.slots}
+    complete = all(grad is not None for i, grad in enumerate(arrived) if i in recorded)
+    call.kept = None if complete else [(t, 0 if t is None else t._version) for t in saved]
+    return saved
 
 
 def _will_run(node: Any) -> bool:
@@ -256,20 +263,21 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
 class _Backward:
     """The gradients of one backward of a call."""
 
-    def __init__(self, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot], ctx: Any) -> None:
-        num_pairs, num_replicas = len(call.pair_places), len(call.places)
-        self.call, self.wanted, self.ctx = call, wanted, ctx
-        self.pair_grads = grads[len(grads) - num_pairs :]
-        self.grad_outputs = grads[:num_replicas] if call.rule is not None else (None,) * num_replicas
+    def __init__(self, ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot]) -> None:
+        self.ctx, self.call, self.wanted = ctx, call, wanted
+        self.pair_grads = grads[len(grads) - len(call.pair_places) :]
         self.wants_inputs = any(name == "input" for name, _ in wanted)
         self.found: Gradients = {}
         # The replicas that take part: number, place, upstream gradient, input, weight.
         self.parts: list[tuple[int, Place, Tensor | None, Tensor, Tensor | None]] = []
-        common = call.saved.saved_tensors
-        for i, (own, place, grad) in enumerate(zip(call.saved_by_replica, call.places, self.grad_outputs, strict=True)):
+        common = _unpack(ctx, call, grads[: len(call.places)])
+        for i, place in enumerate(call.places):
+            grad = None if call.rule is None else grads[i]
             if grad is not None or ("input", i) in wanted:
-                with place.entered():  # Hooks may compute what was saved.
-                    input, weight = common[2 * i : 2 * i + 2] if own is None else own.saved_tensors
+                input, weight = common[2 * i : 2 * i + 2]
+                if call.saved[i] is not None:
+                    with place.entered():  # Hooks may compute what was saved.
+                        input, weight = call.saved[i].saved_tensors
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
@@ -284,13 +292,10 @@ class _Backward:
             self.joined()
         else:
             self.on_cpu()
-        arrived = self.pair_grads if call.rule is None else self.grad_outputs
-        recorded = {i for _, i in call.slots}
-        ours = [grad for i, grad in enumerate(arrived) if i in recorded]
-        for node, *grads in [(call.saved, *ours), *zip(call.saved_by_replica, arrived, strict=True)]:
-            if node is not None and all(grad is not None for grad in grads):
-                # Private: frees it, unless the graph is retained. Without this it lives as long as the graph.
-                getattr(node, "maybe_clear_saved_tensors", lambda: None)()
+        for i, *_ in self.parts:
+            # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it lives
+            # as long as the graph.
+            getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
         return self.found
 
     def joined(self) -> None:
@@ -390,11 +395,16 @@ class _Backward:
                     )
 
     def differentiable(self) -> None:
-        """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients]."""
+        """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients].
+
+        In a second backward, threads of several devices add up what comes to one tensor in any order. Views of it see to
+        it that there are never more than two of them: then the order changes no digit.
+        """
         call, home = self.call, self.call.home
         at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph
         if torch.is_grad_enabled():
-            at = dict(zip(call.pair_places, (pair.unbind() for pair in self.ctx.saved_tensors), strict=True))
+            pairs = self.ctx.saved_tensors[: len(call.pair_places)]
+            at = dict(zip(call.pair_places, (pair.unbind() for pair in pairs), strict=True))
         dtype = at[home][0].dtype
         given = zip(self.pair_grads, call.pair_places, strict=True)
         arrived = [hand_over(grad, place, home) for grad, place in given if grad is not None]
@@ -405,8 +415,9 @@ class _Backward:
                 centered[i] = input.to(dtype) - per_channel(mean, input)
                 if grad is None:
                     continue
-                wide, dims = grad.to(dtype), reduced_dims(input)
-                sum_dy, sum_dy_xmu = wide.sum(dims), (wide * centered[i]).sum(dims)
+                wide, second, dims = grad.to(dtype), second.view_as(second), reduced_dims(input)
+                summed = wide.view_as(wide)
+                sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered[i]).sum(dims)
                 factor = second if weight is None else second * weight
                 self.found["weight", i], self.found["bias", i] = sum_dy_xmu * second, sum_dy
                 self.found["input", i] = wide * per_channel(factor, input)
@@ -426,6 +437,7 @@ class _Backward:
         for i, place, _, input, _ in self.parts:
             if ("input", i) in self.wanted:
                 with place.entered():
+                    through = through.view_as(through)
                     grad_mean, grad_var = hand_over(through, home, place)
                     rest = per_channel(grad_mean, input) + per_channel(grad_var, input) * centered[i]
                     direct = self.found.get(("input", i))

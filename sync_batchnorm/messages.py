@@ -134,7 +134,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
     """Answer all `messages`; only count, if there is not a single element."""
     first, rule = messages[0], call.rule
     if first.fused:
-        pair = _merge_on_cuda(call, messages) if call.count else None
+        pair = _merge_on_cuda(call, messages) if any(m.mean_and_invstd for m in messages) else None
     elif _can_be_joined(call, messages):
         pair = _normalize_joined(call, messages)
     else:
@@ -261,7 +261,7 @@ def _record(call: Call, messages: Sequence[Message], pairs: Sequence[Tensor]) ->
     if call.rule is not None:
         answers = [cast(Tensor, m.answer if m.memory is None else m.memory.detach()) for m in messages]
     recorded: Sequence[Tensor] = [*answers, *pairs]
-    if any(message.requires_grad for message in messages):
+    if any(m.records and any(t is not None and t.requires_grad for t in m.tensors.values()) for m in messages):
         recorded = call.record(messages, answers, pairs)
     for message, answer in zip(messages, recorded, strict=False):
         # Without `detach`, that of a replica that records nothing would be in the graph.

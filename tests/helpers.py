@@ -56,8 +56,7 @@ def saved_bytes(output: Tensor) -> int:
     Read from its nodes: hooks on saved tensors would change the way that a synchronized layer takes.
     """
     sizes: dict[int, int] = {}
-    nodes = graph_of(output)
-    for node in nodes + [node.call.saved for node in nodes if hasattr(node, "call")]:
+    for node in graph_of(output):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved = node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
