@@ -144,7 +144,8 @@ class Call:
     var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
-    joined: bool = False  # whether the inputs of all replicas were normalized as one batch
+    joined: bool = False  # whether the inputs of all replicas can be joined, and are small
+    joined_in_float64: bool = False  # whether they are very small, and were in the forward
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
     def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
@@ -299,15 +300,20 @@ class _Backward:
         return self.found
 
     def joined(self) -> None:
-        """Compute on the joined batch, in float64, with the operator of torch."""
+        """Compute on the joined batch, with the operator of torch."""
         numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
+        dtype = torch.float64 if self.call.joined_in_float64 else self.statistics_dtype
         grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
+        input, weight = torch.cat(inputs).to(dtype), None if weights[0] is None else weights[0].to(dtype)
         mean, invstd = self.call.statistics[self.call.home]
-        weight = None if weights[0] is None else weights[0].double()
+        if dtype != mean.dtype:  # What is large and rounded is taken off before; what was rounded off is the mean then.
+            rounded = mean.to(dtype)
+            input -= per_channel(rounded, input)
+            mean, invstd = (mean - rounded).to(dtype), invstd.to(dtype)
         needs = [self.wants_inputs, *[any(wanted == name for wanted, _ in self.wanted) for name in ("weight", "bias")]]
         # Without eps, which is part of invstd already.
         grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
-            grad.double(), torch.cat(inputs).double(), weight, None, None, mean, invstd, True, 0.0, needs
+            grad.to(dtype), input, weight, None, None, mean, invstd, True, 0.0, needs
         )
         if self.wants_inputs:
             parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])

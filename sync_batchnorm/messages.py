@@ -18,9 +18,10 @@ from sync_batchnorm.running import RunningStatistics
 __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
-# make them, since each call releases the GIL and takes it back. Up to so many elements in a replica, the master makes
-# the calls for all, with the operator of torch on the joined batch, in float64. Measured on two cores, torch 2.13.0.
-JOINED = 16384
+# make them, since each call releases the GIL and takes it back. Up to the first number of elements in a replica, the
+# master makes the calls of the forward for all, with the operator of torch on the joined batch, in float64; up to the
+# second, the backward, which has one thread, joins them. Measured on two cores, torch 2.13.0.
+JOINED, JOINED_BACKWARD = 16384, 131072
 
 
 class Message(Replica):
@@ -60,9 +61,10 @@ class Message(Replica):
         self.input, self.weight, self.bias = input.detach(), weight, bias
         self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
         kind = operators_for(input.device)
-        plain = rule is not None and rule.mode == "plus" and group is None
-        self.fused = plain and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
-        self.small = plain and kind == "cpu" and 0 < input.numel() <= JOINED
+        usual = rule is not None and rule.mode == "plus" and group is None
+        self.fused = usual and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
+        self.plain = usual and kind == "cpu"
+        self.small = self.plain and 0 < input.numel() <= JOINED
         self.moments: Moments | None = None
         self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
         if not self.small:
@@ -133,9 +135,11 @@ def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
 def _merge(call: Call, messages: Sequence[Message]) -> None:
     """Answer all `messages`; only count, if there is not a single element."""
     first, rule = messages[0], call.rule
+    call.joined = _can_be_joined(call, messages)
+    call.joined_in_float64 = call.joined and all(message.small for message in messages)
     if first.fused:
         pair = _merge_on_cuda(call, messages) if any(m.mean_and_invstd for m in messages) else None
-    elif _can_be_joined(call, messages):
+    elif call.joined_in_float64:
         pair = _normalize_joined(call, messages)
     else:
         mean, var = _merge_moments(call, messages)
@@ -162,7 +166,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
-    if rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
+    if rule is not None and not call.joined_in_float64 and operators_for(call.home.device) == "cpu":
         affine = None
         for message in messages:
             if affine is None or not call.one_weight:
@@ -230,10 +234,14 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
     shape, strides, dtype = first.input.shape[1:], first.input.stride()[1:], first.input.dtype
     return (
         len(messages) > 1
+        and first.plain
         and call.one_weight
         and all(tensor is None or tensor.dtype == dtype for tensor in (first.weight, first.bias))
         and all(
-            m.small and m.records == first.records and m.input.shape[1:] == shape and m.input.stride()[1:] == strides
+            0 < m.input.numel() <= JOINED_BACKWARD
+            and m.records == first.records
+            and m.input.shape[1:] == shape
+            and m.input.stride()[1:] == strides
             for m in messages
         )
     )
@@ -241,7 +249,7 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
 
 def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
     """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
-    first, call.joined = messages[0], True
+    first = messages[0]
     joined = torch.cat([message.input for message in messages])
     weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
     output, mean, invstd = torch.native_batch_norm(

@@ -91,8 +91,13 @@ def _seeded() -> None:
 
 KERNELS = {
     "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
-    "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
+    "joined-backward": {"messages.JOINED": 0},  # those that are a bit larger, only in the backward
+    "separate": {"messages.JOINED": 0, "messages.JOINED_BACKWARD": 0},  # each replica has passes of its own
+    "exact": {  # and makes its statistics about the mean
+        "messages.JOINED": 0,
+        "messages.JOINED_BACKWARD": 0,
+        "moments.LARGEST_RATIO": 1e-30,
+    },
     "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
 }
 
