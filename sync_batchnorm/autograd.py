@@ -16,11 +16,11 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: The common node saves the inputs and weights of all replicas, but those of a replica with hooks on
-saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its own,
-in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad` in their
-forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients keeps it
-(`_unpack`), until one that has.
+NOTE [who saves what]: The common node saves the inputs and weights of all replicas, but not those of a replica with hooks
+on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its
+own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad` in
+their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients keeps
+it for the next one (`_unpack`).
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -403,8 +403,8 @@ class _Backward:
     def differentiable(self) -> None:
         """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients].
 
-        In a second backward, threads of several devices add up what comes to one tensor in any order. Views of it see to
-        it that there are never more than two of them: then the order changes no digit.
+        In a second backward, the threads of several devices add up in any order what comes to one tensor. Views of it
+        see to it that no more than two come to any: then the order changes no digit.
         """
         call, home = self.call, self.call.home
         at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph
