@@ -16,11 +16,11 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: The common node saves the inputs and weights of all replicas, but not those of a replica with hooks
+NOTE [who saves what]: The common node saves inputs and weights of all replicas, but not those of a replica with hooks
 on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its
-own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad` in
-their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients keeps
-it for the next one (`_unpack`).
+own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad`
+in their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients
+keeps it for the next one (`_unpack`).
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -127,8 +127,32 @@ class Replica:
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
         if self.records and has_hooks():
-            leaf = torch.empty(0, requires_grad=True)
+            leaf = torch.empty(0, device="cpu", requires_grad=True)
             self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
+
+
+class Left(NamedTuple):
+    """What a call leaves to the running statistics of a replica."""
+
+    statistics: Statistics | None  # at `place`; None if there was not a single element
+    var: Tensor | None  # at `home`, see `Call`
+    home: Place
+    place: Place
+    eps: float
+    elements: int | Tensor  # per channel
+
+    def move(self, running: RunningStatistics) -> None:
+        """Move `running` towards these statistics."""
+        if self.statistics is None:
+            running.count_call()
+            return
+        mean, invstd = self.statistics
+        if self.var is None:
+            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
+        else:
+            var = hand_over(self.var, self.home, self.place)
+        count = self.elements
+        running.update(mean, var, count if isinstance(count, int) else hand_over(count, self.home, self.place))
 
 
 class Call:
@@ -160,6 +184,12 @@ class Call:
         self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
 
+    def left(self, place: Place) -> Left:
+        """Return what is left to the running statistics at `place`, without what the graph holds."""
+        statistics = None if isinstance(self.count, int) and self.count == 0 else self.statistics[place]
+        eps = 0.0 if self.rule is None else self.rule.eps
+        return Left(statistics, self.var, self.home, place, eps, self.count)
+
     def record(
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
@@ -177,14 +207,6 @@ class Call:
         with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, left, *tensors)  # type: ignore[no-untyped-call]
         return results
-
-    def move(self, running: RunningStatistics) -> None:
-        """Move `running` towards the statistics of this call; in the thread of the master."""
-        mean, invstd = self.statistics[self.home]
-        var = self.var
-        if var is None and self.rule is not None:
-            var = (invstd.pow(-2) - self.rule.eps).clamp_(min=0)
-        running.update(mean, mean if var is None else var, self.count)
 
     def count_at(self, place: Place) -> Tensor:
         """Return the count as a tensor ``(1,)`` in int32 at `place`, on CUDA."""
@@ -445,6 +467,7 @@ class _Backward:
                 with place.entered():
                     through = through.view_as(through)
                     grad_mean, grad_var = hand_over(through, home, place)
-                    rest = per_channel(grad_mean, input) + per_channel(grad_var, input) * centered[i]
+                    # The first operand decides on the memory format: that of the input.
+                    rest = centered[i] * per_channel(grad_var, input) + per_channel(grad_mean, input)
                     direct = self.found.get(("input", i))
-                    self.found["input", i] = (rest if direct is None else direct + rest).to(input.dtype)
+                    self.found["input", i] = (rest if direct is None else rest + direct).to(input.dtype)

@@ -107,13 +107,14 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             split = _split(rows, channels)
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
             # Half inputs get statistics in float32 where the running ones are: these are thrown away.
-            unused = torch.zeros(split * channels) if half else None
+            unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
             mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
             return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
     length = input.numel() // (size * channels)
-    weight, bias = (torch.ones(channels), torch.zeros(channels)) if half else (None, None)
+    weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
+    bias = torch.zeros_like(weight) if weight is not None else None
     memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
     return Moments(mean, invstd.pow(-2), length), memory
 

@@ -71,7 +71,8 @@ def _looks_channels_last(input: Tensor) -> bool:
 
 @kept
 def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(length, dtype=dtype), torch.ones(length, dtype=dtype)
+    zeros = torch.zeros(length, dtype=dtype, device="cpu")
+    return zeros, torch.ones_like(zeros)
 
 
 def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
@@ -213,6 +214,8 @@ def fused_input_gradient(
         grad_output = torch.zeros_like(input)
     elif weighted and weight is not None:
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
+    if not input.is_contiguous() and _looks_channels_last(input):  # or the operator returns a contiguous gradient
+        grad_output = grad_output.contiguous(memory_format=_CHANNELS_LAST[input.dim()])
     if weighted or weight is None:
         weight = None
     elif weight.dtype != statistics.mean.dtype:  # which this operator wants for contiguous inputs
