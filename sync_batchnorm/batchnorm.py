@@ -14,7 +14,7 @@ from sync_batchnorm import distributed
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
-from sync_batchnorm.replicate import CallbackContext
+from sync_batchnorm.replicate import CallbackContext, is_in_replica, refuse_stranger
 from sync_batchnorm.running import RunningStatistics
 
 __all__ = [
@@ -125,6 +125,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
+            refuse_stranger(self)
         group = self._peers()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()

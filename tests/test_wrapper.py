@@ -111,15 +111,6 @@ def test_one_module_serves_two_wrappers_in_turn(devices):
         assert_same_step(plain, wrapper, doubles(5, 3, 6, 6, devices=devices))
 
 
-def test_wrapper_inside_a_wrapper_synchronizes_over_its_own_replicas():
-    bn = nn.BatchNorm1d(3).double()
-    plain, parallel = twins(bn, ["cpu"] * 2)
-    outer = DataParallelWithCallback(parallel, ["cpu"] * 2)
-    data = doubles(8, 3)
-    expected = torch.cat([copy.deepcopy(plain)(half) for half in data.chunk(2)])
-    assert_equal(outer(data), expected)
-
-
 def test_wrapper_behaves_as_a_module():
     _, parallel = twins(TwoLayers(), ["cpu"] * 2)
     assert all(name.startswith("module.") for name in parallel.state_dict())
