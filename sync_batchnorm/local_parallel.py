@@ -69,13 +69,15 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
-        devices = [as_device(device) for device in device_ids]
-        if len(devices) > 1:  # A single chunk may hold tensors of any sizes.
-            self._check_sizes(inputs, kwargs, len(devices))
-        if not is_local(devices):
-            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         if not inputs and not kwargs:
             return (), ()
+        devices = [as_device(device) for device in device_ids]
+        if len(devices) > 1:
+            self._check_sizes(inputs, kwargs, len(devices))
+        elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
+            return (inputs,), (kwargs,)  # There is nothing to cut, and a view could not be changed in place.
+        if not is_local(devices):
+            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         chunks = scatter((inputs, kwargs), devices, self.dim, _cuts.get())
         return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
 

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from sync_batchnorm import draws
 from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId, as_device
 from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
 
 __all__ = [
@@ -292,8 +293,10 @@ class _Callbacks(DataParallel[Any]):
             seat.state, seat.watched = state, True
         roster = seats[0].roster
         roster.call([seat.replica_id for seat in seats])
+        devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         try:
-            outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
+            with draws.watched(devices):
+                outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
             _give_up(roster, error)
             # What is not an Exception happened in this thread, see `_seated`: Ctrl-C, while replicas were running.
@@ -335,7 +338,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
     or leaves while others wait for it, they are released at once and the caller gets the original exception.
 
-    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks.
+    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. A wrapper that is
+    part of a replica runs its module likewise, whose callbacks the outer wrapper calls.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -348,8 +352,10 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
 
     Raises:
         TypeError, ValueError: for a bad `timeout`.
-        ValueError: for `device_ids` of different kinds, and from a call whose arguments differ in size along `dim`.
-        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`.
+        ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
+            or the replicas return different structures.
+        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
+            replicated, or if a synchronized layer trains in a replica that it is no part of.
         ReplicaSyncError: from a call, if the replicas cannot meet.
     """
 

@@ -20,6 +20,7 @@ from helpers import (
 )
 from scripted import WRAPPERS, Scripted, batch, scripted
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -145,6 +146,41 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
     assert list(parallel.state_dict()) == before
     parallel.module[0] = parallel.module[0]._orig_mod  # as the error says
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+
+
+# Random numbers
+
+
+class Dropping(nn.Module):
+    """Drops in a checkpointed function, behind a synchronized layer."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Dropout(p))
+
+    def forward(self, input):
+        return checkpoint(self.body, input, use_reentrant=False)
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_draws_of_replicas_that_share_a_generator_warn_under_a_checkpoint(devices):
+    device = as_devices(devices)[0]
+    parallel = DataParallelWithCallback(Dropping(0.5).to(device), devices)
+    if are_distinct_gpus(devices):
+        parallel(torch.randn(6, 4, device=device))
+        return
+    with pytest.warns(UserWarning, match=f"but got draws of {len(devices)} replicas from the one of {device}; a"):
+        parallel(torch.randn(6, 4, device=device))
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_checkpoints_without_draws_and_draws_without_checkpoints_do_not_warn(devices):
+    device = as_devices(devices)[0]
+    input = torch.randn(6, 4, device=device)
+    DataParallelWithCallback(Dropping(0.0).to(device).eval(), devices)(input)
+    DataParallelWithCallback(Dropping(0.5).to(device).body, devices)(input)
+    with torch.no_grad():
+        DataParallelWithCallback(Dropping(0.5).to(device), devices)(input)
 
 
 # Operations in place
