@@ -209,13 +209,16 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
     for name, child in module.named_modules():
         if isinstance(child, compiled_type):
             compiled.append(name)
-        elif isinstance(child, DataParallel) and len(child.device_ids) > 1:
-            if type(child).forward is not _Callbacks.forward:
-                raise RuntimeError(
-                    f"expected one wrapper around the replicas, but got {name or 'the module itself'!r} "
-                    f"({type(child).__name__}) inside of a {type(wrapper).__name__}; put its .module in its place, or "
-                    "call patch_replication_callback on it, and it leaves the replicas to the outer one"
-                )
+        elif (
+            isinstance(child, DataParallel)
+            and len(child.device_ids) > 1
+            and type(child).forward is not _Callbacks.forward
+        ):
+            raise RuntimeError(
+                f"expected one wrapper around the replicas, but got {name or 'the module itself'!r} "
+                f"({type(child).__name__}) inside of a {type(wrapper).__name__}; put its .module in its place, or "
+                "call patch_replication_callback on it, and it leaves the replicas to the outer one"
+            )
     if compiled:
         # A replica of it would share its dictionary with the original, and lose the submodules of both (torch 2.13).
         raise RuntimeError(
@@ -355,7 +358,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, or if a synchronized layer trains in a replica that it is no part of.
+            replicated, or if a replica trains a synchronized layer that is no part of it.
         ReplicaSyncError: from a call, if the replicas cannot meet.
     """
 
