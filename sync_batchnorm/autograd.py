@@ -139,6 +139,30 @@ class _Save(torch.autograd.Function):
         return grad, None
 
 
+class Left(NamedTuple):
+    """What a call leaves to the running statistics of a replica."""
+
+    statistics: Statistics | None  # at `place`; None if there was not a single element
+    var: Tensor | None  # at `home`, see `Call`
+    home: Place
+    place: Place
+    eps: float
+    elements: int | Tensor  # per channel
+
+    def move(self, running: RunningStatistics) -> None:
+        """Move `running` towards these statistics."""
+        if self.statistics is None:
+            running.count()
+            return
+        mean, invstd = self.statistics
+        if self.var is None:
+            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
+        else:
+            var = hand_over(self.var, self.home, self.place)
+        count = self.elements
+        running.update(mean, var, count if isinstance(count, int) else hand_over(count, self.home, self.place))
+
+
 class Call:
     """One call of a layer by all replicas: what its backward needs beside what they have saved.
 
@@ -170,16 +194,11 @@ class Call:
         """The place of the master."""
         return self.places[0]
 
-    def move(self, running: RunningStatistics) -> None:
-        """Move `running` towards the statistics of this call; in the thread of the master."""
-        if self.count == 0:
-            running.count()
-            return
-        mean, invstd = self.statistics[self.home]
-        var = self.var
-        if var is None and self.rule is not None:
-            var = (invstd.pow(-2) - self.rule.eps).clamp_(min=0)
-        running.update(mean, var, self.count)
+    def left(self, place: Place) -> Left:
+        """Return what is left to the running statistics at `place`, without what the graph holds."""
+        statistics = None if isinstance(self.count, int) and self.count == 0 else self.statistics[place]
+        eps = 0.0 if self.rule is None else self.rule.eps
+        return Left(statistics, self.var, self.home, place, eps, self.count)
 
     def record(
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
+from sync_batchnorm.autograd import EpsRule, Left
 from sync_batchnorm.comm import SyncMaster
-from sync_batchnorm.autograd import EpsRule
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.replicate import CallbackContext, is_in_replica, refuse_stranger
 from sync_batchnorm.running import RunningStatistics
@@ -84,6 +85,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     process_group: Any = None
     _sync_pipe: Pipe | None = None
     _sync_updates_running_stats = False
+    _sync_missed: list[Left] | None = None
 
     def __init__(
         self,
@@ -121,9 +123,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
         else:
             self._sync_pipe = ctx.sync_master.register_slave(copy_id)
         self._sync_updates_running_stats = copy_id == 0
+        if copy_id and self.track_running_stats:
+            self._sync_missed = []
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
+            if self._sync_missed:
+                self._catch_up(self._sync_missed)
             return super().forward(input)
         if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
             refuse_stranger(self)
@@ -131,6 +137,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
             return super().forward(input)
+        return self._synchronize(input, group)
+
+    @uncompiled
+    def _synchronize(self, input: Tensor, group: distributed.Group | None) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
@@ -138,7 +148,20 @@ class _SynchronizedBatchNorm(_BatchNorm):
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, self._has_common_parameters())
+        common, missed = self._has_common_parameters(), self._sync_missed
+        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, common, missed)
+
+    @uncompiled
+    def _catch_up(self, missed: list[Left]) -> None:
+        """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
+
+        Only here, where they are used: most forwards have no call in eval mode behind one in training.
+        """
+        running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        with torch.no_grad():
+            for left in missed:
+                left.move(running)
+        missed.clear()
 
     def _has_common_parameters(self) -> bool:
         """Return whether weight and bias are what this replica was given, as all others were.

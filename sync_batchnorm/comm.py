@@ -42,6 +42,11 @@ class _End:
     _circle: Circle
     identifier: Hashable
 
+    @property
+    def where(self) -> str:
+        """The layer and the replica that this end belongs to, as errors name them."""
+        return f"{self._circle.name}, replica {self._circle.members[self.identifier]}"
+
     def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
         roster, circle = self._roster, self._circle
         try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, Replica
+from sync_batchnorm.autograd import Call, EpsRule, Left, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.messages import Message, merge_messages
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 from sync_batchnorm.running import RunningStatistics
@@ -23,6 +26,18 @@ RECOMPUTED = (
     "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
     "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 )
+
+
+# Private to torch. Without the one, torch refuses the nodes of this library in its own words; without the other, every
+# tensor is asked for a tangent.
+_in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 class LayerSet:
@@ -55,6 +70,26 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
         answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     call: Call = answer
     return call
+
+
+def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Tensor | None) -> None:
+    """Refuse what cannot be differentiated: a peer may be in another transform, and knows no tangents of this replica.
+
+    Raises:
+        RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent.
+    """
+    if _in_transform():
+        found = "a call inside of a transform of torch.func, such as grad or vmap"
+    elif any(map(_has_tangent, tensors)):
+        found = "a tensor with a tangent, of forward-mode differentiation"
+    else:
+        return
+    where = pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
+    raise RuntimeError(
+        f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
+        f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
+        "put the layer into eval mode"
+    )
 
 
 def _is_recomputed(pipe: Pipe | None) -> bool:
@@ -92,6 +127,7 @@ def _recall(pipe: Pipe | None, owner: object) -> _Kept | None:
     return kept
 
 
+@recompute.unseen_by_policies
 def sync_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -102,6 +138,7 @@ def sync_batch_norm(
     owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
     common: bool = False,
+    missed: list[Left] | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -118,6 +155,7 @@ def sync_batch_norm(
             finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
+        missed: where to leave what buffers that are not updated miss, once a call.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -125,8 +163,10 @@ def sync_batch_norm(
     Raises:
         ValueError: see `merge_messages`.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing.
+        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
+            and for tensors with a tangent.
     """
+    _refuse_transforms(pipe, owner, input, weight, bias)
     kept = _recall(pipe, owner)
     if kept is not None and kept.statistics is not None:
         with torch.no_grad():
@@ -134,12 +174,14 @@ def sync_batch_norm(
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight, bias)
     if kept is not None or _is_recomputed(pipe):
-        running = None
+        running = missed = None
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
     if message.running is not None:
-        call.move(message.running)
+        call.left(call.home).move(message.running)
+    if missed is not None:
+        missed.append(call.left(message.place))
     if call.exact and owner is not None:
         _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:
@@ -153,6 +195,8 @@ def sync_batch_norm(
     return output
 
 
+@uncompiled
+@recompute.unseen_by_policies
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
@@ -174,8 +218,10 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
             all; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing.
+        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
+            and for tensors with a tangent.
     """
+    _refuse_transforms(pipe, None, input)
     kept = _recall(pipe, None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None, None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import Caught
 from sync_batchnorm.trees import Cuts, check_structures, gather, scatter, tensors_in
 
@@ -63,8 +64,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             output = super().forward(*inputs, **kwargs)
         finally:
             _cuts.reset(token)
-        for whole, chunks in cuts.values():
-            _rejoin(whole, chunks, self.dim)
+        if cuts:
+            _rejoin(cuts, self.dim)
         return output
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
@@ -106,7 +107,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
         devices = [tensors[0].device for tensors in map(tensors_in, outputs) if tensors]
-        if not is_local(devices):
+        if not is_local(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
         # Autocast would join tensors in its own dtype, or refuse those of another one.
@@ -153,10 +154,12 @@ class _Rejoin(torch.autograd.Function):
         return torch.zeros_like(grad), None, *torch.split(grad, ctx.sizes, ctx.dim)
 
 
-def _rejoin(whole: Tensor, chunks: Sequence[Tensor], dim: int) -> None:
-    """Do to `whole` what was done to its chunks in place: to the graph behind it and to its version."""
-    if not whole.is_inference() and any(chunk._version for chunk in chunks):
-        _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
+@uncompiled
+def _rejoin(cuts: Cuts, dim: int) -> None:
+    """Do to what was cut what was done to its chunks in place: to the graph behind it and to its version."""
+    for whole, chunks in cuts.values():
+        if not whole.is_inference() and any(chunk._version for chunk in chunks):
+            _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
 
 
 class _Share(torch.autograd.Function):
@@ -202,7 +205,7 @@ def _warn_of_shared_changes(replicas: Sequence[Any]) -> None:
             f"expected parameters that replicas share to stay as they are, but got {changed} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
             "clamp_, but make any other outside of the forward",
-            stacklevel=7,
+            stacklevel=12,
         )
 
 

@@ -219,6 +219,8 @@ def fused_input_gradient(
         grad_output = torch.zeros_like(input)
     elif weighted and weight is not None:
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
+    if not input.is_contiguous() and _looks_channels_last(input):  # or the operator returns a contiguous gradient
+        grad_output = grad_output.contiguous(memory_format=_CHANNELS_LAST[input.dim()])
     if weighted or weight is None:
         weight = None
     elif weight.dtype != statistics.mean.dtype:  # which this operator wants for contiguous inputs

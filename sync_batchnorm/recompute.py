@@ -9,19 +9,25 @@ different ones in a peer. The frame does that torch keeps of each checkpoint. Ho
 while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
 lives: by each of them, where they are nested. They are repeated in order, though not always to the last.
 
-Frames, hooks and the running backward are private to torch; this is how 2.13 has them. Where they are not found,
+NOTE [selective checkpoints]: A policy of what to save sees every operator of a checkpointed forward, through a dispatch
+mode, and its recomputation must run the same ones. Calls and repeated calls do not: the master computes for all. So the
+policy sees nothing of either, and a repeated call is always computed, in one pass over the input.
+
+Frames, hooks, modes and the running backward are private to torch; this is how 2.13 has them. Where they are not found,
 nothing is recalled, and the caller has to do without.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -32,11 +38,19 @@ DIFFERENTIATED = (
     "which a recomputation in one replica cannot repeat; take that gradient outside of the checkpoint"
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Frame = Any  # a `torch.utils.checkpoint._CheckpointFrame`
 Hook = Callable[[Tensor], Any]
 
 _frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())
 _graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_number_of_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_policy_types: tuple[Any, ...] = tuple(
+    getattr(torch.utils.checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(torch.utils.checkpoint, name)
+)
 _kept: WeakKeyDictionary[Frame, list[tuple[Any, Any]]] = WeakKeyDictionary()  # owner and result of each call
 _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of the calls of each recomputation
 
@@ -91,6 +105,39 @@ def without_hooks() -> Iterator[list[Hook]]:
     finally:
         for pack, unpack in pairs:
             private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def unseen_by_policies(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one whose operators no selective checkpoint sees, see NOTE [selective checkpoints]."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _number_of_modes() == 0:
+            return function(*args, **kwargs)
+        with _without_policies():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _without_policies() -> Iterator[None]:
+    modes = _replace_modes(())
+    others = [mode for mode in modes if not isinstance(mode, _policy_types)]
+    try:
+        _replace_modes(others)
+        yield
+    finally:
+        _replace_modes(modes)
+
+
+def _replace_modes(modes: Sequence[Any]) -> list[Any]:
+    """Make `modes` the dispatch modes of this thread, outermost first; return those that were."""
+    private: Any = torch.utils._python_dispatch
+    former = [private._pop_mode() for _ in range(_number_of_modes())]
+    for mode in modes:
+        private._push_mode(mode)
+    return former[::-1]
 
 
 def _place() -> _Place:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DataParallel
 from sync_batchnorm import draws
 from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId, as_device
 from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
@@ -128,18 +129,18 @@ def refuse_stranger(layer: nn.Module) -> None:
     if replica is None:
         return
     seat: _Seat = replica.__dict__["_sync_seat"]
-    where = seat.roster.who(seat.replica_id)
+    who = seat.roster.who(seat.replica_id)
     names = [name for name, copy in replica.named_modules() if copy._forward_hooks is layer._forward_hooks]
     if names:
         raise RuntimeError(
-            f"expected the copy of {names[0] or 'the module'} that belongs to {where}, but got the layer of the "
+            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the layer of the "
             "wrapped module itself, which is no part of any replica; let the forward reach its layers through "
             "attributes of self that are modules (nn.ModuleList instead of a list), and wrap the forward of the "
             "DataParallel instead of that of the module, or that of its class"
         )
     raise RuntimeError(
         f"expected a layer that is registered in the wrapped module, but got a {type(layer).__name__} that is not "
-        f"({where}), so that every replica would train it with its own part of the batch; make it a submodule of the "
+        f"({who}), so that every replica would train it with its own part of the batch; make it a submodule of the "
         "model, or call its eval()"
     )
 
@@ -208,7 +209,7 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
     compiled = []
     for name, child in module.named_modules():
         if isinstance(child, compiled_type):
-            compiled.append(name)
+            compiled.append(name or "the module itself")
         elif (
             isinstance(child, DataParallel)
             and len(child.device_ids) > 1
@@ -246,16 +247,17 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
             for replica in replicas:
                 _submodule(replica, name).__dict__["_compiled_call_impl"] = None
         for replica in replicas if bound else ():
-            copy = _submodule(replica, name)
-            copy.__dict__.update(
-                {key: MethodType(function, _submodule(replica, owner)) for key, (function, owner) in bound.items()}
-            )
+            for key, (function, owner) in bound.items():
+                copy, itself = _submodule(replica, name), _submodule(replica, owner)
+                method = MethodType(function, itself)
+                # That of another module may have been taken before the class of that one was converted.
+                copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
     if compiled:
         warnings.warn(
             f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
             "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
             "that their forward calls",
-            stacklevel=5,
+            stacklevel=10,
         )
 
 
@@ -272,6 +274,7 @@ class _Callbacks(DataParallel[Any]):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
+    @uncompiled
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         if len(device_ids) == 1:
             return [module]
@@ -287,6 +290,7 @@ class _Callbacks(DataParallel[Any]):
         _execute_callbacks(replicas, roster)
         return replicas
 
+    @uncompiled
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
         seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
         if not seats:

@@ -93,8 +93,10 @@ def check_structures(outputs: Sequence[Any]) -> None:
 
 
 def _structure(tree: Any) -> str:
-    if tree is None or isinstance(tree, Tensor):
-        return "None" if tree is None else "Tensor"
+    if tree is None:
+        return "None"
+    if isinstance(tree, Tensor):
+        return "Tensor" if tree.dim() else "scalar Tensor"
     if isinstance(tree, dict):
         return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
     children = _children(tree)

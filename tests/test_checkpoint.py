@@ -1,18 +1,27 @@
 """Activation checkpointing without reentrant autograd repeats what was computed, and counts it once."""
 
 import copy
+import functools
 import gc
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, every_kernel
 from helpers import assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, recompute
+from sync_batchnorm.functional import merge_messages, sync_moments
 from sync_batchnorm.recompute import keep, recall
 
 
@@ -461,3 +470,101 @@ def test_saved_tensors_may_be_moved_away_and_back(devs):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devs)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         assert_same_step(plain, parallel, doubles(6, 3, 4, 5, devices=devs))
+
+
+def saving(*parts):
+    """Return a policy that saves what the operators return whose names have one of `parts`."""
+
+    def policy(context, operator, *args, **kwargs):
+        saves = any(part in str(operator) for part in parts)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+
+
+POLICIES = {
+    "nothing": (),
+    "everything": ("",),
+    "stack": ("stack",),
+    "mul": ("mul.",),
+    "addcmul": ("addcmul",),
+    "batch-norm": ("batch_norm", "group_norm"),
+    "memory": ("empty", "cat", "split"),
+    "convolution": ("convolution", "tanh"),
+}
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
+@pytest.mark.parametrize("path", [around_all, one_layer_in_three, nested], ids=lambda path: path.__name__)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_policies_of_what_to_save_change_nothing(devices, policy, path, early_stop):
+    with set_checkpoint_early_stop(early_stop):
+        assert_exact(path, devices, 8, **saving(*POLICIES[policy]))
+
+
+@pytest.mark.usefixtures("kernel")
+@every_kernel[0]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_of_what_to_save_change_nothing_on_any_arithmetic(policy):
+    assert_exact(around_all, ["cpu"] * 4, 8, **saving(*POLICIES[policy]))
+
+
+class Normalization(nn.Module):
+    """A normalization with moments of all replicas, in a selective checkpoint."""
+
+    pipe = None
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self.pipe = SyncMaster(merge_messages)
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def normalize(self, input):
+        mean, var, _ = sync_moments(torch.tanh(input), self.pipe)
+        return (torch.tanh(input) - mean) * (var + 1).rsqrt()
+
+    def forward(self, input):
+        return checkpoint(self.normalize, input, use_reentrant=False, **self.options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_change_nothing_for_moments(policy):
+    net = Normalization(**saving(*POLICIES[policy]))
+    data, grad = doubles(6, 3), doubles(6, 3)
+    inputs = [data.clone().requires_grad_() for _ in range(2)]
+    DataParallelWithCallback(net, ["cpu"] * 3)(inputs[0]).backward(grad)
+    net.normalize(inputs[1]).backward(grad)
+    assert_equal(inputs[0].grad, inputs[1].grad)
+
+
+def test_modes_of_others_see_what_policies_do_not():
+    class Counting(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Counted(Net):
+        def forward(self, input):
+            with modes[input.storage_offset() > 0]:  # a mode for each replica
+                return super().forward(input)
+
+    modes, without = [Counting(), Counting()], []
+    for options in ({}, saving("mul.")):
+        _, parallel = twins(Counted(around_all, **options).double(), ["cpu"] * 2)
+        torch.manual_seed(0)
+        parallel(doubles(4, 3, 4, 5))
+        without.append([sorted(name for name in mode.seen if "detach" not in name) for mode in modes])
+        for mode in modes:
+            mode.seen.clear()
+    assert without[0] == without[1]
+    assert any("batch_norm" in name for name in without[0][0])

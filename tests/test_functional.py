@@ -9,10 +9,11 @@ from conftest import device_lists
 from helpers import as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster
-from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
 from sync_batchnorm.autograd import EpsRule
+from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
 from sync_batchnorm.running import RunningStatistics
 
 
@@ -252,3 +253,64 @@ def test_upstream_gradients_need_not_be_contiguous(devices):
     reversed_axes = doubles(5, 5, 3, 4, devices=devices).permute(3, 2, 1, 0)
     for grad in (expanded, reversed_axes):
         assert_same_step(plain, parallel, doubles(4, 3, 5, 5, devices=devices), grad)
+
+
+class Transformed(nn.Module):
+    """Calls a layer in a way that is another one in each test."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.bn, self.body = nn.BatchNorm1d(3, track_running_stats=False), body
+
+    def forward(self, input):
+        return self.body(self.bn, input)
+
+
+TRANSFORMS = {
+    "grad": lambda bn, x: torch.func.grad(lambda x: bn(x).pow(3).sum())(x),
+    "vjp": lambda bn, x: torch.func.vjp(bn, x)[1](x)[0],
+    "jvp": lambda bn, x: torch.func.jvp(bn, (x,), (x,))[1],
+    "vmap": lambda bn, x: torch.func.vmap(lambda scale: bn(x * scale))(torch.arange(1, 3).to(x)).sum(0),
+    "jacrev": lambda bn, x: torch.func.jacrev(lambda x: bn(x).sum(0))(x).sum((0, 2)),
+}
+
+
+# Torch compiles what it needs for tangents in a way that it warns of.
+_old_compiler = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@_old_compiler
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name):
+    plain, parallel = twins(Transformed(TRANSFORMS[name]).double(), devices)
+    data = doubles(6, 3, devices=devices)
+    plain(data)
+    with pytest.raises(RuntimeError, match=r"such as grad or vmap \(bn, replica \d\); use torch.autograd.grad"):
+        parallel(data)
+    plain.bn, parallel.module.bn = (nn.BatchNorm1d(3).to(data).eval() for _ in range(2))
+    if name in ("grad", "vmap"):  # the sums over samples of the others differ from those over the samples of a replica
+        assert_equal(parallel(data), plain(data))
+
+
+@_old_compiler
+@pytest.mark.parametrize("grad_mode", [True, False], ids=["recorded", "no-grad"])
+@pytest.mark.parametrize("name", ["input", "weight"])
+def test_tangents_are_refused_and_not_lost(name, grad_mode):
+    plain, parallel = twins(Transformed(lambda bn, x: bn(x)).double(), ["cpu"] * 2)
+    data, tangent = doubles(6, 3), doubles(6, 3)
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
+        assert_equal(parallel(data), plain(data))  # a level alone is no reason
+        if name == "weight":
+            bn = parallel.module.bn
+            weight = bn._parameters.pop("weight").detach()
+            bn.weight = forward_ad.make_dual(weight, torch.ones_like(weight))
+        else:
+            data = forward_ad.make_dual(data, tangent)
+        with pytest.raises(RuntimeError, match=r"a tensor with a tangent.*\(bn, replica 0\)"):
+            parallel(data)
+
+
+def test_moments_of_one_replica_are_refused_in_a_transform_too():
+    with pytest.raises(RuntimeError, match=r"such as grad or vmap \(sync_moments\)"):
+        torch.func.grad(lambda x: sync_moments(x, None)[1].sum())(torch.randn(4, 3))

@@ -91,6 +91,25 @@ def test_forward_bound_to_the_original_runs_on_the_replica(devs, inner):
     assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
 
 
+class Borrowed(nn.Module):
+    """Holds a method of its layer, taken before the layer is converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.norm = self.bn.forward
+
+    def forward(self, input):
+        return self.norm(input)
+
+
+def test_method_of_a_layer_that_a_module_holds_is_that_of_its_copy(devs):
+    plain, net = Borrowed().double(), Borrowed().double()
+    for module in (plain, net):
+        module.to(as_devices(devs)[0])
+    assert_same_step(plain, DataParallelWithCallback(convert_model(net), devs), doubles(6, 4, devices=devs))
+
+
 def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
     class Borrowing(nn.Module):
         def forward(self, input):
@@ -146,6 +165,24 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
     assert list(parallel.state_dict()) == before
     parallel.module[0] = parallel.module[0]._orig_mod  # as the error says
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+
+
+@pytest.mark.watchdog(120.0)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what the compiler leaves alone
+@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile", "compile"])
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_wrappers_may_be_compiled(devices, whole):
+    torch.compiler.reset()
+    plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)
+    compiled = torch.compile(parallel, backend="eager") if whole else parallel
+    if not whole:
+        parallel.compile(backend="eager")
+    for _ in range(2):
+        inputs = [doubles(6, 4, devices=devices)] * 2
+        inputs[1] = inputs[0].clone()
+        assert_equal(compiled(inputs[1]), plain(inputs[0]))
+        assert_equal(inputs[1], inputs[0])
+    assert_same_state(parallel, plain)
 
 
 # Random numbers
@@ -470,6 +507,7 @@ STRUCTURES = {
     "more-keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}),
     "lengths": (lambda x: [x, x], lambda x: [x]),
     "fields": (lambda x: Pair(x, x), lambda x: {"left": x, "right": x}),
+    "scalar": (lambda x: x, lambda x: x.sum()),
 }
 
 

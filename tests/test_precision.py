@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from conftest import every_kernel
+from conftest import KERNELS, every_kernel
 from helpers import run_parts, twins
 from torch import nn
 
@@ -261,3 +261,21 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monke
         net.load_state_dict(_.state_dict())
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+# Not the general arithmetic: nobody knows what torch has on those devices.
+@pytest.mark.parametrize("kernel", sorted({*KERNELS} - {"general"}), indirect=True)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [(4, 5), (160, 180)], ids=["small", "large"])
+def test_value_that_is_not_finite_spoils_the_statistics_as_in_torch(size, kind, dtype, value):
+    plain, parallel = twins(nn.BatchNorm2d(3).double() if dtype == torch.float64 else nn.BatchNorm2d(3), ["cpu"] * 2)
+    data = torch.randn(4, 3, *size).to(dtype).contiguous(memory_format=FORMATS[kind])
+    data[2, 1, 3, 1] = value
+    expected, actual = plain(data), parallel(data)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    torch.testing.assert_close(parallel.module.running_mean, plain.running_mean, equal_nan=True)
+    torch.testing.assert_close(parallel.module.running_var, plain.running_var, equal_nan=True)
+    assert plain.running_var.isfinite().tolist() == [True, False, True]

@@ -17,6 +17,7 @@ from helpers import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -555,3 +556,96 @@ def test_both_readings_of_eps_differ_where_the_variance_is_small():
         model = convert_model(nn.BatchNorm2d(3).double(), eps_mode=mode)
         outputs.append(DataParallelWithCallback(model, ["cpu"] * 2)(data))
     assert (outputs[0] - outputs[1]).abs().max() > 1e-3
+
+
+class TrainsAndEvaluates(nn.Module):
+    """Calls one layer in both modes in one forward: a batch to learn from, and one to look at."""
+
+    def __init__(self, order, momentum=0.3, eps_mode=None, checkpoints=False):
+        super().__init__()
+        self.bn, self.order, self.checkpoints = nn.BatchNorm2d(3, momentum=momentum), order, checkpoints
+
+    def learn(self, input):
+        return self.bn.train()(input)
+
+    def forward(self, input):
+        outputs = []
+        for i, training in enumerate(self.order):
+            scaled = input * (i + 1)
+            if not training:
+                outputs.append(self.bn.eval()(scaled))
+            elif self.checkpoints:
+                outputs.append(checkpoint(self.learn, scaled, use_reentrant=False))
+            else:
+                outputs.append(self.learn(scaled))
+        return torch.cat([output + input for output in outputs], 1)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None], ids=["momentum", "average"])
+@pytest.mark.parametrize("order", [(True, False), (False, True, True, False, True, False)], ids=["once", "often"])
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_call_in_eval_mode_sees_the_calls_before_it(devices, order, momentum):
+    plain, parallel = twins(TrainsAndEvaluates(order, momentum).double(), devices)
+    for _ in range(2):
+        data = doubles(7, 3, 4, 5, devices=devices)
+        with torch.no_grad():  # torch changes what a call in eval mode has saved
+            assert_equal(parallel(data), plain(data))
+    assert_same_step(*twins(TrainsAndEvaluates(order[-2:], momentum).double(), devices), data)
+
+
+def test_calls_that_are_repeated_in_a_checkpoint_are_seen_once():
+    plain, parallel = twins(TrainsAndEvaluates((True, False), checkpoints=True).double(), ["cpu"] * 3)
+    plain.checkpoints = False
+    assert_same_step(plain, parallel, doubles(7, 3, 4, 5))
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_every_replica_sees_the_same_buffers_after_a_call(eps_mode):
+    seen = []
+
+    class Looking(TrainsAndEvaluates):
+        def forward(self, input):
+            output = super().forward(input)
+            seen.append(torch.cat((self.bn.running_mean, self.bn.running_var)))
+            return output
+
+    parallel = DataParallelWithCallback(convert_model(Looking((True, False)), eps_mode=eps_mode), ["cpu"] * 3)
+    with torch.no_grad():
+        parallel(torch.randn(7, 3, 4, 5) * torch.tensor([1.0, 1e-3, 5.0]).view(3, 1, 1))
+    for buffers in seen[1:]:
+        assert_equal(buffers, seen[0])
+    assert seen[0][3] != 1
+
+
+class Strides(nn.Module):
+    """Keeps the strides of what goes in and out of a layer, in both directions."""
+
+    def __init__(self, eps_mode, checkpoints):
+        super().__init__()
+        self.bn = SynchronizedBatchNorm2d(5, eps_mode=eps_mode)
+        self.checkpoints, self.seen = checkpoints, []
+
+    def forward(self, input):
+        input = input.clone()
+        input.register_hook(lambda grad: self.seen.append(("input gradient", grad.shape, grad.stride())))
+        output = checkpoint(self.bn, input, use_reentrant=False) if self.checkpoints else self.bn(input)
+        self.seen += [("input", input.shape, input.stride()), ("output", output.shape, output.stride())]
+        return output
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
+    net = Strides(eps_mode, checkpoints).to(as_devices(devices)[0], dtype)
+    parallel = DataParallelWithCallback(net, devices, timeout=5.0)
+    c, h, w = 5, 4, 6
+    parts = [torch.randn(n, h, w, c, device=as_devices(devices)[0]).to(dtype).permute(0, 3, 1, 2) for n in sizes]
+    outputs = run_parts(parallel, [part.requires_grad_() for part in parts])
+    # Upstream gradients of the other format, which must not decide.
+    torch.autograd.backward(outputs, [torch.randn(output.shape).to(output) for output in outputs])
+    assert sorted(what for what, *_ in net.seen) == sorted(["input", "output", "input gradient"] * 2)
+    for what, shape, strides in net.seen:
+        assert strides == (c * h * w, 1, w * c, c), f"{what} of {tuple(shape)}"

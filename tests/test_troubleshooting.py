@@ -13,6 +13,67 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 QUOTES = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
 
 
+REPLICA = r"replica \d+( on device \w+(:\d)?)?"
+WAITING = rf"{REPLICA}( and {REPLICA})* waits?"
+LAYER = r"[\w.]+"
+MEETING = rf"{LAYER}, call \d+"
+STATE = r"which (is running|has not started|left its forward|was given no input|waits in [^;]+)"
+NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
+STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
+TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
+
+# What each field of a message looks like, by the expression that fills it in.
+FIELDS = {
+    "' and '.join(drawn)": r"\w+(:\d)?",
+    "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
+    "changed": NAMES,
+    "compiled": NAMES,
+    "dim": r"-?\d",
+    "dist.get_rank()": r"\d+",
+    "EPS_MODES": r"\('\w+', '\w+'\)",
+    "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of .+)",
+    "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
+    "group_size": r"-?\d+",
+    "how": STATE.removeprefix("which "),
+    "i": r"\d+",
+    "inputs": rf"{TENSOR}(, {TENSOR})+",
+    "late": rf"{REPLICA}, {STATE}( and {REPLICA}, {STATE})*",
+    "layer": LAYER,
+    "layers": r"( module\.[\w.]+ \(\w+\): [^:]+)+",
+    "len(devices)": r"\d+",
+    "len(found)": r"\d+",
+    "len(mean)": r"\d+",
+    "list(circle.members)": r"\[\d+(, \d+)*\]",
+    "list(results)": r"\[\d+(, \d+)*\]",
+    "meeting": MEETING,
+    "most": r"\d+",
+    "names[0] or 'the module'": LAYER,
+    "numbers": r"\[\d+(, \d+)+\]",
+    "places": rf"{REPLICA} in {MEETING}(, {REPLICA} in {MEETING})+",
+    "process_group": r"<\w+>",
+    "self.name": LAYER,
+    "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
+    "structure": STRUCTURE,
+    "structures[0]": STRUCTURE,
+    "text": "expected .+",
+    "threading.TIMEOUT_MAX": r"[\de.+]+",
+    "timeout": r"\d+",
+    "waiting": WAITING,
+    "where": rf"{LAYER}, replica \d+",
+    "who": REPLICA,
+}
+
+
+def field(value: ast.FormattedValue) -> str:
+    """Return the pattern of a field; where there is none, what the page quotes cannot be compared with the code."""
+    text = ast.unparse(value.value)
+    if re.fullmatch(r"type\(\w+\)\.__name__", text):
+        return r"\w+"
+    if value.conversion == ord("r"):
+        return r"('[^']*'|-?[\d.]+)"
+    return f"({FIELDS[text]})"
+
+
 def is_message(text: str) -> bool:
     """Tell whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
     return (text.startswith("expected ") and ", but got " in text) or " trains in a replica " in text
@@ -28,15 +89,16 @@ def messages() -> dict[str, str]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts.update(node.values)
-                pieces = [value.value if isinstance(value, ast.Constant) else "\0" for value in node.values]
+                pieces = node.values
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
-                pieces = [node.value]
+                pieces = [node]
             else:
                 continue
-            text = "".join(pieces)
-            if is_message(text):
-                pattern = re.escape(" ".join(text.split())).replace("\0", ".+")
-                found[f"{file.stem}-{node.lineno}"] = pattern
+            if is_message("".join(piece.value if isinstance(piece, ast.Constant) else "\0" for piece in pieces)):
+                found[f"{file.stem}-{node.lineno}"] = "".join(
+                    re.escape(re.sub(r"\s+", " ", piece.value)) if isinstance(piece, ast.Constant) else field(piece)
+                    for piece in pieces
+                )
     return found
 
 

@@ -1,7 +1,6 @@
 """The wrapper is a `DataParallel`: its buffers, chunks, hooks and state, and nothing that a forward leaves behind."""
 
 import contextlib
-import copy
 import gc
 import io
 import threading
@@ -9,7 +8,7 @@ import threading
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import TwoLayers, as_devices, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d

@@ -1,0 +1,156 @@
+"""A function that was given to `torch.compile` may call synchronized layers: they are not compiled themselves."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same_state, assert_same_step, doubles, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, SyncMaster
+from sync_batchnorm.functional import merge_messages, sync_moments
+
+pytestmark = [
+    pytest.mark.watchdog(60),  # the compiler is imported, and takes its time
+    # The compiler looks at `grad` of the parameters of replicas, which are no leaves, here and without this library.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before(monkeypatch):
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # The compiler has progress bars, which leave a thread behind.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def normalize_twice(bn, input):
+    """Call a layer in the middle, and once more."""
+    return torch.tanh(bn(torch.relu(bn(input * 2)) + input)) * 3
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+
+class WholeForward(Body):
+    @torch.compile(backend="eager")
+    def forward(self, input):
+        return normalize_twice(self.bn, self.conv(input))
+
+
+class FunctionThatItCalls(Body):
+    compiled = staticmethod(torch.compile(normalize_twice, backend="eager"))
+
+    def forward(self, input):
+        return self.compiled(self.bn, self.conv(input))
+
+
+class GradientsToo(Body):
+    @torch.compile(backend="aot_eager")
+    def forward(self, input):
+        return normalize_twice(self.bn, self.conv(input))
+
+
+class Checkpoint(Body):
+    def body(self, input):
+        return torch.tanh(self.bn(torch.tanh(self.conv(input))))
+
+    @torch.compile(backend="eager")
+    def forward(self, input):
+        return checkpoint(self.body, input * 2, use_reentrant=False) * 3
+
+
+@pytest.mark.parametrize("net", [WholeForward, FunctionThatItCalls, GradientsToo], ids=lambda net: net.__name__)
+def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
+    # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
+    plain, parallel = twins(net().double(), ["cpu"] * 4)
+    for training in (True, True, False, True):
+        plain.train(training)
+        parallel.train(training)
+        assert_same_step(plain, parallel, doubles(8, 3, 4, 5))
+
+
+def test_layer_is_compiled_once_and_not_in_every_forward():
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Counted(Body):
+        @torch.compile(backend=count)
+        def forward(self, input):
+            return torch.tanh(self.bn(self.conv(input) * 2))
+
+    compiled = []
+    _, parallel = twins(Counted(), ["cpu"] * 2)
+    for _ in range(3):
+        parallel(torch.randn(4, 3, 4, 5))
+    before = len(compiled)
+    assert before
+    for _ in range(10):
+        parallel(torch.randn(4, 3, 4, 5))
+    assert len(compiled) == before
+
+
+def test_checkpoint_in_a_compiled_forward_is_exact_and_counted_once():
+    plain, parallel = twins(Checkpoint().double(), ["cpu"] * 2)
+    for _ in range(2):
+        data = doubles(6, 3, 4, 5)
+        grad = doubles(6, 4, 4, 5)
+        (plain.body(data * 2) * 3).backward(grad)
+        parallel(data).backward(grad)
+        assert_same_state(parallel, plain)
+
+
+class Moments(nn.Module):
+    pipe = None
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self.pipe = SyncMaster(merge_messages)
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    @torch.compile(backend="eager")
+    def forward(self, input):
+        mean, var, count = sync_moments(input * 2, self.pipe)
+        return (input - mean / 2) * count + var
+
+
+def test_compiled_normalization_of_ones_own_meets_the_others():
+    data = doubles(6, 3)
+    output = DataParallelWithCallback(Moments(), ["cpu"] * 3)(data)
+    torch.testing.assert_close(output, (data - data.mean(0)) * 6 + (2 * data).var(0, correction=0))
+
+
+def test_graph_that_must_not_break_is_refused_with_what_to_do():
+    class Whole(Body):
+        @torch.compile(backend="eager", fullgraph=True)
+        def forward(self, input):
+            return torch.relu(self.bn(self.conv(input)))
+
+    _, parallel = twins(Whole(), ["cpu"] * 2)
+    with pytest.raises(Exception, match="got fullgraph=True; leave that out, or compile the parts between"):
+        parallel(torch.randn(4, 3, 4, 5))
+    parallel.eval()
+    parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
+
+
+def test_compiler_is_not_imported_by_those_who_do_not_use_it():
+    program = """
+import sys, torch
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+parallel = DataParallelWithCallback(SynchronizedBatchNorm1d(3), ["cpu"] * 2)
+parallel(torch.randn(4, 3)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
