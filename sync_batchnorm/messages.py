@@ -154,7 +154,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
         if rule is None or operators_for(call.home.device) != "cpu":
             pair = pair.to(statistics_dtype(first.input.dtype))
             call.statistics[call.home] = Statistics(*pair.detach().unbind())
-    if pair is None or not (call.count or rule is None):
+    if pair is None or (isinstance(call.count, int) and call.count == 0 and rule is not None):
         call.count = 0
         return
     pairs = []
