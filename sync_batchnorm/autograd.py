@@ -16,10 +16,11 @@ makes all input gradients.
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
 
-NOTE [who saves what]: Each replica saves its own input and weight, in a node that hands a tensor through (`_Save`), and
-the common node asks these nodes for them. So hooks on saved tensors, which belong to a thread, see what belongs to its
-replica, as activation checkpointing wants it; and of two replicas that call `torch.autograd.grad` in their forward,
-neither frees what the other one needs.
+NOTE [who saves what]: The common node saves inputs and weights of all replicas, but not those of a replica with hooks
+on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its
+own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad`
+in their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients
+keeps it for the next one (`_unpack`).
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -109,34 +110,25 @@ def bring(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tenso
     return list(hand_over(packed, source, target).unbind())
 
 
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, saved: tuple[Tensor | None, ...]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return leaf
+
+
 class Replica:
-    """The part of a replica in a call: where it computes, its tensors in the graph, and the node that has saved them."""
+    """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
+
+    saved: Any = None  # the node that has, see NOTE [who saves what]
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
-        self.saved: Any = None
         self.records = torch.is_grad_enabled()
-        self.requires_grad = False
-        if self.records:
-            name = next((name for name, tensor in self.tensors.items() if tensor is not None and tensor.requires_grad), "")
-            self.requires_grad = bool(name)
-            # Without any, the output may still depend on the inputs of the others, and so its gradient on this one.
-            through = self.tensors[name] if name else input.new_empty(0, dtype=torch.float32).requires_grad_()
-            kept: Tensor = _Save.apply(through, (input, weight))  # type: ignore[no-untyped-call]
-            self.tensors[name], self.saved = kept, kept.grad_fn
-
-
-class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, through: Tensor, saved: tuple[Tensor | None, ...]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        return through
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return grad, None
+        if self.records and has_hooks():
+            leaf = torch.empty(0, device="cpu", requires_grad=True)
+            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
 
 
 class Left(NamedTuple):
@@ -152,7 +144,7 @@ class Left(NamedTuple):
     def move(self, running: RunningStatistics) -> None:
         """Move `running` towards these statistics."""
         if self.statistics is None:
-            running.count()
+            running.count_call()
             return
         mean, invstd = self.statistics
         if self.var is None:
@@ -176,7 +168,8 @@ class Call:
     var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
-    joined: torch.dtype | None = None  # of the statistics, where the inputs of all replicas were joined
+    joined: bool = False  # whether the inputs of all replicas can be joined, and are small
+    joined_in_float64: bool = False  # whether they are very small, and were in the forward
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
     def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
@@ -184,15 +177,12 @@ class Call:
         self.statistics: dict[Place, Statistics] = {}
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
+        self.home = self.places[0]  # that of the master
         self.saved = [replica.saved for replica in replicas]
+        self.kept: list[tuple[Tensor | None, int]] | None = None  # what a backward has kept for the next one
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
-        self.slots = [(name, i) for i, r in enumerate(replicas) for name, t in r.tensors.items() if t is not None]
-
-    @property
-    def home(self) -> Place:
-        """The place of the master."""
-        return self.places[0]
+        self.slots: list[Slot] = []
 
     def left(self, place: Place) -> Left:
         """Return what is left to the running statistics at `place`, without what the graph holds."""
@@ -203,16 +193,19 @@ class Call:
     def record(
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`.
-
-        No hook on saved tensors is called.
-        """
-        tensors = [(replicas[i].records, replicas[i].tensors[name]) for name, i in self.slots]
-        results: tuple[Tensor, ...]
+        """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
+        tensors: list[Tensor] = []
+        left: list[Tensor | None] = []
+        for i, replica in enumerate(replicas):
+            given = replica.tensors if replica.records else {}
+            for name, tensor in given.items():
+                if tensor is not None:
+                    self.slots.append((name, i))
+                    tensors.append(tensor)
+            left += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
+        # Nothing of this belongs to a replica with hooks, so none is called.
         with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
-            results = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-                self, outputs, pairs, *[tensor if records else tensor.detach() for records, tensor in tensors]
-            )
+            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, left, *tensors)  # type: ignore[no-untyped-call]
         return results
 
     def count_at(self, place: Place) -> Tensor:
@@ -222,37 +215,43 @@ class Call:
         return hand_over(self.count.to(torch.int32)[None], self.home, place)
 
 
+Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
+Gradients = dict[Slot, Tensor | None]
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], *_: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], left: Any, *_: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(*pairs)
+        ctx.save_for_backward(*pairs, *left)
         return *outputs, *pairs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        pair_grads = grads[len(grads) - len(call.pair_places) :]
-        grad_outputs = grads[: len(grads) - len(pair_grads)] or (None,) * len(call.places)
-        edges = zip(call.slots, ctx.needs_input_grad[3:], ctx.next_functions, strict=True)
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         found: Gradients = {}
         if any(grad is not None for grad in grads):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
-                backward = _Backward(call, grad_outputs, wanted)
-                if torch.is_grad_enabled() or any(grad is not None for grad in pair_grads):
-                    backward.differentiable(pair_grads, ctx.saved_tensors)
-                elif call.joined is not None and backward.has_all_inputs():
-                    backward.joined(call.joined)
-                else:
-                    backward.fused()
-                found = backward.found
-        return None, None, None, *[found.get(slot) for slot in call.slots]
+                found = _Backward(ctx, call, grads, wanted).run()
+        return None, None, None, None, *[found.get(slot) for slot in call.slots]
 
 
-Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
-Gradients = dict[Slot, Tensor | None]
+def _unpack(ctx: Any, call: Call, arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
+    num_pairs = len(call.pair_places)
+    try:
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[num_pairs:]
+    except RuntimeError:
+        if call.kept is None or any(t is not None and t._version != version for t, version in call.kept):
+            raise
+        saved = tuple(tensor for tensor, _ in call.kept)
+    recorded = {i for _, i in call.slots}
+    complete = all(grad is not None for i, grad in enumerate(arrived) if i in recorded)
+    call.kept = None if complete else [(t, 0 if t is None else t._version) for t in saved]
+    return saved
 
 
 def _will_run(node: Any) -> bool:
@@ -270,9 +269,9 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Run the body at the place of the master, in order with the streams that the engine has chosen; on CUDA."""
     here = torch.cuda.current_stream(call.home.device)
     order = []
-    for place in dict.fromkeys(call.places):
-        stream, there = place.stream, torch.cuda.current_stream(place.device)
-        order += [(stream, other) for other in dict.fromkeys((here, there)) if other != stream]
+    for device, stream in dict.fromkeys(call.places):
+        there = torch.cuda.current_stream(device)
+        order += [(stream, other) for other in dict.fromkeys((here, there)) if stream is not None and other != stream]
     for stream, engine in order:
         stream.wait_stream(engine)
     for grad, place in zip(grads, (*call.places, *call.pair_places), strict=False):
@@ -285,152 +284,192 @@ def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
 
 
 class _Backward:
-    """The gradients of one backward of a call, in one of three ways.
+    """The gradients of one backward of a call."""
 
-    Args:
-        call: the call.
-        grad_outputs: of each replica; None where the output takes no part in the loss.
-        wanted: what to compute.
-    """
-
-    def __init__(self, call: Call, grad_outputs: Sequence[Tensor | None], wanted: set[Slot]) -> None:
-        self.call, self.grad_outputs, self.wanted = call, grad_outputs, wanted
-        self.found: Gradients = {}
+    def __init__(self, ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot]) -> None:
+        self.ctx, self.call, self.wanted = ctx, call, wanted
+        self.pair_grads = grads[len(grads) - len(call.pair_places) :]
         self.wants_inputs = any(name == "input" for name, _ in wanted)
-        self.inputs: list[Tensor | None] = []
-        self.weights: list[Tensor | None] = []
-        for i, (saved, grad) in enumerate(zip(call.saved, grad_outputs, strict=True)):
-            input = weight = None
-            if saved is not None and (grad is not None or ("input", i) in wanted):
-                with call.places[i].entered():  # Hooks may compute what was saved.
-                    input, weight = saved.saved_tensors
-            self.inputs.append(input)
-            self.weights.append(weight)
-
-    def has_all_inputs(self) -> bool:
-        """Return whether the inputs of all replicas take part, and so can be joined."""
-        return all(input is not None for input in self.inputs)
-
-    def fused(self) -> None:
-        """Compute what is not differentiated again, each replica at its place, with the operators of torch."""
-        call = self.call
-        weighted = call.group is not None or not call.one_weight
-        rows: list[Tensor] = []
+        self.found: Gradients = {}
+        # The replicas that take part: number, place, upstream gradient, input, weight.
+        self.parts: list[tuple[int, Place, Tensor | None, Tensor, Tensor | None]] = []
+        common = _unpack(ctx, call, grads[: len(call.places)])
         for i, place in enumerate(call.places):
-            grad, input, weight = self.grad_outputs[i], self.inputs[i], self.weights[i]
-            if grad is None or input is None:
-                continue
-            with place.entered():
-                needs = ("weight", i) in self.wanted, ("bias", i) in self.wanted
-                sums = normalization.gradient_sums(grad, input, call.statistics[place], weight, needs)
-                self.found["weight", i], self.found["bias", i] = sums.grad_weight, sums.grad_bias
-                if not self.wants_inputs:
-                    continue
-                vectors = [sums.sum_dy, sums.sum_dy_normalized]
-                if weighted and weight is not None:
-                    vectors = [vector * weight for vector in vectors]
-                rows += bring(vectors, place, call.home)
-        if self.wants_inputs:
-            self._fused_inputs(self._totals(rows), weighted)
+            grad = None if call.rule is None else grads[i]
+            if grad is not None or ("input", i) in wanted:
+                input, weight = common[2 * i : 2 * i + 2]
+                if call.saved[i] is not None:
+                    with place.entered():  # Hooks may compute what was saved.
+                        input, weight = call.saved[i].saved_tensors
+                if input is not None:
+                    self.parts.append((i, place, grad, input, weight))
+        self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
 
-    def _totals(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the sums over all replicas and processes, ``(2, C)``, at the place of the master."""
-        call = self.call
-        dtype = torch.float64 if operators_for(call.home.device) == "cpu" else rows[0].dtype
-        stacked = torch.stack(list(rows))  # (2 * R, C)
-        totals = stacked.view(-1, 2, stacked.shape[1]).sum(0, dtype=dtype)
-        if call.clamped is not None:
-            totals[1].masked_fill_(call.clamped, 0)
-        return totals if call.group is None else distributed.all_reduced(totals, call.group)
+    def run(self) -> Gradients:
+        call, kind = self.call, operators_for(self.call.home.device)
+        if torch.is_grad_enabled() or kind == "other" or any(grad is not None for grad in self.pair_grads):
+            self.differentiable()
+        elif kind == "cuda":
+            self.on_cuda()
+        elif call.joined and len(self.parts) == len(call.places):
+            self.joined()
+        else:
+            self.on_cpu()
+        for i, *_ in self.parts:
+            # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it lives
+            # as long as the graph.
+            getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+        return self.found
 
-    def _fused_inputs(self, totals: Tensor, weighted: bool) -> None:
-        call = self.call
-        at: dict[Place, Any] = {}
-        for i, place in enumerate(call.places):
-            input, weight, statistics = self.inputs[i], self.weights[i], call.statistics[place]
-            if ("input", i) not in self.wanted or input is None:
-                continue
-            with place.entered():
-                if operators_for(place.device) == "cuda":
-                    if place not in at:
-                        at[place] = hand_over(totals, call.home, place), call.count_at(place)
-                    self.found["input", i] = normalization.fused_input_gradient(
-                        self.grad_outputs[i], input, statistics, weight, *at[place], weighted
-                    )
-                    continue
-                if call.factors:
-                    factor = call.factors[i]
-                else:
-                    factor = statistics.invstd if weight is None else statistics.invstd * weight
-                    factor = factor.to(statistics_dtype(input.dtype))
-                if place not in at:
-                    here, by = hand_over(totals, call.home, place), statistics.invstd if weighted else factor
-                    at[place] = normalization.linear_gradient(statistics, here, by, call.count, input.dtype)
-                self.found["input", i] = normalization.input_gradient(self.grad_outputs[i], input, factor, at[place])
-
-    def joined(self, dtype: torch.dtype) -> None:
-        """Compute what is not differentiated again on the joined batch, with the operator of torch."""
-        call, inputs = self.call, [input for input in self.inputs if input is not None]
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, self.grad_outputs, strict=True)]
-        grad, input = torch.cat(grads).to(dtype), torch.cat(inputs).to(dtype)
-        mean, invstd = call.statistics[call.home]
+    def joined(self) -> None:
+        """Compute on the joined batch, with the operator of torch."""
+        numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
+        dtype = torch.float64 if self.call.joined_in_float64 else self.statistics_dtype
+        grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
+        input, weight = torch.cat(inputs).to(dtype), None if weights[0] is None else weights[0].to(dtype)
+        mean, invstd = self.call.statistics[self.call.home]
         if dtype != mean.dtype:  # What is large and rounded is taken off before; what was rounded off is the mean then.
             rounded = mean.to(dtype)
             input -= per_channel(rounded, input)
-            mean = (mean - rounded).to(dtype)
-        weight = self.weights[0]
-        weight = weight if weight is None else weight.to(dtype)
+            mean, invstd = (mean - rounded).to(dtype), invstd.to(dtype)
         needs = [self.wants_inputs, *[any(wanted == name for wanted, _ in self.wanted) for name in ("weight", "bias")]]
         # Without eps, which is part of invstd already.
         grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
-            grad, input, weight, None, None, mean, invstd.to(dtype), True, 0.0, needs
+            grad.to(dtype), input, weight, None, None, mean, invstd, True, 0.0, needs
         )
         if self.wants_inputs:
-            parts = torch.split_with_sizes(grad_input.to(inputs[0].dtype), [len(input) for input in inputs])
-            self.found |= {("input", i): part for i, part in enumerate(parts)}
+            parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
+            self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}
 
-    def differentiable(self, pair_grads: Sequence[Tensor | None], pairs: Sequence[Tensor]) -> None:
-        """Compute gradients in operations that autograd can differentiate, see NOTE [gradients of gradients]."""
-        call, home = self.call, self.call.home
-        at = dict(zip(call.pair_places, pairs, strict=True))
-        dtype = pairs[0].dtype
-        arrived = [hand_over(grad, p, home) for grad, p in zip(pair_grads, call.pair_places, strict=True) if grad is not None]
-        centered: dict[int, Tensor] = {}
-        for i, place in enumerate(call.places):
-            grad, input, weight = self.grad_outputs[i], self.inputs[i], self.weights[i]
-            if input is None:
+    def on_cpu(self) -> None:
+        """Compute the sums of each replica, add them up, and make the gradients of the inputs."""
+        call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
+        mean, invstd = (vector.to(dtype) for vector in statistics)
+        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
+        asked = [
+            {name for name, number in self.wanted if number == i} for i, _, grad, *_ in self.parts if grad is not None
+        ]
+        together = call.one_weight and all(names == asked[0] for names in asked)  # one gradient of the weight for all
+        weighted = call.group is not None or not together
+        rows: list[Tensor] = []
+        for i, _, grad, input, weight in self.parts:
+            if grad is None:
                 continue
+            sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, mean, invstd)
+            if not together:
+                sum_dy_normalized = torch.addcmul(sum_dy_normalized, sum_dy, moved)
+                self.found["bias", i], self.found["weight", i] = sum_dy, sum_dy_normalized
+                if weight is not None:
+                    sum_dy, sum_dy_normalized = sum_dy * weight, sum_dy_normalized * weight
+            rows += [sum_dy, sum_dy_normalized]
+        totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
+        first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
+        if together:
+            totals[1].addcmul_(totals[0], moved)
+            self.found["bias", first], self.found["weight", first] = totals.unbind()
+            totals = totals * weight if weighted and weight is not None else totals
+        if not self.wants_inputs:
+            return
+        totals = self._reduced(totals)
+        factor = statistics.invstd if weighted else self._factor(first, weight)
+        linear = normalization.linear_gradient(statistics, totals, factor, call.count, dtype)
+        for i, _, grad, input, weight in self.parts:
+            if ("input", i) in self.wanted:
+                self.found["input", i] = normalization.input_gradient(grad, input, self._factor(i, weight), linear)
+
+    def _factor(self, i: int, weight: Tensor | None) -> Tensor:
+        """Return ``weight * invstd`` of a replica, on the CPU."""
+        if self.call.factors:
+            return self.call.factors[i]
+        invstd = self.call.statistics[self.call.home].invstd
+        return (invstd if weight is None else invstd * weight).to(self.statistics_dtype)
+
+    def _reduced(self, totals: Tensor) -> Tensor:
+        """Return the `totals` of all processes, without what has no effect on the inputs."""
+        call = self.call
+        if call.clamped is not None:
+            totals = torch.stack((totals[0], totals[1].masked_fill(call.clamped, 0)))
+        return totals if call.group is None else distributed.all_reduced(totals, call.group)
+
+    def on_cuda(self) -> None:
+        """Do what `on_cpu` does, each replica at its place."""
+        call, rows = self.call, []
+        weighted = call.group is not None or not call.one_weight
+        for i, place, grad, input, weight in self.parts:
+            if grad is not None:
+                with place.entered():
+                    *sums, self.found["weight", i], self.found["bias", i] = normalization.fused_gradient_sums(
+                        grad,
+                        input,
+                        call.statistics[place],
+                        weight,
+                        ("weight", i) in self.wanted,
+                        ("bias", i) in self.wanted,
+                    )
+                    if weighted and weight is not None:
+                        sums = [vector * weight for vector in sums]
+                    rows += bring(sums, place, call.home)
+        if not self.wants_inputs:
+            return
+        totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))
+        at: dict[Place, Any] = {}
+        for i, place, grad, input, weight in self.parts:
+            if ("input", i) in self.wanted:
+                with place.entered():
+                    if place not in at:
+                        at[place] = hand_over(totals, call.home, place), call.count_at(place)
+                    self.found["input", i] = normalization.fused_input_gradient(
+                        grad, input, call.statistics[place], weight, at[place][0], at[place][1], weighted
+                    )
+
+    def differentiable(self) -> None:
+        """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients].
+
+        In a second backward, the threads of several devices add up in any order what comes to one tensor. Views of it
+        see to it that no more than two come to any: then the order changes no digit.
+        """
+        call, home = self.call, self.call.home
+        at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph
+        if torch.is_grad_enabled():
+            pairs = self.ctx.saved_tensors[: len(call.pair_places)]
+            at = dict(zip(call.pair_places, (pair.unbind() for pair in pairs), strict=True))
+        dtype = at[home][0].dtype
+        given = zip(self.pair_grads, call.pair_places, strict=True)
+        arrived = [hand_over(grad, place, home) for grad, place in given if grad is not None]
+        centered: dict[int, Tensor] = {}
+        for i, place, grad, input, weight in self.parts:
             with place.entered():
                 mean, second = at[place]
                 centered[i] = input.to(dtype) - per_channel(mean, input)
                 if grad is None:
                     continue
-                dims, wide = reduced_dims(input), grad.to(dtype)
-                sum_dy, sum_dy_xmu = wide.sum(dims), (wide * centered[i]).sum(dims)
+                wide, second, dims = grad.to(dtype), second.view_as(second), reduced_dims(input)
+                summed = wide.view_as(wide)
+                sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered[i]).sum(dims)
                 factor = second if weight is None else second * weight
-                parameter = input.dtype if weight is None else weight.dtype
-                self.found["weight", i] = (sum_dy_xmu * second).to(parameter)
-                self.found["bias", i] = sum_dy.to(parameter)
-                if ("input", i) in self.wanted:
-                    self.found["input", i] = wide * per_channel(factor, input)
-                weighted = sum_dy_xmu if weight is None else sum_dy_xmu * weight
-                arrived.append(hand_over(torch.stack((-sum_dy * factor, weighted)), place, home))
+                self.found["weight", i], self.found["bias", i] = sum_dy_xmu * second, sum_dy
+                self.found["input", i] = wide * per_channel(factor, input)
+                sum_dy_xmu = sum_dy_xmu if weight is None else sum_dy_xmu * weight
+                arrived.append(hand_over(torch.stack((-sum_dy * factor, sum_dy_xmu)), place, home))
         if not self.wants_inputs:
             return
         total = torch.stack(arrived).sum(0)
         if call.group is not None:
             total = distributed.all_reduced_in_graph(total, call.group)
         grad_mean, grad_second = total
-        if call.rule is not None:  # From the inverse standard deviation to the variance.
+        if call.rule is not None:  # from the inverse standard deviation to the variance
             grad_second = grad_second * -0.5 * at[home][1] ** 3
         if call.clamped is not None:
             grad_second = grad_second.masked_fill(call.clamped, 0)
-        through = torch.stack((grad_mean, 2 * grad_second)) / (call.count or 1)
-        for i, input in enumerate(self.inputs):
-            if ("input", i) in self.wanted and input is not None:
-                place = call.places[i]
+        through = torch.stack((grad_mean, 2 * grad_second)) / (
+            call.count if isinstance(call.count, Tensor) else max(call.count, 1)
+        )
+        for i, place, _, input, _ in self.parts:
+            if ("input", i) in self.wanted:
                 with place.entered():
-                    through_mean, through_second = hand_over(through, home, place)
-                    rest = per_channel(through_mean, input) + per_channel(through_second, input) * centered[i]
+                    through = through.view_as(through)
+                    grad_mean, grad_var = hand_over(through, home, place)
+                    # The first operand decides on the memory format: that of the input.
+                    rest = centered[i] * per_channel(grad_var, input) + per_channel(grad_mean, input)
                     direct = self.found.get(("input", i))
-                    self.found["input", i] = (rest if direct is None else direct + rest).to(input.dtype)
+                    self.found["input", i] = (rest if direct is None else rest + direct).to(input.dtype)

@@ -15,7 +15,7 @@ from sync_batchnorm.autograd import EpsRule, Left
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
-from sync_batchnorm.replicate import CallbackContext
+from sync_batchnorm.replicate import CallbackContext, is_in_replica, refuse_stranger
 from sync_batchnorm.running import RunningStatistics
 
 __all__ = [
@@ -131,6 +131,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
             if self._sync_missed:
                 self._catch_up(self._sync_missed)
             return super().forward(input)
+        if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
+            refuse_stranger(self)
         group = self._peers()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()

@@ -208,7 +208,7 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
     if plain is None:
         return False
     parallel.__class__ = plain  # type: ignore[assignment]
-    parallel.__dict__.pop("timeout", None)
+    parallel.__dict__.pop("_sync_timeout", None)
     devices = [as_device(device) for device in parallel.device_ids]
     if is_local(devices):
         parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]

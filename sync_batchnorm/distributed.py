@@ -16,13 +16,11 @@ A recomputation by activation checkpointing runs inside of the backward, and reu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 
 __all__: list[str] = []
 

@@ -106,6 +106,15 @@ def aborted_text(error: BaseException) -> str:
     )
 
 
+def hidden_text(text: str) -> str:
+    """Say that replicas have caught the error of a meeting, and returned."""
+    return (
+        "expected errors of a meeting to leave the forward of every replica, but got replicas that caught one and went "
+        "on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
+        f"caught: {text}"
+    )
+
+
 def left_text(layer: str, who: str, how: str, waiting: str, meeting: str) -> str:
     """Say that a replica is gone although others wait for it in a layer."""
     return (

@@ -50,6 +50,9 @@ class LayerSet:
     def __init__(self) -> None:
         self._found: dict[int, ReferenceType[Any]] = {}
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def __contains__(self, layer: nn.Module) -> bool:
         return id(layer._forward_hooks) in self._found
 
@@ -111,7 +114,7 @@ class _Kept(NamedTuple):
     statistics: Statistics | None  # None if there was not a single element
     affine: Affine | None
     answer_requires_grad: bool
-    count: int = 0
+    elements: int = 0  # per channel, for mean and variance
 
     def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return `constant` as what the call returned, having saved what it saved: a function of `input`."""
@@ -225,11 +228,13 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     kept = _recall(pipe, None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None, None)
-        return *pair.unbind(), kept.count
+        mean, var = pair.unbind()
+        return mean, var, kept.elements
     _is_recomputed(pipe)
     message = Message(input, group=distributed.peers(process_group))
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)
     requires_grad = pair.requires_grad
     recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
-    return *pair.unbind(), count
+    mean, var = pair.unbind()
+    return mean, var, count

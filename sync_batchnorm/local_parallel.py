@@ -7,20 +7,27 @@ replicas share the storage of the parameters instead of copying it, and their gr
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import Caught
-from sync_batchnorm.trees import gather, scatter, tensors_in
+from sync_batchnorm.trees import Cuts, check_structures, gather, scatter, tensors_in
 
 __all__: list[str] = []
 
 DeviceId = int | str | torch.device
+
+
+_cuts: ContextVar[Cuts | None] = ContextVar("sync_batchnorm_cuts", default=None)  # of the call in this thread
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -51,25 +58,39 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
         self.src_device_obj = devices[0]
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        cuts: Cuts = {}
+        token = _cuts.set(cuts)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        finally:
+            _cuts.reset(token)
+        if cuts:
+            _rejoin(cuts, self.dim)
+        return output
+
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
-        devices = [as_device(device) for device in device_ids]
-        if len(devices) > 1:  # A single chunk may hold tensors of any sizes.
-            self._check_sizes(inputs, kwargs)
-        if not is_local(devices):
-            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         if not inputs and not kwargs:
             return (), ()
-        chunks = scatter((inputs, kwargs), devices, self.dim)
+        devices = [as_device(device) for device in device_ids]
+        if len(devices) > 1:
+            self._check_sizes(inputs, kwargs, len(devices))
+        elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
+            return (inputs,), (kwargs,)  # There is nothing to cut, and a view could not be changed in place.
+        if not is_local(devices):
+            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
+        chunks = scatter((inputs, kwargs), devices, self.dim, _cuts.get())
         return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
 
-    def _check_sizes(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shapes = [tuple(tensor.shape) for tensor in tensors_in((inputs, kwargs))]
-        dim = self.dim
-        if any(not -len(shape) <= dim < len(shape) for shape in shapes) or len({shape[dim] for shape in shapes}) > 1:
+    def _check_sizes(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
+        shapes, dim = [tuple(tensor.shape) for tensor in tensors_in((inputs, kwargs))], self.dim
+        numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
+        if 0 in numbers or len(set(numbers)) > 1:
             raise ValueError(
-                f"expected tensors of one size along dimension {dim}, which is cut into chunks, but got {shapes}; "
-                "give every tensor a row for each sample, and pass what all replicas share as a buffer of the module"
+                f"expected tensors that make equally many chunks along dimension {dim}, but got {shapes}, which make "
+                f"{numbers} of {most}; give every tensor a row for each sample, and pass what all replicas share as a "
+                "buffer of the module"
             )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
@@ -85,8 +106,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         return parallel_apply(replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        check_structures(outputs)
         devices = [tensors[0].device for tensors in map(tensors_in, outputs) if tensors]
-        if not is_local(devices):
+        if not is_local(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
         # Autocast would join tensors in its own dtype, or refuse those of another one.
@@ -114,25 +136,78 @@ def is_local(devices: Sequence[torch.device]) -> bool:
     return any(device.type == "cpu" for device in devices) or len(set(devices)) < len(devices)
 
 
+def _number_of_chunks(size: int, most: int) -> int:
+    """Return into how many chunks `torch.chunk` cuts; an empty dimension into as many empty ones as it may."""
+    return -(-size // -(-size // most)) if size else most
+
+
+class _Rejoin(torch.autograd.Function):
+    """Let a tensor be in the graph what its chunks have become, which lie in its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, *chunks: Tensor) -> Tensor:
+        ctx.mark_dirty(whole)
+        ctx.dim, ctx.sizes = dim, [chunk.shape[dim] for chunk in chunks]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.zeros_like(grad), None, *torch.split(grad, ctx.sizes, ctx.dim)
+
+
+@uncompiled
+def _rejoin(cuts: Cuts, dim: int) -> None:
+    """Do to what was cut what was done to its chunks in place: to the graph behind it and to its version."""
+    for whole, chunks in cuts.values():
+        if not whole.is_inference() and any(chunk._version for chunk in chunks):
+            _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
+
+
 class _Share(torch.autograd.Function):
     """Give a replica tensors of its own over the same storage, as `Broadcast` gives it copies."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tensors
+        return tuple(tensor.data for tensor in tensors)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return grads
 
 
-def _share(tensors: dict[int, Tensor], detach: bool) -> dict[int, Tensor]:
+def _share(tensors: dict[int, Tensor], first: bool, detach: bool) -> dict[int, Tensor]:
+    """Return the tensors of a replica: the same storage, and gradients for the originals unless they are detached.
+
+    NOTE [parameters that a forward changes]: A module may change its parameters in its forward, under `no_grad`. For
+    that, the first replica has views, which autograd treats as it treats the originals. The others count their changes
+    by themselves: what one of them has saved is as it was when it comes to its backward, if the others change it in the
+    same way. That this need not be so is what `_warn_of_shared_changes` says.
+    """
+    copies = {}
     differentiable = [] if detach else [key for key, tensor in tensors.items() if tensor.requires_grad]
-    originals = [tensors[key] for key in differentiable]
-    copies = _Share.apply(*originals) if originals else ()  # type: ignore[no-untyped-call]
-    shared = dict(zip(differentiable, copies, strict=True))
-    return {key: shared[key] if key in shared else tensor.detach() for key, tensor in tensors.items()}
+    if first:
+        copies = {key: tensors[key][...] for key in differentiable}  # a view that lets sparse gradients through
+    elif differentiable:
+        shared = _Share.apply(*[tensors[key] for key in differentiable])  # type: ignore[no-untyped-call]
+        copies = dict(zip(differentiable, shared, strict=True))
+    for key, tensor in tensors.items():
+        if key not in copies:
+            copies[key] = tensor.detach() if first else tensor.data
+    return copies
+
+
+def _warn_of_shared_changes(replicas: Sequence[Any]) -> None:
+    """Warn of parameters that replicas have changed in place in memory that they share, see the note there."""
+    shares = [share for replica in replicas for share in replica.__dict__.get("_sync_shares", {}).items()]
+    changed = sorted({name for name, tensor in shares if not tensor.is_inference() and tensor._version})
+    if changed:
+        warnings.warn(
+            f"expected parameters that replicas share to stay as they are, but got {changed} changed in place by each "
+            "of them, at the same time; that is right for a change which may be made any number of times, such as "
+            "clamp_, but make any other outside of the forward",
+            stacklevel=12,
+        )
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
@@ -144,14 +219,11 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
     distinct = list(dict.fromkeys(devices))
     if len(distinct) == 1:
         template = _Template(module)
-        return [template.replica(own_buffers=i == 0, detach=detach) for i in range(len(devices))]
+        return [template.replica(i == 0, detach) for i in range(len(devices))]
     placed = dict(zip(distinct, nn.parallel.replicate(module, distinct, detach), strict=True))
     templates = {device: _Template(replica) for device, replica in placed.items()}
     # The first replica of each device is the one that torch has made.
-    return [
-        placed.pop(device) if device in placed else templates[device].replica(own_buffers=False, detach=detach)
-        for device in devices
-    ]
+    return [placed.pop(device) if device in placed else templates[device].replica(False, detach) for device in devices]
 
 
 class _Part(NamedTuple):
@@ -175,9 +247,15 @@ class _Template:
         buffers = [buffer for part in self._parts for buffer in part.buffers.values()]
         self._shared = {id(tensor): tensor for tensor in [*shared, *[b for b in buffers if b.requires_grad]]}
         self._buffers = {id(buffer): buffer for buffer in buffers if id(buffer) not in self._shared}
+        self._names = {
+            id(tensor): f"{prefix}.{name}" if prefix else name
+            for (prefix, _), part in zip(root.named_modules(), self._parts, strict=True)
+            for name, tensor in [*part.parameters.items(), *part.buffers.items()]
+            if id(tensor) in self._shared
+        }
 
-    def replica(self, own_buffers: bool, detach: bool) -> nn.Module:
-        """Return one more replica."""
+    def replica(self, first: bool, detach: bool) -> nn.Module:
+        """Return one more replica; the first has the buffers of the module itself."""
         # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`.
         # RNNs, lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has
         # dictionaries of its own for buffers and submodules. They are filled directly, since to set hundreds of
@@ -186,22 +264,27 @@ class _Template:
             part.module: part.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             for part in self._parts
         }
-        tensors = _share(self._shared, detach)
+        tensors = _share(self._shared, first, detach)
         for key, buffer in self._buffers.items():
-            tensors[key] = buffer if own_buffers else buffer.detach().clone()
+            tensors[key] = buffer if first else buffer.detach().clone()
         for part in self._parts:
             replica = replicas[part.module]
             parameters = {name: tensors[id(tensor)] for name, tensor in part.parameters.items()}
             buffers = {name: tensors[id(buffer)] for name, buffer in part.buffers.items()}
-            replica._parameters.update(dict.fromkeys(part.absent))
+            for name in part.absent:
+                replica._parameters[name] = None
+            for name, child in part.children.items():
+                replica._modules[name] = replicas[child]
             replica.__dict__["_former_parameters"] = parameters
-            replica._modules.update((name, replicas[child]) for name, child in part.children.items())
             if part.plain:
                 replica.__dict__.update(parameters)
                 replica._buffers.update(buffers)
             else:
                 for name, tensor in (parameters | buffers).items():
                     setattr(replica, name, tensor)
+        if not first:
+            shares = {name: tensors[key] for key, name in self._names.items()}
+            replicas[self._root].__dict__["_sync_shares"] = shares
         return replicas[self._root]
 
 
@@ -234,9 +317,12 @@ def parallel_apply(
     outputs: list[Any] = [None] * len(modules)
     failures: list[Caught | None] = [None] * len(modules)
     places = [_Place(device) for device in devices]
+    cores = _Cores(len(modules)) if devices[0].type == "cpu" else None
 
     def work(i: int) -> None:
         try:
+            if cores is not None:
+                cores.take_share()
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
@@ -249,12 +335,48 @@ def parallel_apply(
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
         for thread in threads:
             thread.start()
+        if cores is not None:
+            cores.restore()
         for thread in threads:
             thread.join()
     for failure in failures:
         if failure is not None:
             raise failure.rebuild()
+    _warn_of_shared_changes(modules)
     return outputs
+
+
+class _Cores:
+    """The intra-op threads of the caller, divided among the threads of its replicas on the CPU.
+
+    Otherwise each of them would start as many as the caller has. The backward, in the caller's thread, has them all.
+
+    NOTE [numbers of threads]: `torch.set_num_threads` sets the number of the calling thread, and that with which other
+    threads begin, when they ask for theirs for the first time. So a replica asks before it sets its own, and when all
+    have set theirs, the caller sets its own again.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._all = torch.get_num_threads()
+        self._share = max(1, self._all // num_replicas)
+        self._taken: SimpleQueue[None] = SimpleQueue()
+        self._num_replicas = num_replicas
+
+    def take_share(self) -> None:
+        """In the thread of a replica."""
+        try:
+            if self._share < self._all:
+                torch.get_num_threads()
+                torch.set_num_threads(self._share)
+        finally:
+            self._taken.put(None)
+
+    def restore(self) -> None:
+        """In the thread of the caller."""
+        for _ in range(self._num_replicas):
+            self._taken.get()
+        if self._share < self._all:
+            torch.set_num_threads(self._all)
 
 
 class _Place:

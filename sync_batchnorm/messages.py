@@ -18,10 +18,10 @@ from sync_batchnorm.running import RunningStatistics
 __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
-# make them, since each call releases the GIL and takes it back. Up to so many elements in a replica, the master makes
-# the calls for all, on the joined batch; and up to so many with one operator in float64, which has digits to spare
-# where there are two values per channel. Measured on two cores, torch 2.13.0.
-JOINED, JOINED_IN_FLOAT64 = 131072, 4096
+# make them, since each call releases the GIL and takes it back. Up to the first number of elements in a replica, the
+# master makes the calls of the forward for all, with the operator of torch on the joined batch, in float64; up to the
+# second, the backward, which has one thread, joins them. Measured on two cores, torch 2.13.0.
+JOINED, JOINED_BACKWARD = 16384, 131072
 
 
 class Message(Replica):
@@ -61,9 +61,10 @@ class Message(Replica):
         self.input, self.weight, self.bias = input.detach(), weight, bias
         self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
         kind = operators_for(input.device)
-        plain = rule is not None and rule.mode == "plus" and group is None
-        self.fused = plain and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
-        self.small = plain and kind == "cpu" and 0 < input.numel() <= JOINED
+        usual = rule is not None and rule.mode == "plus" and group is None
+        self.fused = usual and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
+        self.plain = usual and kind == "cpu"
+        self.small = self.plain and 0 < input.numel() <= JOINED
         self.moments: Moments | None = None
         self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
         if not self.small:
@@ -134,9 +135,11 @@ def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
 def _merge(call: Call, messages: Sequence[Message]) -> None:
     """Answer all `messages`; only count, if there is not a single element."""
     first, rule = messages[0], call.rule
+    call.joined = _can_be_joined(call, messages)
+    call.joined_in_float64 = call.joined and all(message.small for message in messages)
     if first.fused:
-        pair = _merge_on_cuda(call, messages) if call.count else None
-    elif _can_be_joined(call, messages):
+        pair = _merge_on_cuda(call, messages) if any(m.mean_and_invstd for m in messages) else None
+    elif call.joined_in_float64:
         pair = _normalize_joined(call, messages)
     else:
         mean, var = _merge_moments(call, messages)
@@ -151,7 +154,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
         if rule is None or operators_for(call.home.device) != "cpu":
             pair = pair.to(statistics_dtype(first.input.dtype))
             call.statistics[call.home] = Statistics(*pair.detach().unbind())
-    if pair is None or not (call.count or rule is None):
+    if pair is None or (isinstance(call.count, int) and call.count == 0 and rule is not None):
         call.count = 0
         return
     pairs = []
@@ -163,7 +166,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
-    if rule is not None and call.joined is None and operators_for(call.home.device) == "cpu":
+    if rule is not None and not call.joined_in_float64 and operators_for(call.home.device) == "cpu":
         affine = None
         for message in messages:
             if affine is None or not call.one_weight:
@@ -185,8 +188,9 @@ def _merge_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Ten
     def merged() -> tuple[Tensor, Tensor]:
         parts = []
         for message in messages:
-            mean, var, count = cast(Moments, message.moments)
-            parts.append(Moments(*bring((mean, var), message.place, home), count))
+            mean, var, elements = cast(Moments, message.moments)
+            mean, var = bring((mean, var), message.place, home)
+            parts.append(Moments(mean, var, elements))
         return moments.merge_moments(parts)
 
     mean, var = merged()
@@ -209,16 +213,18 @@ def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor:
     means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
     eps = cast(EpsRule, call.rule).eps
     counts = counts_on(*call.home, tuple(channel_count(m.input.shape) for m in parts), stacked.dtype)
-    buffers: Any = (None, None, 0.0)
-    running = messages[0].running
-    in_one = running is not None and running.momentum is not None
-    if running is not None and in_one and (running.mean is None or running.mean.dtype == stacked.dtype):
-        factor = running.count()
+    running, momentum = messages[0].running, 0.0
+    buffers: list[Tensor | None] = [None, None]
+    # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
+    known = running is not None and running.momentum is not None
+    if running is not None and known and (running.mean is None or running.mean.dtype == stacked.dtype):
+        momentum = running.count_call()
         # Through `data`, see `RunningStatistics.update`.
-        buffers = (None if b is None else b.data for b in (running.mean, running.var))
-        buffers = (*buffers, factor)
+        buffers = [None if buffer is None else buffer.data for buffer in (running.mean, running.var)]
         messages[0].running = None
-    mean, invstd = torch.batch_norm_gather_stats_with_counts(stacked, means, invstds, *buffers, eps, counts)
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        stacked, means, invstds, buffers[0], buffers[1], momentum, eps, counts
+    )
     call.statistics[call.home] = Statistics(mean, invstd)
     return torch.stack((mean, invstd))
 
@@ -228,10 +234,14 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
     shape, strides, dtype = first.input.shape[1:], first.input.stride()[1:], first.input.dtype
     return (
         len(messages) > 1
+        and first.plain
         and call.one_weight
         and all(tensor is None or tensor.dtype == dtype for tensor in (first.weight, first.bias))
         and all(
-            m.small and m.records == first.records and m.input.shape[1:] == shape and m.input.stride()[1:] == strides
+            0 < m.input.numel() <= JOINED_BACKWARD
+            and m.records == first.records
+            and m.input.shape[1:] == shape
+            and m.input.stride()[1:] == strides
             for m in messages
         )
     )
@@ -239,29 +249,17 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
 
 def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
     """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
-    first, eps = messages[0], cast(EpsRule, call.rule).eps
+    first = messages[0]
     joined = torch.cat([message.input for message in messages])
-    weight, bias, dtype = first.weight, first.bias, joined.dtype
-    if first.input.numel() <= JOINED_IN_FLOAT64:
-        call.joined = torch.float64
-        wide = [None if tensor is None else tensor.double() for tensor in (weight, bias)]
-        output, mean, invstd = torch.native_batch_norm(joined.double(), *wide, None, None, True, 0.0, eps)
-        output = output.to(dtype)
-    else:
-        call.joined = statistics_dtype(dtype)
-        found, memory = moments.local_moments(joined, first.exact)
-        mean, var = moments.merge_moments([found])
-        if not first.exact and not moments.precise(mean, var, eps):
-            call.exact = True
-            found, memory = moments.local_moments(joined, exact=True)
-            mean, var = moments.merge_moments([found])
-        invstd = (var + eps).rsqrt()
-        affine = normalization.make_affine(Statistics(mean, invstd), dtype, weight, bias)
-        output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
+    weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
+    output, mean, invstd = torch.native_batch_norm(
+        joined.double(), weight, bias, None, None, True, 0.0, cast(EpsRule, call.rule).eps
+    )
     call.statistics[call.home] = Statistics(mean, invstd)
-    parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
+    # Not views of one tensor: those could not be changed in place.
+    parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(message.input) for message in messages])
     for message, part in zip(messages, parts, strict=True):
-        message.answer = part  # not a view of one tensor: that could not be changed in place
+        message.answer = part
     return torch.stack((mean, invstd))
 
 
@@ -271,7 +269,7 @@ def _record(call: Call, messages: Sequence[Message], pairs: Sequence[Tensor]) ->
     if call.rule is not None:
         answers = [cast(Tensor, m.answer if m.memory is None else m.memory.detach()) for m in messages]
     recorded: Sequence[Tensor] = [*answers, *pairs]
-    if any(message.requires_grad for message in messages):
+    if any(m.records and any(t is not None and t.requires_grad for t in m.tensors.values()) for m in messages):
         recorded = call.record(messages, answers, pairs)
     for message, answer in zip(messages, recorded, strict=False):
         # Without `detach`, that of a replica that records nothing would be in the graph.

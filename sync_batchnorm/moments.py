@@ -4,8 +4,8 @@ No threads, no modules, no autograd. ``C`` is the number of channels, dimension 
 is a number of elements per channel.
 
 NOTE [fast and exact statistics]: On the CPU one operator makes the statistics of an input in one pass. Its variance is
-good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So whoever merges looks
-at the result, and where it is not `precise` asks for the exact statistics: those of the input minus the mean that was
+good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So the master looks at
+the merged ones, and where they are not `precise` takes the exact statistics: those of the input minus the mean that was
 found, which are good to 1e-6 at any ratio. The merge itself is in float64, since its vectors are tiny.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and on adversarial inputs, see numerics.md.
+# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see numerics.md.
 LARGEST_RATIO = 256.0
 
 # The operator for channels that lie side by side adds up rows one after the other. As few, wide rows lose fewer digits.
@@ -36,7 +36,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     var: Tensor
-    count: int  # of one part
+    elements: int  # per channel, of one part
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,48 +107,52 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             split = _split(rows, channels)
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
             # Half inputs get statistics in float32 where the running ones are: these are thrown away.
-            unused = input.new_zeros(2, split * channels, dtype=torch.float32).unbind() if half else (None, None)
-            mean, var = torch.batch_norm_update_stats(view, *unused, 0.0)
+            unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
+            mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
             return Moments(mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
-    length = input[0, 0].numel()
-    weight = input.new_ones(channels, dtype=torch.float32) if half else None
+    length = input.numel() // (size * channels)
+    weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     bias = torch.zeros_like(weight) if weight is not None else None
     memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
     return Moments(mean, invstd.pow(-2), length), memory
 
 
-def kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def kept(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
 
     Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
     """
-    found: dict[Any, Tensor] = {}
+    found: dict[Any, tuple[Tensor, ...]] = {}
 
-    def get(*key: Any) -> Tensor:
-        tensor = found.get(key)
-        if tensor is None:
+    def get(*key: Any) -> tuple[Tensor, ...]:
+        tensors = found.get(key)
+        if tensors is None:
             with torch.inference_mode(False):
-                tensor = make(*key)
+                tensors = make(*key)
             if len(found) >= 1024:
                 found.clear()
-            if type(tensor) is Tensor:
-                found[key] = tensor
-        return tensor
+            if all(type(tensor) is Tensor for tensor in tensors):
+                found[key] = tensors
+        return tensors
 
     return get
 
 
 @kept
-def counts_on(device: torch.device, stream: torch.cuda.Stream | None, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`, made in the current stream, for use in that `stream` alone.
-
-    Filled by kernels: from a list, the host would have to copy it, and wait.
-    """
+def _counts(device: torch.device, _: Any, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    # Filled by kernels: from a list, the host would have to copy it, and wait.
     if len(set(counts)) == 1:
-        return torch.full((len(counts),), counts[0], dtype=dtype, device=device)
-    return torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
+        return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)
+    return (torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts]),)
+
+
+def counts_on(
+    device: torch.device, stream: torch.cuda.Stream | None, counts: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return `counts` as a vector on `device`, for use in `stream`, the current one, alone."""
+    return _counts(device, stream, counts, dtype)[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,17 +167,17 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
     number of parts at once. In float64 on the CPU and on CUDA. The order of summation is that of the arguments.
     """
-    parts = [part for part in moments if part.count] or moments[:1]
+    parts = [part for part in moments if part.elements] or moments[:1]
     first = parts[0].mean
     dtype = torch.float64 if operators_for(first.device) != "other" else first.dtype
     mean = torch.cat([part.mean for part in parts]).to(dtype)
     var = torch.cat([part.var for part in parts]).to(dtype)
-    if len({part.count for part in parts}) == 1:
+    if len({part.elements for part in parts}) == 1:
         merged = mean.mean(0)
         deviations = mean - merged
         return merged, torch.addcmul(var, deviations, deviations).mean(0)
-    total = sum(part.count * len(part.mean) for part in parts)
-    shares = torch.cat([mean.new_full((len(part.mean), 1), part.count / total) for part in parts])
+    total = sum(part.elements * len(part.mean) for part in parts)
+    shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in parts])
     merged = (mean * shares).sum(0)
     deviations = mean - merged
     return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)
@@ -181,5 +185,7 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
 
 def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
     """Return whether merged fast statistics are good enough, see NOTE [fast and exact statistics]."""
+    if type(mean) is not Tensor:  # a stand-in without values, as in `FakeTensorMode`
+        return True
     lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))
     return lowest.item() >= -eps and highest.item() < math.inf

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sync_batchnorm.moments import kept, operators_for, per_channel, reduced_dims, statistics_dtype
+from sync_batchnorm.moments import kept, operators_for, per_channel, statistics_dtype
 
 __all__: list[str] = []
 
@@ -70,9 +70,9 @@ def _looks_channels_last(input: Tensor) -> bool:
 
 
 @kept
-def _zeros_and_ones(length: int, dtype: torch.dtype) -> Tensor:
+def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros(length, dtype=dtype, device="cpu")
-    return torch.stack((zeros, torch.ones_like(zeros)))
+    return zeros, torch.ones_like(zeros)
 
 
 def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
@@ -116,48 +116,25 @@ def normalize(
             torch.addcmul(per_channel(bias, input), centered, per_channel(scale, input), out=out)
 
 
-class Sums(NamedTuple):
-    """Of the upstream gradients of one replica, and what follows from them."""
+def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over the elements of one replica of ``dy`` and of ``dy * (x - mean) * invstd``; on the CPU.
 
-    sum_dy: Tensor
-    sum_dy_normalized: Tensor  # of dy * (x - mean) * invstd; on CUDA of dy * (x - mean)
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
-
-
-def gradient_sums(
-    grad_output: Tensor, input: Tensor, statistics: Statistics, weight: Tensor | None, needs: tuple[bool, bool]
-) -> Sums:
-    """Return the sums of one replica over its elements; `needs` says whether weight and bias need a gradient."""
-    mean, invstd = statistics
-    dtype = statistics_dtype(input.dtype)
-    kind = operators_for(input.device)
+    Mean and invstd, and the sums, are in the dtype of the statistics.
+    """
     if input.numel() == 0:
-        total = dot = torch.zeros_like(mean, dtype=dtype)
-    elif kind == "cuda":
-        wants = [asked and weight is not None for asked in needs]
-        return Sums(*torch.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, True, *wants))
-    elif kind == "cpu":
-        rounded = mean.to(dtype)
-        _, dot, total = batch_norm_backward(
-            grad_output, input, None, None, None, rounded, invstd.to(dtype), True, 0.0, [False, True, True]
-        )
-        if rounded.dtype != mean.dtype:  # The rounding of the mean moves all normalized values of a channel alike.
-            dot.addcmul_(total, ((rounded - mean) * invstd).to(dtype))
-    else:
-        dims = reduced_dims(input)
-        normalized = (input - per_channel(mean, input)) * per_channel(invstd, input)
-        total, dot = grad_output.sum(dims, dtype=dtype), (grad_output * normalized).sum(dims)
-    parameter = dtype if weight is None else weight.dtype
-    return Sums(total, dot, dot.to(parameter) if needs[0] else None, total.to(parameter) if needs[1] else None)
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    _, dot, total = batch_norm_backward(
+        grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    return total, dot
 
 
 def linear_gradient(
     statistics: Statistics, totals: Tensor, factor: Tensor, count: int | Tensor, dtype: torch.dtype
 ) -> Affine:
-    """Return the part of the input gradient that is linear in the input; not for CUDA.
+    """Return the part of the input gradient that is linear in the input; on the CPU.
 
-    The input gradient is ``weight * invstd * dy - factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
+    It is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
 
     Args:
         statistics: of the forward.
@@ -173,7 +150,7 @@ def linear_gradient(
 
 
 def input_gradient(grad_output: Tensor | None, input: Tensor, factor: Tensor, linear: Affine) -> Tensor:
-    """Return the gradient of the synchronized normalization by the input of one replica; not for CUDA.
+    """Return the gradient of the synchronized normalization by the input of one replica; on the CPU.
 
     Args:
         grad_output: the gradient of its output; None if it takes no part in the loss.
@@ -186,13 +163,30 @@ def input_gradient(grad_output: Tensor | None, input: Tensor, factor: Tensor, li
     dtype = statistics_dtype(input.dtype)
     wide = input if input.dtype == dtype else input.to(dtype)
     slope, offset = linear
-    if operators_for(input.device) == "cpu":
-        grad_input = multiply_add(wide, slope, offset)
-    else:
-        grad_input = torch.addcmul(per_channel(offset, input), wide, per_channel(slope, input))
+    grad_input = multiply_add(wide, slope, offset)
     if grad_output is not None:
         grad_input.addcmul_(grad_output.to(dtype), per_channel(factor, input))
     return grad_input.to(input.dtype)
+
+
+def fused_gradient_sums(
+    grad_output: Tensor,
+    input: Tensor,
+    statistics: Statistics,
+    weight: Tensor | None,
+    wants_weight: bool,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the sums of ``dy`` and ``dy * (x - mean)``, and the gradients of weight and bias, if wanted; on CUDA."""
+    if input.numel() == 0:
+        nothing = torch.zeros_like(statistics.mean)
+        return (nothing,) * 4
+    # Without a weight, the operator does not know the dtype of these gradients.
+    wants = [wants_weight and weight is not None, wants_bias and weight is not None]
+    mean, invstd = statistics
+    sums = torch.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, True, *wants)
+    sum_dy, sum_dy_xmu, grad_weight, grad_bias = sums
+    return sum_dy, sum_dy_xmu, grad_weight, grad_bias if weight is not None else sum_dy
 
 
 def fused_input_gradient(
@@ -226,4 +220,5 @@ def fused_input_gradient(
         weight = None
     elif weight.dtype != statistics.mean.dtype:  # which this operator wants for contiguous inputs
         weight = weight.to(statistics.mean.dtype)
-    return torch.batch_norm_backward_elemt(grad_output, input, *statistics, weight, *totals.unbind(), count)
+    mean, invstd = statistics
+    return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, totals[0], totals[1], count)

@@ -8,19 +8,25 @@ replicas and ends with them. This file knows no batch norm; any module may use t
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from sync_batchnorm import draws
 from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId, as_device
 from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
 
 __all__ = [
@@ -68,9 +74,14 @@ def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
     ]
     for copy_id, replica in enumerate(modules):
         for name, ctx in found:
-            module: Any = attrgetter(name)(replica) if name else replica
+            module: Any = _submodule(replica, name)
             with joining(roster, copy_id, name or type(module).__name__):
                 module.__data_parallel_replicate__(ctx, copy_id)
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    found: nn.Module = attrgetter(name)(module) if name else module
+    return found
 
 
 class _Seat:
@@ -81,6 +92,57 @@ class _Seat:
         self.replica_id = replica_id
         self.state = state
         self.watched = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
+
+    @contextmanager
+    def taken(self, replica: nn.Module) -> Iterator[None]:
+        """Run the body as the forward of `replica`."""
+        token = _running.set(replica)
+        try:
+            with self.state.entered(), self.roster.seat(self.replica_id):
+                yield
+        finally:
+            _running.reset(token)
+
+
+_running: ContextVar[nn.Module | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica
+
+
+def is_in_replica() -> bool:
+    """Tell whether this thread runs a replica."""
+    return _running.get() is not None
+
+
+# What `torch.compiler.assume_constant_result` sets, whose call would import the compiler (torch 2.13): a model that is
+# compiled, which cannot trace a `ContextVar`, compiles what it finds where it is traced.
+is_in_replica._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_stranger(layer: nn.Module) -> None:
+    """Raise the error for a `layer` that runs in the replica of this thread, and is no part of it.
+
+    The copies of a module share the dictionary of its forward hooks. So an original is found by that of its copy.
+
+    Raises:
+        RuntimeError: naming the layer, if the wrapped module has it, and the replica.
+    """
+    replica = _running.get()
+    if replica is None:
+        return
+    seat: _Seat = replica.__dict__["_sync_seat"]
+    who = seat.roster.who(seat.replica_id)
+    names = [name for name, copy in replica.named_modules() if copy._forward_hooks is layer._forward_hooks]
+    if names:
+        raise RuntimeError(
+            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the layer of the "
+            "wrapped module itself, which is no part of any replica; let the forward reach its layers through "
+            "attributes of self that are modules (nn.ModuleList instead of a list), and wrap the forward of the "
+            "DataParallel instead of that of the module, or that of its class"
+        )
+    raise RuntimeError(
+        f"expected a layer that is registered in the wrapped module, but got a {type(layer).__name__} that is not "
+        f"({who}), so that every replica would train it with its own part of the batch; make it a submodule of the "
+        "model, or call its eval()"
+    )
 
 
 def _bare(cls: type[ModuleT]) -> ModuleT:
@@ -109,7 +171,7 @@ def _seated(cls: type[nn.Module]) -> type[nn.Module]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             seat: _Seat = self.__dict__["_sync_seat"]
             try:
-                with seat.state.entered(), seat.roster.seat(seat.replica_id):
+                with seat.taken(self):
                     return super().__call__(*args, **kwargs)
             except Exception:
                 raise
@@ -121,7 +183,8 @@ def _seated(cls: type[nn.Module]) -> type[nn.Module]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, state, *rest = super().__reduce_ex__(protocol)
-            return _bare, (cls,), {name: value for name, value in state.items() if name != "_sync_seat"}, *rest
+            kept = {name: value for name, value in state.items() if name not in ("_sync_seat", "_sync_shares")}
+            return _bare, (cls,), kept, *rest
 
     Seated.__name__, Seated.__qualname__, Seated.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Seated
@@ -136,19 +199,89 @@ def _give_up(roster: Roster, error: BaseException) -> None:
         roster.drain(1.0)
 
 
+def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
+    """Look through a module before anything of it is touched.
+
+    Raises:
+        RuntimeError: naming the submodules.
+    """
+    compiled_type: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    compiled = []
+    for name, child in module.named_modules():
+        if isinstance(child, compiled_type):
+            compiled.append(name or "the module itself")
+        elif (
+            isinstance(child, DataParallel)
+            and len(child.device_ids) > 1
+            and type(child).forward is not _Callbacks.forward
+        ):
+            raise RuntimeError(
+                f"expected one wrapper around the replicas, but got {name or 'the module itself'!r} "
+                f"({type(child).__name__}) inside of a {type(wrapper).__name__}; put its .module in its place, or "
+                "call patch_replication_callback on it, and it leaves the replicas to the outer one"
+            )
+    if compiled:
+        # A replica of it would share its dictionary with the original, and lose the submodules of both (torch 2.13).
+        raise RuntimeError(
+            f"expected modules that can be replicated, but got {compiled} from torch.compile (their attribute "
+            "_orig_mod is the module); put the module back in its place, and compile functions that its forward calls"
+        )
+
+
+def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> None:
+    """Let what `replicas` have taken over from `module` refer to their own submodules, where it can.
+
+    A replica gets the attributes of the original. A method that is bound to a module, as in ``self.forward =
+    self.forward_quick``, would run that one.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    compiled = []
+    for child, name in names.items():
+        bound = {
+            key: (value.__func__, names[value.__self__])
+            for key, value in child.__dict__.items()
+            if type(value) is MethodType and isinstance(value.__self__, nn.Module) and value.__self__ in names
+        }
+        if child.__dict__.get("_compiled_call_impl") is not None:  # of `Module.compile`: a closure over the original
+            compiled.append(name or "the module itself")
+            for replica in replicas:
+                _submodule(replica, name).__dict__["_compiled_call_impl"] = None
+        for replica in replicas if bound else ():
+            for key, (function, owner) in bound.items():
+                copy, itself = _submodule(replica, name), _submodule(replica, owner)
+                method = MethodType(function, itself)
+                # That of another module may have been taken before the class of that one was converted.
+                copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
+    if compiled:
+        warnings.warn(
+            f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
+            "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
+            "that their forward calls",
+            stacklevel=10,
+        )
+
+
 _rosters: ContextVar[list[Roster]] = ContextVar("sync_batchnorm_rosters")  # of the call of a wrapper in this thread
 
 
 class _Callbacks(DataParallel[Any]):
     """The part of a `DataParallel` that seats its replicas, calls the callbacks, and picks the error to raise."""
 
-    timeout: float = DEFAULT_TIMEOUT
+    _sync_timeout: float = DEFAULT_TIMEOUT
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get("_is_replica"):  # of a wrapper around this one, whose replicas are all there are
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    @uncompiled
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         if len(device_ids) == 1:
             return [module]
+        _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
-        roster = Roster([str(device) for device in device_ids], self.timeout)
+        _detach_from_originals(module, replicas)
+        roster = Roster([str(device) for device in device_ids], self._sync_timeout)
         _rosters.get([]).append(roster)
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
@@ -157,6 +290,7 @@ class _Callbacks(DataParallel[Any]):
         _execute_callbacks(replicas, roster)
         return replicas
 
+    @uncompiled
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
         seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
         if not seats:
@@ -166,14 +300,19 @@ class _Callbacks(DataParallel[Any]):
             seat.state, seat.watched = state, True
         roster = seats[0].roster
         roster.call([seat.replica_id for seat in seats])
+        devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         try:
-            return super().parallel_apply(replicas, inputs, kwargs)
+            with draws.watched(devices):
+                outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
             _give_up(roster, error)
             # What is not an Exception happened in this thread, see `_seated`: Ctrl-C, while replicas were running.
             failure = roster.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise
+        else:
+            roster.raise_if_hidden()
+            return outputs
         raise failure.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +321,10 @@ class _Callbacks(DataParallel[Any]):
         rosters: list[Roster] = []
         token = _rosters.set(rosters)
         try:
-            return super().__call__(*args, **kwargs)
+            output = super().__call__(*args, **kwargs)
+            for roster in rosters:
+                roster.raise_if_hidden()
+            return output
         except BaseException as error:
             failure = None
             for roster in rosters:
@@ -203,7 +345,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
     or leaves while others wait for it, they are released at once and the caller gets the original exception.
 
-    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks.
+    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. A wrapper that is
+    part of a replica runs its module likewise, whose callbacks the outer wrapper calls.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -216,8 +359,10 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
 
     Raises:
         TypeError, ValueError: for a bad `timeout`.
-        ValueError: for `device_ids` of different kinds, and from a call whose arguments differ in size along `dim`.
-        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`.
+        ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
+            or the replicas return different structures.
+        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
+            replicated, or if a replica trains a synchronized layer that is no part of it.
         ReplicaSyncError: from a call, if the replicas cannot meet.
     """
 
@@ -232,7 +377,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     ) -> None:
         timeout = _checked_timeout(timeout)
         super().__init__(module, device_ids, output_device, dim)
-        self.timeout = timeout
+        self._sync_timeout = timeout
 
 
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
@@ -260,7 +405,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
         cls = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]
         data_parallel.__class__ = patched  # type: ignore[assignment]
-        data_parallel.timeout = timeout  # type: ignore[assignment]
+        data_parallel._sync_timeout = timeout  # type: ignore[assignment]
     return data_parallel
 
 

@@ -63,12 +63,18 @@ class Roster:
         self._waiting: dict[int, Meeting] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
+        self._hidden = True  # until the caller gets an error, what broke it may have been caught in a replica
         self._departures: SimpleQueue[int] = SimpleQueue()  # who left after the break
         self._failures: list[tuple[bool, int, Caught]] = []
 
     def __repr__(self) -> str:
         states = ", ".join(f"{replica} {self._state(replica)}" for replica in self._mailboxes)
         return f"{type(self).__name__}({states or 'nobody'}{'; broken' if self._broken else ''})"
+
+    def who(self, replica_id: int) -> str:
+        """Return a replica as messages name it."""
+        device = self._devices.get(replica_id)
+        return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
 
     def admit(self, circle: Circle, identifier: Hashable, replica_id: int) -> None:
         """Make a replica, which may be one that is not listed, a member of `circle` under the name `identifier`."""
@@ -116,7 +122,7 @@ class Roster:
             if error is not None and caught is not None:
                 self._left[replica_id] = f"failed with {type(error).__name__}"
                 self._failures.append((self._caused(error), replica_id, caught))
-                self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
+                self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
                 return
             self._left[replica_id] = "left its forward"
             for waiting, meeting in self._waiting.items():
@@ -126,11 +132,12 @@ class Roster:
     def interrupt(self, replica_id: int, error: BaseException) -> None:
         """Release everybody, because an exception took a replica out of a meeting; its seat will say the rest."""
         with self._lock:
-            self._break(ReplicaSyncError, errors.failed_text(self._who(replica_id), error))
+            self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
 
     def abort(self, error: BaseException) -> None:
         """Release everybody, because the thread that started the replicas no longer waits for them."""
         with self._lock:
+            self._hidden = False
             self._break(ReplicaSyncError, errors.aborted_text(error))
 
     def drain(self, seconds: float) -> None:
@@ -139,6 +146,19 @@ class Roster:
         with suppress(Empty):
             while self._inside:
                 self._departures.get(timeout=max(0.0, deadline - monotonic()))
+
+    def raise_if_hidden(self) -> None:
+        """Raise what broke this roster, if the replicas have returned as if nothing was.
+
+        Raises:
+            ReplicaSyncError: if they caught it.
+        """
+        with self._lock:
+            if self._broken is None or not self._hidden:
+                return
+            self._hidden = False
+            error_type, text = self._broken
+        raise error_type(errors.hidden_text(text))
 
     def has_caused(self, error: BaseException) -> bool:
         """Tell whether `error` is what a replica raised, or led to, because it was released."""
@@ -213,7 +233,7 @@ class Roster:
         self._raise_if_broken()
         replica_id = circle.members[identifier]
         if replica_id in self._waiting:
-            text = errors.second_thread_text(self._who(replica_id), str(self._waiting[replica_id]), circle.name)
+            text = errors.second_thread_text(self.who(replica_id), str(self._waiting[replica_id]), circle.name)
             raise RuntimeError(text)
         number = circle.calls[identifier] = circle.calls[identifier] + 1
         meeting = circle.meetings.get(number)
@@ -265,10 +285,6 @@ class Roster:
 
     # What the messages say.
 
-    def _who(self, replica_id: int) -> str:
-        device = self._devices.get(replica_id)
-        return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
-
     def _state(self, replica_id: int) -> str:
         if replica_id in self._left:
             return self._left[replica_id]
@@ -277,16 +293,16 @@ class Roster:
         return "is running" if replica_id in self._rounds else "has not started"
 
     def _places(self, replica_ids: Collection[int]) -> str:
-        return ", ".join(f"{self._who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
+        return ", ".join(f"{self.who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
 
     def _wait_text(self, meeting: Meeting) -> str:
         waiting = sorted(replica for replica, other in self._waiting.items() if other is meeting)
-        return f"{' and '.join(map(self._who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
+        return f"{' and '.join(map(self.who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
 
     def _left_text(self, replica_id: int, meeting: Meeting) -> str:
-        who, how = self._who(replica_id), self._left[replica_id]
+        who, how = self.who(replica_id), self._left[replica_id]
         return errors.left_text(meeting.name, who, how, self._wait_text(meeting), str(meeting))
 
     def _timeout_text(self, meeting: Meeting) -> str:
-        late = " and ".join(f"{self._who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
+        late = " and ".join(f"{self.who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
         return errors.timeout_text(self.timeout, self._wait_text(meeting), late, str(meeting))

@@ -17,7 +17,7 @@ class RunningStatistics(NamedTuple):
     num_batches_tracked: Tensor | None
     momentum: float | None
 
-    def count(self) -> float:
+    def count_call(self) -> float:
         """Count a call; return the momentum, which is zero for a cumulative average."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -31,7 +31,7 @@ class RunningStatistics(NamedTuple):
             var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
             count: elements per channel.
         """
-        momentum = self.count()
+        momentum = self.count_call()
         if self.mean is None or self.var is None:
             return
         # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
+
+Cuts = dict[int, tuple[Tensor, Sequence[Tensor]]]  # what was cut, and its chunks, by the id of what was cut
 
 
 def _is_namedtuple(tree: Any) -> bool:
@@ -37,28 +39,88 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for child in _children(tree) or () for tensor in tensors_in(child)]
 
 
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int, cuts: Cuts | None = None) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Containers keep their type; what is not a tensor is shared by all. Views are returned where no copy is needed.
+    Containers keep their type; what is not a tensor is shared by all. No copy is made where none is needed.
+
+    Args:
+        tree: what is cut.
+        devices: where the chunks are to be.
+        dim: the dimension to cut along.
+        cuts: gets the tensors whose chunks may be changed in place, for `tree` to be told afterwards. None: no chunk
+            of a tensor in a graph may be.
     """
     if isinstance(tree, Tensor):
-        chunks = tree.chunk(len(devices), dim)
+        chunks = _chunks(tree, len(devices), dim, cuts)
         return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
     children = _children(tree)
     if not children:
         return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    parts = [scatter(child, devices, dim) for child in children]
+    parts = [scatter(child, devices, dim, cuts) for child in children]
     return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
+
+
+def _chunks(tensor: Tensor, number: int, dim: int, cuts: Cuts | None) -> Sequence[Tensor]:
+    """Cut one tensor.
+
+    Chunks that are views must not be changed in place if they are in a graph; and they count their changes together, so
+    that a change of one would look like one of all that others have saved. Those of `unsafe_chunk` lie in the same
+    memory, and are tensors of their own. A leaf that requires grad must not be changed on one device either.
+    """
+    if cuts is None or tensor.is_nested or (tensor.is_leaf and tensor.requires_grad):
+        return tensor.chunk(number, dim)
+    if id(tensor) not in cuts:
+        cuts[id(tensor)] = tensor, tensor.unsafe_chunk(number, dim)
+    return cuts[id(tensor)][1]
+
+
+def check_structures(outputs: Sequence[Any]) -> None:
+    """Check that all replicas have returned the same, up to the numbers in it.
+
+    Raises:
+        ValueError: naming two replicas that have not, and what they have returned.
+        TypeError: if something else than tensors, containers and None was returned.
+    """
+    structures = list(map(_structure, outputs))
+    for i, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ValueError(
+                f"expected replicas to return one structure, but got {structures[0]} from replica 0 and {structure} "
+                f"from replica {i}; return the same keys, lengths and types in every replica, for example an empty "
+                "tensor where one has nothing"
+            )
+
+
+def _structure(tree: Any) -> str:
+    if tree is None:
+        return "None"
+    if isinstance(tree, Tensor):
+        return "Tensor" if tree.dim() else "scalar Tensor"
+    if isinstance(tree, dict):
+        return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
+    children = _children(tree)
+    if children is not None:
+        return "(" + ", ".join(map(_structure, children)) + ")"
+    if not isinstance(tree, Iterable) or isinstance(tree, (str, bytes, Set, Iterator)):
+        raise _not_tensors(tree)
+    return type(tree).__name__  # `torch.nn.parallel.gather` tries to build it from an iterator
+
+
+def _not_tensors(tree: Any) -> TypeError:
+    return TypeError(
+        f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
+        "return tensors"
+    )
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     """Put the outputs of all replicas together on `device`: tensors are concatenated along `dim`.
 
-    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None.
+    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None. All outputs have
+    the structure of the first, see `check_structures`.
 
     Raises:
-        ValueError: if dicts have different numbers of keys.
         TypeError: if something else than tensors, containers and None was returned.
     """
     first = outputs[0]
@@ -74,14 +136,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     if first is None:
         return None
     if isinstance(first, dict):
-        if any(len(output) != len(first) for output in outputs):
-            raise ValueError("All dicts must have the same number of keys")
         return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
     children = _children(first)
     if children is None:
-        raise TypeError(
-            f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(first).__name__}; "
-            "return tensors"
-        )
-    parts = zip(*outputs, strict=False)
+        raise _not_tensors(first)
+    parts = zip(*outputs, strict=True)
     return _rebuild(first, [gather(part, device, dim) for part in parts])

@@ -182,7 +182,7 @@ def test_pickle_after_a_failure_works(wrap):
         parallel(*batch())
     twin = pickle.loads(pickle.dumps(parallel))
     assert type(twin) is type(parallel)
-    assert twin.timeout == 7.0
+    assert twin._sync_timeout == 7.0
     assert_next_forward_is_right(twin, (1, 0))
 
 

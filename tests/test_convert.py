@@ -35,6 +35,7 @@ from sync_batchnorm import (
     patch_sync_batchnorm,
     revert_model,
 )
+from sync_batchnorm.replicate import _Callbacks
 
 KINDS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d),
@@ -677,6 +678,27 @@ def test_a_wrapper_with_callback_stays_as_it_is():
     assert type(net) is DataParallelWithCallback
 
 
+class WithTimeout(nn.DataParallel):
+    """Has a timeout of its own."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.timeout = "mine"
+
+
+@pytest.mark.parametrize("kind", [WithTimeout, nn.DataParallel])
+def test_a_timeout_of_the_users_own_stays_through_conversion(kind):
+    net = kind(nn.BatchNorm2d(2))
+    net.timeout = "mine"
+    before = dict(vars(net))
+    for twin in (convert_model(net), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert isinstance(twin, _Callbacks)
+        assert twin.timeout == "mine"
+    revert_model(net)
+    assert type(net) is kind
+    assert vars(net) == before
+
+
 def test_a_wrapper_of_cpu_replicas_reverts_to_one_that_runs_its_module():
     net = DataParallelWithCallback(convert_model(small_net()), ["cpu"] * 2, timeout=7.0)
     input = torch.randn(4, 3, 5, 5)
@@ -684,7 +706,7 @@ def test_a_wrapper_of_cpu_replicas_reverts_to_one_that_runs_its_module():
     revert_model(net)
     assert type(net) is nn.DataParallel
     assert net.device_ids == []
-    assert "timeout" not in vars(net)
+    assert not [name for name in vars(net) if "timeout" in name]
     assert_equal(net(input), expected)
 
 

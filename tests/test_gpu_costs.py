@@ -6,6 +6,7 @@ parts counts as its parts. ``python -m pytest --simulated-gpus 4 tests/test_gpu_
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -141,4 +142,21 @@ def test_host_never_waits_not_even_for_sizes_that_are_new(name):
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "[0]"])
 def test_host_does_not_wait_for_a_cumulative_average(name):
     ran = step(layer(name, momentum=None))
+    assert (ran.forward.host_syncs, ran.backward.host_syncs) == (0, 0), ran
+
+
+@pytest.fixture
+def _two_processes() -> Iterator[None]:
+    """Make this process one of two of a group whose collectives change nothing, as torch has it for its own tests."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize("name", DEVICES)
+def test_host_does_not_wait_for_other_processes_either(name):
+    ran = step(layer(name))
     assert (ran.forward.host_syncs, ran.backward.host_syncs) == (0, 0), ran

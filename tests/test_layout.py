@@ -37,9 +37,10 @@ IMPORTS = {
         "running",
     },
     "trees": set(),
-    "local_parallel": {"errors", "trees"},
+    "local_parallel": {"compilation", "errors", "trees"},
     "caller": set(),
-    "replicate": {"caller", "comm", "errors", "local_parallel", "roster"},
+    "draws": {"recompute"},
+    "replicate": {"caller", "comm", "compilation", "draws", "errors", "local_parallel", "roster"},
     "batchnorm": {"autograd", "comm", "compilation", "distributed", "functional", "replicate", "running"},
     "check": {"batchnorm", "distributed", "replicate"},
     "convert": {"batchnorm", "local_parallel", "replicate"},
@@ -56,7 +57,7 @@ WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
 WAITING = {
     "roster": {"Empty", "Lock", "SimpleQueue"},
     "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
-    "local_parallel": {"Thread"},
+    "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
 }
 HARMLESS = {"TIMEOUT_MAX", "current_thread", "main_thread"}
 

@@ -1,6 +1,7 @@
 """Replicas on the CPU and on repeated devices: what `torch.nn.DataParallel` does with distinct accelerators."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -69,13 +70,11 @@ def test_empty_containers_reach_every_replica():
     )
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (4, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)], ids=str)
 def test_tensors_that_cannot_be_cut_together_are_refused(sizes):
     first, second = (torch.zeros(size, 2) for size in sizes)
     parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 2)
-    message = (
-        r"expected tensors of one size along dimension 0, which is cut into chunks, but got \[\(\d, 2\), \(\d, 2\)\]"
-    )
+    message = r"expected tensors that make equally many chunks along dimension 0, but got \[\(\d, 2\), \(\d, 2\)\]"
     with pytest.raises(ValueError, match=message):
         parallel(first, second)
     with pytest.raises(ValueError, match=message):
@@ -83,7 +82,9 @@ def test_tensors_that_cannot_be_cut_together_are_refused(sizes):
 
 
 def test_scalar_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"but got \[\(4,\), \(\)\]; give every tensor a row"):
+    with pytest.raises(
+        ValueError, match=r"but got \[\(4,\), \(\)\], which make \[2, 0\] of 2; give every tensor a row"
+    ):
         DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.zeros(4), torch.tensor(1.0))
 
 
@@ -303,3 +304,33 @@ def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
     parallel = DataParallelWithCallback(nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
         parallel(torch.zeros(4, 2))
+
+
+class CountingThreads(nn.Module):
+    """Notes how many intra-op threads a replica has."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def forward(self, input):
+        self.counts.append(torch.get_num_threads())
+        return input
+
+
+@pytest.mark.parametrize(("available", "share"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share):
+    before = torch.get_num_threads()
+    parallel = DataParallelWithCallback(CountingThreads(), ["cpu"] * 2)
+    later = []
+    try:
+        torch.set_num_threads(available)
+        parallel(torch.zeros(2))
+        assert parallel.module.counts == [share, share]
+        assert torch.get_num_threads() == available
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [available]
+    finally:
+        torch.set_num_threads(before)

@@ -158,7 +158,7 @@ ADVERSARIES = [
 ]
 
 
-@pytest.mark.parametrize("kernel", ["joined-float64", "joined", "separate", "exact"], indirect=True)
+@pytest.mark.parametrize("kernel", ["joined", "separate", "exact"], indirect=True)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("make", ADVERSARIES, ids=lambda make: make.__name__)
 @pytest.mark.usefixtures("kernel")
@@ -241,7 +241,7 @@ class Order:
         monkeypatch.setattr(Roster, "_arrive", arrive_and_tell)
 
 
-@pytest.mark.parametrize("kernel", ["joined-float64", "joined", "separate", "exact"], indirect=True)
+@pytest.mark.parametrize("kernel", ["joined", "separate", "exact"], indirect=True)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
 @pytest.mark.usefixtures("kernel")
 def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monkeypatch):

@@ -279,7 +279,7 @@ def test_large_inputs_are_not_copied(kind):
         affine = normalization.make_affine(statistics, torch.float32, weight, bias)
         output = normalization.memory_for_output(input, memory)
         normalization.normalize(input, statistics, affine, weight, bias, output)
-        sums = torch.stack(normalization.gradient_sums(grad, input, statistics, weight, (False, False))[:2])
+        sums = torch.stack(normalization.gradient_sums(grad, input, *(vector.float() for vector in statistics)))
         count = moments.channel_count(input.shape)
         linear = normalization.linear_gradient(statistics, sums, affine.slope, count, input.dtype)
         grad_input = normalization.input_gradient(grad, input, affine.slope, linear)

@@ -8,7 +8,7 @@ from helpers import doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.trees import gather, scatter, tensors_in
+from sync_batchnorm.trees import check_structures, gather, scatter, tensors_in
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -102,9 +102,22 @@ def test_none_stays_none():
     assert equal(gather([{"x": None}, {"x": None}], CPU, 0), {"x": None})
 
 
-def test_dicts_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
-        gather([{"x": torch.zeros(1)}, {}], CPU, 0)
+def test_structures_are_told_by_keys_lengths_and_places_of_tensors():
+    x = torch.zeros(1)
+    check_structures([{"b": x, "a": [x, None]}, OrderedDict(a=(x, None), b=x)])
+    check_structures([Pair(x, x), (x, x)])
+    message = r"but got \{'x': Tensor\} from replica 0 and \{\} from replica 2; return the same keys"
+    with pytest.raises(ValueError, match=message):
+        check_structures([{"x": x}, {"x": x}, {}])
+    message = r"but got \(Tensor, \(None, Tensor\)\) from replica 0 and \(Tensor, Tensor\) from replica 1"
+    with pytest.raises(ValueError, match=message):
+        check_structures([(x, [None, x]), (x, x)])
+
+
+@pytest.mark.parametrize("output", [3, 1.5, object(), "text", {1}, iter([])], ids=lambda output: type(output).__name__)
+def test_outputs_that_cannot_be_put_together_are_told(output):
+    with pytest.raises(TypeError, match=f"but got {type(output).__name__}; return tensors"):
+        check_structures([[output], [output]])
 
 
 @pytest.mark.parametrize("output", [3, 1.5, object()], ids=["int", "float", "object"])

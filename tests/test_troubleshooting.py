@@ -18,31 +18,44 @@ WAITING = rf"{REPLICA}( and {REPLICA})* waits?"
 LAYER = r"[\w.]+"
 MEETING = rf"{LAYER}, call \d+"
 STATE = r"which (is running|has not started|left its forward|was given no input|waits in [^;]+)"
+NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
+STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
 TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
 
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
-    "EPS_MODES": r"\('\w+', '\w+'\)",
+    "' and '.join(drawn)": r"\w+(:\d)?",
     "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
+    "changed": NAMES,
+    "compiled": NAMES,
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
+    "EPS_MODES": r"\('\w+', '\w+'\)",
     "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of .+)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
     "how": STATE.removeprefix("which "),
+    "i": r"\d+",
     "inputs": rf"{TENSOR}(, {TENSOR})+",
     "late": rf"{REPLICA}, {STATE}( and {REPLICA}, {STATE})*",
     "layer": LAYER,
     "layers": r"( module\.[\w.]+ \(\w+\): [^:]+)+",
+    "len(devices)": r"\d+",
     "len(found)": r"\d+",
     "len(mean)": r"\d+",
     "list(circle.members)": r"\[\d+(, \d+)*\]",
     "list(results)": r"\[\d+(, \d+)*\]",
     "meeting": MEETING,
+    "most": r"\d+",
+    "names[0] or 'the module'": LAYER,
+    "numbers": r"\[\d+(, \d+)+\]",
     "places": rf"{REPLICA} in {MEETING}(, {REPLICA} in {MEETING})+",
     "process_group": r"<\w+>",
     "self.name": LAYER,
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
+    "structure": STRUCTURE,
+    "structures[0]": STRUCTURE,
+    "text": "expected .+",
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
     "waiting": WAITING,

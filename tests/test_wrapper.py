@@ -1,7 +1,6 @@
 """The wrapper is a `DataParallel`: its buffers, chunks, hooks and state, and nothing that a forward leaves behind."""
 
 import contextlib
-import copy
 import gc
 import io
 import threading
@@ -9,7 +8,7 @@ import threading
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import TwoLayers, as_devices, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
@@ -109,15 +108,6 @@ def test_one_module_serves_two_wrappers_in_turn(devices):
     other = DataParallelWithCallback(parallel.module, devices[:2])
     for wrapper in (parallel, other, parallel, other):
         assert_same_step(plain, wrapper, doubles(5, 3, 6, 6, devices=devices))
-
-
-def test_wrapper_inside_a_wrapper_synchronizes_over_its_own_replicas():
-    bn = nn.BatchNorm1d(3).double()
-    plain, parallel = twins(bn, ["cpu"] * 2)
-    outer = DataParallelWithCallback(parallel, ["cpu"] * 2)
-    data = doubles(8, 3)
-    expected = torch.cat([copy.deepcopy(plain)(half) for half in data.chunk(2)])
-    assert_equal(outer(data), expected)
 
 
 def test_wrapper_behaves_as_a_module():

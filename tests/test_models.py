@@ -1,0 +1,575 @@
+"""Models as people write them: each equals one device, or ends in an error that names the layer and the remedy."""
+
+import copy
+import functools
+import types
+from collections import namedtuple
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import (
+    TwoLayers,
+    are_distinct_gpus,
+    as_devices,
+    assert_equal,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    twins,
+)
+from scripted import WRAPPERS, Scripted, batch, scripted
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SynchronizedBatchNorm1d,
+    assert_synchronized,
+    convert_model,
+)
+
+
+@pytest.fixture(params=list(WRAPPERS))
+def wrap(request):
+    """Every way to run replicas."""
+    return WRAPPERS[request.param]
+
+
+# The original of a layer, inside of a replica
+
+
+class Steps(nn.Module):
+    """Keeps its layers in a plain list, beside their registration."""
+
+    def __init__(self, kind=list):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(4, 4), SynchronizedBatchNorm1d(4)
+        self.steps = kind([self.linear, self.bn])
+
+    def forward(self, input):
+        for step in self.steps:
+            input = step(input)
+        return input
+
+
+ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the layer of the"
+
+
+def test_original_layer_in_a_plain_list_is_refused(wrap):
+    with pytest.raises(RuntimeError, match=ORIGINAL):
+        wrap(Steps())(torch.randn(6, 4))
+
+
+def test_original_layer_in_the_closure_of_a_forward_is_refused(wrap):
+    net = Steps(nn.ModuleList)
+    forward = net.forward
+    net.forward = functools.wraps(forward)(lambda input: forward(input))
+    with pytest.raises(RuntimeError, match=ORIGINAL):
+        wrap(net)(torch.randn(6, 4))
+
+
+def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devs):
+    plain, parallel = twins(Steps(nn.ModuleList).double(), devs)
+    for module in (plain, parallel):
+        forward = module.forward
+        module.forward = functools.wraps(forward)(lambda input, forward=forward: forward(input) * 2)
+    assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "submodule"])
+def test_forward_bound_to_the_original_runs_on_the_replica(devs, inner):
+    def doubled(self, input):
+        return type(self).forward(self, input) * 2
+
+    net = nn.Sequential(nn.Linear(4, 4), Steps(nn.ModuleList)).double()
+    plain, parallel = twins(net, devs)
+    for module in (plain, parallel.module):
+        module = module[1] if inner else module
+        module.forward = types.MethodType(doubled, module)
+    assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
+
+
+class Borrowed(nn.Module):
+    """Holds a method of its layer, taken before the layer is converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.norm = self.bn.forward
+
+    def forward(self, input):
+        return self.norm(input)
+
+
+def test_method_of_a_layer_that_a_module_holds_is_that_of_its_copy(devs):
+    plain, net = Borrowed().double(), Borrowed().double()
+    for module in (plain, net):
+        module.to(as_devices(devs)[0])
+    assert_same_step(plain, DataParallelWithCallback(convert_model(net), devs), doubles(6, 4, devices=devs))
+
+
+def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
+    class Borrowing(nn.Module):
+        def forward(self, input):
+            return borrowed(input)
+
+    borrowed = SynchronizedBatchNorm1d(4)
+    with pytest.raises(RuntimeError, match=r"expected a layer that is registered in the wrapped .* but got a Sync"):
+        wrap(Borrowing())(torch.randn(6, 4))
+    borrowed.eval()
+    wrap(Borrowing())(torch.randn(6, 4))
+
+
+def test_original_layer_in_eval_mode_is_not_refused():
+    plain, parallel = twins(Steps().double(), ["cpu"] * 3)
+    for module in (plain, parallel):
+        module.eval()
+    assert_same_step(plain, parallel, doubles(6, 4))
+
+
+def test_original_layers_run_outside_of_replicas_between_forwards():
+    parallel = DataParallelWithCallback(Steps(nn.ModuleList), ["cpu"] * 2)
+    parallel(torch.randn(6, 4))
+    parallel.module(torch.randn(6, 4))
+    assert parallel.module.bn.num_batches_tracked == 2
+
+
+@pytest.mark.watchdog(120.0)
+@pytest.mark.parametrize("place", ["model", "layer"])
+def test_modules_that_compile_themselves_run_uncompiled_in_replicas(devs, place):
+    plain, parallel = twins(Steps(nn.ModuleList).double(), devs)
+    compiled = parallel.module if place == "model" else parallel.module.bn
+    compiled.compile(backend="eager")
+    name = "the module itself" if place == "model" else r"steps\.1|bn"
+    message = rf"expected modules that replicas can run as they are, but got \['({name})'\] compiled by"
+    if len(devs) == 1:
+        return
+    with pytest.warns(UserWarning, match=message):
+        assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
+    assert compiled._compiled_call_impl is not None
+    assert parallel.module.bn.num_batches_tracked == 1
+
+
+@pytest.mark.watchdog(120.0)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_compiled_submodules_are_refused_and_stay_whole(devices):
+    plain, parallel = twins(nn.Sequential(TwoLayers(), nn.Flatten(), nn.Linear(16, 2)).double(), devices)
+    first = parallel.module[0]
+    parallel.module[0] = torch.compile(first, backend="eager")
+    before = list(parallel.state_dict())
+    message = r"expected modules that can be replicated, but got \['0'\] from torch\.compile"
+    with pytest.raises(RuntimeError, match=message):
+        parallel(doubles(4, 3, 6, 6, devices=devices))
+    assert list(parallel.state_dict()) == before
+    parallel.module[0] = parallel.module[0]._orig_mod  # as the error says
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+
+
+@pytest.mark.watchdog(120.0)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what the compiler leaves alone
+@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile", "compile"])
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_wrappers_may_be_compiled(devices, whole):
+    torch.compiler.reset()
+    plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)
+    compiled = torch.compile(parallel, backend="eager") if whole else parallel
+    if not whole:
+        parallel.compile(backend="eager")
+    for _ in range(2):
+        inputs = [doubles(6, 4, devices=devices)] * 2
+        inputs[1] = inputs[0].clone()
+        assert_equal(compiled(inputs[1]), plain(inputs[0]))
+        assert_equal(inputs[1], inputs[0])
+    assert_same_state(parallel, plain)
+
+
+# Random numbers
+
+
+class Dropping(nn.Module):
+    """Drops in a checkpointed function, behind a synchronized layer."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Dropout(p))
+
+    def forward(self, input):
+        return checkpoint(self.body, input, use_reentrant=False)
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_draws_of_replicas_that_share_a_generator_warn_under_a_checkpoint(devices):
+    device = as_devices(devices)[0]
+    parallel = DataParallelWithCallback(Dropping(0.5).to(device), devices)
+    if are_distinct_gpus(devices):
+        parallel(torch.randn(6, 4, device=device))
+        return
+    with pytest.warns(UserWarning, match=f"but got draws of {len(devices)} replicas from the one of {device}; a"):
+        parallel(torch.randn(6, 4, device=device))
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_checkpoints_without_draws_and_draws_without_checkpoints_do_not_warn(devices):
+    device = as_devices(devices)[0]
+    input = torch.randn(6, 4, device=device)
+    DataParallelWithCallback(Dropping(0.0).to(device).eval(), devices)(input)
+    DataParallelWithCallback(Dropping(0.5).to(device).body, devices)(input)
+    with torch.no_grad():
+        DataParallelWithCallback(Dropping(0.5).to(device), devices)(input)
+
+
+# Operations in place
+
+
+class InPlace(nn.Module):
+    """Begins with operations in place, on what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, input):
+        return self.bn(input.mul_(self.scale).relu_())
+
+
+local = pytest.mark.parametrize(
+    "devices", [p for p in device_lists(1, 3) if not (p.id.startswith("cuda-"))]
+)  # On distinct GPUs inputs are cut by torch, which refuses it.
+
+
+def in_place_step(model, input, device):
+    backbone = nn.Linear(4, 4).double().to(device)
+    with torch.no_grad():
+        backbone.weight.copy_(torch.arange(16.0).view(4, 4).cos())
+        backbone.bias.fill_(0.1)
+    features = backbone(input)
+    output = model(features)
+    loss = (output**3).sum() + features.sin().sum()
+    loss.backward()
+    return output, features, backbone.weight.grad, backbone.bias.grad
+
+
+@local
+def test_head_that_begins_in_place_equals_one_device(devices):
+    plain, parallel = twins(InPlace().double(), devices)
+    input, device = doubles(7, 4, devices=devices), as_devices(devices)[0]
+    expected, actual = (in_place_step(module, input, device) for module in (plain, parallel))
+    for one, other, name in zip(actual, expected, ["output", "features", "weight", "bias"], strict=True):
+        assert_equal(one, other, name)
+    assert_same_state(parallel, plain)
+
+
+@local
+def test_data_that_a_model_changes_in_place_changes_as_on_one_device(devices):
+    plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)
+    inputs = [doubles(7, 4, devices=devices)] * 2
+    inputs[1] = inputs[0].clone()
+    upstream = doubles(7, 4, devices=devices)
+    for module, input in zip((plain, parallel), inputs, strict=True):
+        module(input).backward(upstream)
+    assert_equal(inputs[1], inputs[0])
+    assert inputs[1]._version == inputs[0]._version == 1
+    assert_same_state(parallel, plain)
+
+
+@local
+def test_input_that_the_caller_has_saved_may_not_change_in_place(devices):
+    for model in twins(InPlace().double(), devices):
+        features = doubles(6, 4, devices=devices).requires_grad_().sigmoid()  # whose gradient needs what it returned
+        squares = features**2
+        model(features)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.sum().backward()
+
+
+@local
+def test_leaf_may_not_change_in_place(devices):
+    for model in twins(InPlace().double(), devices):
+        leaf = doubles(6, 4, devices=devices).requires_grad_()
+        before = leaf.detach().clone()
+        with pytest.raises(RuntimeError, match=r"is being used in an in-place operation|is being modified inplace"):
+            model(leaf)
+        assert_equal(leaf.detach(), before)
+
+
+class Twice(nn.Module):
+    def forward(self, one, other):
+        return one.add_(1.0) * other
+
+
+def test_one_tensor_as_two_arguments_stays_one():
+    inputs = [torch.ones(4, 3), torch.ones(4, 3)]
+    expected = Twice()(inputs[0], inputs[0])
+    assert_equal(DataParallelWithCallback(Twice(), ["cpu"] * 2)(inputs[1], inputs[1]), expected)
+    assert_equal(inputs[1], inputs[0])
+
+
+class Clamping(nn.Module):
+    """Keeps its weight within bounds, in its forward."""
+
+    def __init__(self, change=lambda weight: weight.clamp_(-0.1, 0.1)):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.change = change
+
+    def forward(self, input):
+        input = self.linear(input)
+        with torch.no_grad():
+            self.change(self.linear.weight)
+        return self.bn(self.linear(input.relu()))
+
+
+class ClampingFirst(Clamping):
+    def forward(self, input):
+        with torch.no_grad():
+            self.change(self.linear.weight)
+        return self.bn(self.linear(self.linear(input)))
+
+
+SHARED_CHANGE = r"expected parameters that replicas share to stay as they are, but got \['linear\.weight'\] changed"
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_parameters_that_a_forward_clamps_are_those_of_one_device(devices):
+    plain, parallel = twins(ClampingFirst().double(), devices)
+    input = doubles(6, 4, devices=devices)
+    if len(devices) > 1 and not are_distinct_gpus(devices):
+        with pytest.warns(UserWarning, match=SHARED_CHANGE):
+            assert_same_step(plain, parallel, input)
+    else:
+        assert_same_step(plain, parallel, input)
+    assert parallel.module.linear.weight.abs().max() == 0.1
+
+
+def test_parameters_changed_after_they_were_used_are_refused_as_on_one_device():
+    for model in twins(Clamping().double(), ["cpu"] * 3):
+        input = doubles(6, 4).requires_grad_()
+        output = model(input) if model.__class__ is Clamping else warned(model, input)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def warned(model, input):
+    with pytest.warns(UserWarning, match=SHARED_CHANGE):
+        return model(input)
+
+
+def test_parameters_changed_in_grad_mode_are_refused_as_on_one_device():
+    class Doubling(nn.Linear):
+        def forward(self, input):
+            self.weight.mul_(2)
+            return super().forward(input)
+
+    for model in twins(Doubling(4, 4), ["cpu"] * 3):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
+            model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_change_by_the_first_replica_alone_does_not_warn(frozen):
+    class First(nn.Linear):
+        def forward(self, input):
+            with torch.no_grad():
+                if input[0, 0] == 1:
+                    self.weight.mul_(2)
+            return super().forward(input)
+
+    net = First(4, 4).requires_grad_(not frozen)
+    before, version = net.weight.detach().clone(), net.weight._version
+    input = torch.zeros(6, 4)
+    input[0, 0] = 1
+    DataParallelWithCallback(net, ["cpu"] * 3)(input)
+    assert_equal(net.weight.detach(), before * 2)
+    assert net.weight._version == version + 1
+
+
+# Modules of other kinds
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 4).double())], ids=["script", "trace"]
+)
+def test_scripted_submodules_equal_one_device(devs, make):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = make(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))).double())
+            self.bn = nn.BatchNorm1d(4).double()
+
+        def forward(self, input):
+            return self.bn(self.first(input))
+
+    plain, net = (Mixed().to(as_devices(devs)[0]) for _ in range(2))  # A copy has parameters that are no leaves.
+    net.load_state_dict(plain.state_dict())
+    parallel = DataParallelWithCallback(convert_model(net), devs)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 4, devices=devs))
+    with torch.no_grad():
+        input = doubles(7, 4, devices=devs)
+        assert_equal(parallel(input), plain(input))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_buffers_of_scripted_submodules_change_in_place_and_once():
+    net = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 4))  # which `convert_model` would leave
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3)
+    parallel(torch.randn(6, 4))
+    assert parallel.module[0].num_batches_tracked == 1
+    assert parallel.module[0].running_mean.abs().max() > 0
+
+
+# Wrappers in wrappers
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()
+    plain.to(as_devices(devices)[0])
+    net = convert_model(copy.deepcopy(plain))
+    backbone = net[1]
+    net[1] = DataParallelWithCallback(backbone, devices)
+    outer = DataParallelWithCallback(net, devices)
+    assert_synchronized(outer)
+    input = doubles(8, 3, devices=devices)
+    assert_equal(outer(input), plain(input))
+    assert backbone[1].num_batches_tracked == 1
+
+
+def test_plain_wrapper_inside_a_wrapper_is_refused_before_anything_runs():
+    inner = nn.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    inner.__dict__.update(dim=0, device_ids=[0, 1], output_device=0, src_device_obj=torch.device("cpu"))
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3), inner)
+    outer = DataParallelWithCallback(convert_and_keep(net), ["cpu"] * 2)
+    message = r"expected one wrapper .*but got '2' \(DataParallel\) inside of a DataParallelWithCallback"
+    with pytest.raises(RuntimeError, match=message):
+        outer(torch.randn(4, 3))
+    assert net[1].num_batches_tracked == 0
+
+
+def convert_and_keep(net):
+    convert_model(net[1])
+    return net
+
+
+# Errors that a forward swallows
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica):
+    class Swallowing(Scripted):
+        def forward(self, x, replica):
+            try:
+                return super().forward(x, replica)
+            except RuntimeError:
+                return x
+
+    def fails(model, x):
+        raise RuntimeError("out of memory")
+
+    model = Swallowing().double()
+    model.steps = {(replica, "between"): fails}
+    parallel = wrap(model)
+    message = rf"expected errors of a meeting to leave .*every replica to call head .*replica {replica} on dev"
+    with pytest.raises(ReplicaSyncError, match=message):
+        parallel(*batch())
+    model.steps = {}
+    parallel(*batch())
+
+
+def test_wrapper_that_skips_a_batch_by_itself_may_do_so():
+    class Skipping(DataParallelWithCallback):
+        def forward(self, *inputs):
+            try:
+                return super().forward(*inputs)
+            except RuntimeError:
+                return None
+
+    def fails(model, x):
+        raise RuntimeError("out of memory")
+
+    parallel = Skipping(scripted((1, "between", fails)), ["cpu"] * 3)
+    assert parallel(*batch()) is None
+
+
+# What replicas return
+
+Pair = namedtuple("Pair", ["left", "right"])
+STRUCTURES = {
+    "none": (lambda x: x, lambda x: None),
+    "none-first": (lambda x: None, lambda x: x),
+    "tuple": (lambda x: x, lambda x: (x, x)),
+    "none-inside": (lambda x: (x, None), lambda x: (x, x)),
+    "keys": (lambda x: {"a": x}, lambda x: {"b": x}),
+    "more-keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}),
+    "lengths": (lambda x: [x, x], lambda x: [x]),
+    "fields": (lambda x: Pair(x, x), lambda x: {"left": x, "right": x}),
+    "scalar": (lambda x: x, lambda x: x.sum()),
+}
+
+
+class Returning(nn.Module):
+    """Returns one thing in the first replica, another in those that follow."""
+
+    def __init__(self, first, others):
+        super().__init__()
+        self.first, self.others = first, others
+
+    def forward(self, input):
+        return (self.first if input[0, 0] == 0 else self.others)(input)
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_replicas_that_return_different_structures_are_named(devices, kind):
+    parallel = DataParallelWithCallback(Returning(*STRUCTURES[kind]), devices)
+    message = r"expected replicas to return one structure, but got .+ from replica 0 and .+ from replica 1; "
+    with pytest.raises(ValueError, match=message):
+        parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
+
+
+@pytest.mark.parametrize("output", ["text", {1.0}, 1.5, True, object()], ids=["str", "set", "float", "bool", "object"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_that_return_no_tensors_are_told(devices, output):
+    parallel = DataParallelWithCallback(Returning(*[lambda x: (x, output)] * 2), devices)
+    with pytest.raises(TypeError, match=f"lists, dicts or None, but got {type(output).__name__}; return tensors"):
+        parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_sequences_of_two_kinds_are_put_together_as_torch_does(devices):
+    parallel = DataParallelWithCallback(Returning(lambda x: (x,), lambda x: [x]), devices)
+    data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
+    assert_equal(parallel(data)[0], data)
+
+
+# What the wrapper is given
+
+
+class Summing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, images, labels):
+        return self.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (8, 7), (5, 3)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_tensors_that_torch_cuts_into_equally_many_chunks_are_taken(devices, sizes):
+    plain, parallel = twins(Summing().double(), devices)
+    inputs = doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices)
+    assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
+
+
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (6, 8)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_tensors_that_make_different_numbers_of_chunks_are_refused(devices, sizes):
+    _, parallel = twins(Summing().double(), devices)
+    message = r"expected tensors that make equally many chunks along dimension 0, but got .* which make \[\d, \d\] of 4"
+    with pytest.raises(ValueError, match=message):
+        parallel(doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices))
