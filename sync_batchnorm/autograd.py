@@ -34,7 +34,7 @@ it. Tensors go from one place to another through `hand_over` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -254,12 +254,14 @@ def _unpack(ctx: Any, call: Call, arrived: Sequence[Tensor | None]) -> tuple[Ten
     return saved
 
 
+# Private: without it, gradients that nobody has asked for are computed, and dropped.
+_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+
+
 def _will_run(node: Any) -> bool:
     """Return whether the running backward goes on to `node`, as far as torch tells."""
-    # Private: without it, gradients that nobody has asked for are computed, and dropped.
-    will_run = getattr(torch._C, "_will_engine_execute_node", None)
     try:
-        return node is not None and (will_run is None or will_run(node))
+        return node is not None and _will_execute(node)
     except RuntimeError:  # A leaf, in `torch.autograd.grad`: torch does not tell.
         return True
 
@@ -304,6 +306,10 @@ class _Backward:
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
+        # One gradient of the weight, and of the bias, for all replicas, unless only those of some are asked for.
+        asked = [sum(name == parameter for name, _ in wanted) for parameter in ("weight", "bias")]
+        self.together = call.one_weight and all(number in (0, len(call.places)) for number in asked)
+        self.needs = [self.wants_inputs, *map(bool, asked)]
 
     def run(self) -> Gradients:
         call, kind = self.call, operators_for(self.call.home.device)
@@ -311,14 +317,15 @@ class _Backward:
             self.differentiable()
         elif kind == "cuda":
             self.on_cuda()
-        elif call.joined and len(self.parts) == len(call.places):
+        elif call.joined and self.together and len(self.parts) == len(call.places):
             self.joined()
         else:
             self.on_cpu()
         for i, *_ in self.parts:
-            # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it lives
-            # as long as the graph.
-            getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+            if call.saved[i] is not None:
+                # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it
+                # lives as long as the graph.
+                getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
         return self.found
 
     def joined(self) -> None:
@@ -332,10 +339,9 @@ class _Backward:
             rounded = mean.to(dtype)
             input -= per_channel(rounded, input)
             mean, invstd = (mean - rounded).to(dtype), invstd.to(dtype)
-        needs = [self.wants_inputs, *[any(wanted == name for wanted, _ in self.wanted) for name in ("weight", "bias")]]
         # Without eps, which is part of invstd already.
         grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
-            grad.to(dtype), input, weight, None, None, mean, invstd, True, 0.0, needs
+            grad.to(dtype), input, weight, None, None, mean, invstd, True, 0.0, self.needs
         )
         if self.wants_inputs:
             parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
@@ -346,17 +352,13 @@ class _Backward:
         call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
         mean, invstd = (vector.to(dtype) for vector in statistics)
         moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
-        asked = [
-            {name for name, number in self.wanted if number == i} for i, _, grad, *_ in self.parts if grad is not None
-        ]
-        together = call.one_weight and all(names == asked[0] for names in asked)  # one gradient of the weight for all
-        weighted = call.group is not None or not together
+        weighted = call.group is not None or not self.together
         rows: list[Tensor] = []
         for i, _, grad, input, weight in self.parts:
             if grad is None:
                 continue
             sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, mean, invstd)
-            if not together:
+            if not self.together:
                 sum_dy_normalized = torch.addcmul(sum_dy_normalized, sum_dy, moved)
                 self.found["bias", i], self.found["weight", i] = sum_dy, sum_dy_normalized
                 if weight is not None:
@@ -364,7 +366,7 @@ class _Backward:
             rows += [sum_dy, sum_dy_normalized]
         totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
         first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
-        if together:
+        if self.together:
             totals[1].addcmul_(totals[0], moved)
             self.found["bias", first], self.found["weight", first] = totals.unbind()
             totals = totals * weight if weighted and weight is not None else totals
