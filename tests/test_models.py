@@ -122,6 +122,15 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
     wrap(Borrowing())(torch.randn(6, 4))
 
 
+def test_copy_that_its_class_does_not_connect_warns_and_is_not_refused():
+    class Alone(SynchronizedBatchNorm1d):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            pass
+
+    with pytest.warns(UserWarning, match="trains in a replica that was never connected to its peers"):
+        DataParallelWithCallback(nn.Sequential(Alone(4)), ["cpu"] * 2)(torch.randn(6, 4))
+
+
 def test_original_layer_in_eval_mode_is_not_refused():
     plain, parallel = twins(Steps().double(), ["cpu"] * 3)
     for module in (plain, parallel):
@@ -313,14 +322,17 @@ def test_leaf_may_not_change_in_place(devices):
 
 class Twice(nn.Module):
     def forward(self, one, other):
-        return one.add_(1.0) * other
+        return one.mul_(2.0) * other
 
 
 def test_one_tensor_as_two_arguments_stays_one():
-    inputs = [torch.ones(4, 3), torch.ones(4, 3)]
-    expected = Twice()(inputs[0], inputs[0])
-    assert_equal(DataParallelWithCallback(Twice(), ["cpu"] * 2)(inputs[1], inputs[1]), expected)
-    assert_equal(inputs[1], inputs[0])
+    leaves = [torch.ones(4, 3, requires_grad=True) for _ in range(2)]
+    for model, leaf in zip((Twice(), DataParallelWithCallback(Twice(), ["cpu"] * 2)), leaves, strict=True):
+        input = leaf * 1
+        output = model(input, input)
+        assert_equal(output, torch.full((4, 3), 4.0))
+        output.backward(torch.ones(4, 3))
+    assert_equal(leaves[1].grad, leaves[0].grad)
 
 
 class Clamping(nn.Module):
@@ -474,14 +486,15 @@ def convert_and_keep(net):
 # Errors that a forward swallows
 
 
+@pytest.mark.parametrize("instead", [lambda x: x, lambda x: None if x[0, 0] < 0 else x], ids=["input", "input-or-None"])
 @pytest.mark.parametrize("replica", [0, 1])
-def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica):
+def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead):
     class Swallowing(Scripted):
         def forward(self, x, replica):
             try:
                 return super().forward(x, replica)
             except RuntimeError:
-                return x
+                return instead(x)
 
     def fails(model, x):
         raise RuntimeError("out of memory")
@@ -490,8 +503,11 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica):
     model.steps = {(replica, "between"): fails}
     parallel = wrap(model)
     message = rf"expected errors of a meeting to leave .*every replica to call head .*replica {replica} on dev"
+    x, numbers = batch()
+    x[:2] = -x[:2].abs()
+    x[2:] = x[2:].abs()
     with pytest.raises(ReplicaSyncError, match=message):
-        parallel(*batch())
+        parallel(x, numbers)
     model.steps = {}
     parallel(*batch())
 
