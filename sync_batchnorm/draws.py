@@ -42,7 +42,7 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
             "dropout does, draws other numbers when it is recomputed, and its gradients are wrong, so keep draws out "
             "of checkpointed functions (whether these were inside of one cannot be told), or give every replica a "
             "device of its own",
-            stacklevel=11,
+            stacklevel=12,
         )
 
 

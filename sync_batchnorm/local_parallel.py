@@ -206,7 +206,7 @@ def _warn_of_shared_changes(replicas: Sequence[Any]) -> None:
             f"expected parameters that replicas share to stay as they are, but got {changed} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
             "clamp_, but make any other outside of the forward",
-            stacklevel=12,
+            stacklevel=13,
         )
 
 
