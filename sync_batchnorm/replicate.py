@@ -18,6 +18,7 @@ from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -203,8 +204,15 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
     """Look through a module before anything of it is touched.
 
     Raises:
-        RuntimeError: naming the submodules.
+        RuntimeError: naming the submodules; and inside of a transform of `torch.func`, of which the threads of replicas
+            know nothing.
     """
+    if getattr(torch._C, "_are_functorch_transforms_active", lambda: False)():  # private to torch
+        raise RuntimeError(
+            "expected replicas outside of the transforms of torch.func, but got a call of "
+            f"{type(wrapper).__name__} inside of one, such as grad or vmap; use torch.autograd.grad, with "
+            "create_graph=True for gradients of gradients, or call the wrapped module itself"
+        )
     compiled_type: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     compiled = []
     for name, child in module.named_modules():

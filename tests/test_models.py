@@ -605,3 +605,14 @@ def test_tensors_that_make_different_numbers_of_chunks_are_refused(devices, size
     message = r"expected tensors that make equally many chunks along dimension 0, but got .* which make \[\d, \d\] of 4"
     with pytest.raises(ValueError, match=message):
         parallel(doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda t: t.__name__)
+def test_wrapper_inside_of_a_transform_is_refused_with_the_remedy(transform):
+    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
+    data = torch.randn(2, 4, 3) if transform is torch.func.vmap else torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match="expected replicas outside of the transforms of torch.func") as error:
+        transform(lambda x: parallel(x).square().sum())(data)
+    assert "use torch.autograd.grad" in str(error.value)
+    assert parallel.module.num_batches_tracked == 0
+    assert parallel(torch.randn(4, 3)).shape == (4, 3)
