@@ -181,7 +181,9 @@ class Call:
         self.saved = [replica.saved for replica in replicas]
         self.kept: list[tuple[Tensor | None, int]] | None = None  # what a backward has kept for the next one
         # One pair for each place, or for each replica where users get them.
-        self.pair_places = self.places if rule is None else list(dict.fromkeys(self.places))
+        self.pair_places = self.places
+        if rule is not None:
+            self.pair_places = [self.home] if self.home is _CPU else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
 
     def left(self, place: Place) -> Left:

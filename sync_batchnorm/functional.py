@@ -181,8 +181,6 @@ def sync_batch_norm(
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
-    if message.running is not None:
-        call.left(call.home).move(message.running)
     if missed is not None:
         missed.append(call.left(message.place))
     if call.exact and owner is not None:

@@ -106,18 +106,26 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         _refuse_one(call, contents)
     with torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
         _merge(call, contents)
+        running = contents[0].running
+        if running is not None:  # Now, while the peers wait: afterwards they would compete for the GIL.
+            call.left(call.home).move(running)
     return [(replica, call) for replica, _ in messages]
 
 
 def _have_one_weight(messages: Sequence[Message]) -> bool:
     """Return whether weight and bias have the same values in all replicas, as far as that is certain."""
+    first = messages[0]
+    return all(
+        (message.common and first.common)
+        or (_is_same(message.weight, first.weight) and _is_same(message.bias, first.bias))
+        for message in messages[1:]
+    )
 
-    def storage(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
 
-    if all(message.common for message in messages):
-        return True
-    return len({(message.place.device, storage(message.weight), storage(message.bias)) for message in messages}) == 1
+def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
+    if tensor is None or other is None:
+        return tensor is other
+    return tensor.data_ptr() == other.data_ptr() and tensor.device == other.device
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
