@@ -4,8 +4,8 @@
 
     replica i, in its own thread                      master                                       replica i again
 
-    save x_i, w_i
     moments_i of x_i, no graph    ----------------->  merge all moments
+                                                      save x_1, w_1 .. x_R, w_R
                                                       y_1 .. y_R = SyncBatchNorm(x_1, w_1, b_1, .. x_R, w_R, b_R)
                                   <-----------------  y_i, mean, invstd                 ---------> write y_i
 
@@ -131,7 +131,7 @@ class Replica:
             self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
 
 
-class Left(NamedTuple):
+class BatchStatistics(NamedTuple):
     """What a call leaves to the running statistics of a replica."""
 
     statistics: Statistics | None  # at `place`; None if there was not a single element
@@ -179,35 +179,36 @@ class Call:
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
         self.saved = [replica.saved for replica in replicas]
-        self.kept: list[tuple[Tensor | None, int]] | None = None  # what a backward has kept for the next one
+        # What a backward without all gradients keeps for the next one: tensors, their versions, whose gradients came.
+        self.unfinished: tuple[tuple[Tensor | None, ...], list[int], set[int]] | None = None
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places
         if rule is not None:
             self.pair_places = [self.home] if self.home is _CPU else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
 
-    def left(self, place: Place) -> Left:
+    def batch_statistics(self, place: Place) -> BatchStatistics:
         """Return what is left to the running statistics at `place`, without what the graph holds."""
         statistics = None if isinstance(self.count, int) and self.count == 0 else self.statistics[place]
         eps = 0.0 if self.rule is None else self.rule.eps
-        return Left(statistics, self.var, self.home, place, eps, self.count)
+        return BatchStatistics(statistics, self.var, self.home, place, eps, self.count)
 
     def record(
         self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
         tensors: list[Tensor] = []
-        left: list[Tensor | None] = []
+        to_save: list[Tensor | None] = []
         for i, replica in enumerate(replicas):
             given = replica.tensors if replica.records else {}
             for name, tensor in given.items():
                 if tensor is not None:
                     self.slots.append((name, i))
                     tensors.append(tensor)
-            left += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
+            to_save += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
         # Nothing of this belongs to a replica with hooks, so none is called.
         with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
-            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, left, *tensors)  # type: ignore[no-untyped-call]
+            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
         return results
 
     def count_at(self, place: Place) -> Tensor:
@@ -223,10 +224,12 @@ Gradients = dict[Slot, Tensor | None]
 
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], left: Any, *_: Tensor) -> Any:
+    def forward(
+        ctx: Any, call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], to_save: Any, *_: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.save_for_backward(*pairs, *left)
+        ctx.save_for_backward(*pairs, *to_save)
         return *outputs, *pairs
 
     @staticmethod
@@ -241,18 +244,21 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, None, None, None, *[found.get(slot) for slot in call.slots]
 
 
-def _unpack(ctx: Any, call: Call, arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _unpack(ctx: Any, call: Call, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
-    num_pairs = len(call.pair_places)
+    arrived = {i for i, grad in enumerate(grads) if grad is not None}
     try:
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[num_pairs:]
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[len(call.pair_places) :]
     except RuntimeError:
-        if call.kept is None or any(t is not None and t._version != version for t, version in call.kept):
+        # Freed by an earlier backward, or changed in place: then the versions differ.
+        if call.unfinished is None:
             raise
-        saved = tuple(tensor for tensor, _ in call.kept)
-    recorded = {i for _, i in call.slots}
-    complete = all(grad is not None for i, grad in enumerate(arrived) if i in recorded)
-    call.kept = None if complete else [(t, 0 if t is None else t._version) for t in saved]
+        tensors, versions, before = call.unfinished
+        if any(tensor is not None and tensor._version != v for tensor, v in zip(tensors, versions, strict=True)):
+            raise
+        saved, arrived = tensors, arrived | before
+    versions = [0 if tensor is None else tensor._version for tensor in saved]
+    call.unfinished = None if arrived >= {i for _, i in call.slots} else (saved, versions, arrived)
     return saved
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sync_batchnorm import distributed
-from sync_batchnorm.autograd import EpsRule, Left
+from sync_batchnorm.autograd import BatchStatistics, EpsRule
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
@@ -85,7 +85,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
     process_group: Any = None
     _sync_pipe: Pipe | None = None
     _sync_updates_running_stats = False
-    _sync_missed: list[Left] | None = None
+    _sync_missed: list[BatchStatistics] | None = None
 
     def __init__(
         self,
@@ -152,15 +152,15 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, common, missed)
 
     @uncompiled
-    def _catch_up(self, missed: list[Left]) -> None:
+    def _catch_up(self, missed: list[BatchStatistics]) -> None:
         """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
 
         Only here, where they are used: most forwards have no call in eval mode behind one in training.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
         with torch.no_grad():
-            for left in missed:
-                left.move(running)
+            for statistics in missed:
+                statistics.move(running)
         missed.clear()
 
     def _has_common_parameters(self) -> bool:

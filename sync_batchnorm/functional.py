@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, Left, Replica
+from sync_batchnorm.autograd import BatchStatistics, Call, EpsRule, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.messages import Message, merge_messages
@@ -141,7 +141,7 @@ def sync_batch_norm(
     owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
     common: bool = False,
-    missed: list[Left] | None = None,
+    missed: list[BatchStatistics] | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -182,7 +182,7 @@ def sync_batch_norm(
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
     if missed is not None:
-        missed.append(call.left(message.place))
+        missed.append(call.batch_statistics(message.place))
     if call.exact and owner is not None:
         _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:
@@ -226,13 +226,11 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     kept = _recall(pipe, None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None, None)
-        mean, var = pair.unbind()
-        return mean, var, kept.elements
+        return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe)
     message = Message(input, group=distributed.peers(process_group))
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)
     requires_grad = pair.requires_grad
     recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
-    mean, var = pair.unbind()
-    return mean, var, count
+    return pair[0].clone(), pair[1].clone(), count  # for their users alone, who may change them in place

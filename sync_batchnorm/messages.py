@@ -104,11 +104,11 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
     call.count = sum(channel_count(message.input.shape) for message in contents)
     if call.group is None:
         _refuse_one(call, contents)
-    with torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
+    with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
         _merge(call, contents)
         running = contents[0].running
         if running is not None:  # Now, while the peers wait: afterwards they would compete for the GIL.
-            call.left(call.home).move(running)
+            call.batch_statistics(call.home).move(running)
     return [(replica, call) for replica, _ in messages]
 
 
@@ -126,6 +126,12 @@ def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
     if tensor is None or other is None:
         return tensor is other
     return tensor.data_ptr() == other.data_ptr() and tensor.device == other.device
+
+
+def _out_of_inference_mode(messages: Sequence[Message]) -> AbstractContextManager[Any]:
+    """What a replica records must not be made in the inference mode that the master may be in."""
+    outside = torch.is_inference_mode_enabled() and any(message.records for message in messages)
+    return torch.inference_mode(False) if outside else nullcontext()
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -119,7 +119,7 @@ def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
     return Moments(mean, invstd.pow(-2), length), memory
 
 
-def kept(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
 
     Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
@@ -140,7 +140,7 @@ def kept(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor,
     return get
 
 
-@kept
+@cached_constants
 def _counts(device: torch.device, _: Any, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     # Filled by kernels: from a list, the host would have to copy it, and wait.
     if len(set(counts)) == 1:

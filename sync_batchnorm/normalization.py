@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sync_batchnorm.moments import kept, operators_for, per_channel, statistics_dtype
+from sync_batchnorm.moments import cached_constants, operators_for, per_channel, statistics_dtype
 
 __all__: list[str] = []
 
@@ -61,15 +61,19 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def _looks_channels_last(input: Tensor) -> bool:
     """Return whether torch makes a channels_last output of `input`: channels lie side by side, rows in their order."""
+    if input.dim() not in _CHANNELS_LAST:
+        return False
+    if input.is_contiguous(memory_format=_CHANNELS_LAST[input.dim()]):  # whatever the strides of sizes of one
+        return True
     strides, least = input.stride(), 0
     for dim in (1, *range(input.dim() - 1, 1, -1), 0):
         if strides[dim] < least or (dim == 0 and least == strides[1]):
             return False
         least = strides[dim] * max(input.shape[dim], 1)
-    return input.dim() in _CHANNELS_LAST
+    return True
 
 
-@kept
+@cached_constants
 def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros(length, dtype=dtype, device="cpu")
     return zeros, torch.ones_like(zeros)
@@ -123,6 +127,11 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
     """
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
+    if grad_output.stride() != input.stride():
+        # Of two formats that differ in the strides of sizes of one, the operator makes wrong sums (torch 2.13.0).
+        usual = input.is_contiguous() or not _looks_channels_last(input)
+        kind = torch.contiguous_format if usual else _CHANNELS_LAST[input.dim()]
+        grad_output = grad_output.contiguous(memory_format=kind)
     _, dot, total = batch_norm_backward(
         grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )

@@ -295,3 +295,56 @@ def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
         grads.append(grad[rows])
     for _ in range(25):
         assert_equal(parallel(data).detach(), (output + torch.cat(grads)).detach())
+
+
+def test_inputs_are_freed_when_the_last_of_single_gradients_has_come():
+    _, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 2)
+    parts = [doubles(2, 3, 4, 5).requires_grad_() for _ in range(2)]
+    inner = [part * 1 for part in parts]
+    outputs = run_parts(parallel, inner)
+    kept = [weakref.ref(tensor) for tensor in inner]
+    del inner
+    for output, part in zip(outputs, parts, strict=True):
+        torch.autograd.grad(output, part, torch.randn_like(output))
+    assert [reference() for reference in kept] == [None, None]
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(outputs[0], parts[0], torch.randn_like(outputs[0]))
+
+
+def test_changes_in_place_are_noticed_after_a_backward_of_one_output():
+    _, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 2)
+    parts = [doubles(2, 3, 4, 5).requires_grad_() for _ in range(2)]
+    inner = [part * 1 for part in parts]
+    outputs = run_parts(parallel, inner)
+    torch.autograd.grad(outputs[0], parts[0], torch.randn_like(outputs[0]))
+    inner[1].mul_(2)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(outputs[1], parts[1], torch.randn_like(outputs[1]))
+
+
+class InModes(nn.Module):
+    """Has its layer called in inference mode in the replicas whose rows say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, input, infers):
+        with torch.inference_mode(bool(infers[0])):
+            return self.bn(input)
+
+
+@pytest.mark.parametrize("infers", [[True, False], [False, True]], ids=["master", "slave"])
+def test_replica_in_inference_mode_leaves_the_gradients_of_the_other_right(infers):
+    plain, parallel = twins(InModes().double(), ["cpu"] * 2)
+    data, grad = doubles(4, 4, 5, 5), doubles(2, 4, 5, 5)
+    rows = slice(2, 4) if infers[0] else slice(2)
+    ours, theirs = (data[rows].clone().requires_grad_() for _ in range(2))
+    modes = [torch.tensor([mode] * 2) for mode in infers]
+    parts = [data[:2], ours] if infers[0] else [ours, data[2:]]
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    outputs = parallel.parallel_apply(replicas, list(zip(parts, modes, strict=True)), [{}, {}])
+    outputs[1 if infers[0] else 0].backward(grad)
+    whole = torch.cat((data[:2], theirs) if infers[0] else (theirs, data[2:]))
+    plain.bn(whole)[rows].backward(grad)
+    assert_equal(ours.grad, theirs.grad)

@@ -314,3 +314,17 @@ def test_tangents_are_refused_and_not_lost(name, grad_mode):
 def test_moments_of_one_replica_are_refused_in_a_transform_too():
     with pytest.raises(RuntimeError, match=r"such as grad or vmap \(sync_moments\)"):
         torch.func.grad(lambda x: sync_moments(x, None)[1].sum())(torch.randn(4, 3))
+
+
+def test_moments_are_their_users_own():
+    input = doubles(5, 3, 2).requires_grad_()
+    mean, var, _ = sync_moments(input, None)
+    expected = torch.autograd.grad(mean.sum() + (var * var).sum(), input, retain_graph=True)[0]
+    var.add_(0.1).clamp_(min=0.2)
+    with torch.no_grad():
+        mean.mul_(0)
+    again, variance, _ = sync_moments(input, None)
+    assert_equal(torch.autograd.grad(again.sum() + (variance * variance).sum(), input)[0], expected)
+    (grad,) = torch.autograd.grad(var, input, torch.ones_like(var))
+    reference = torch.autograd.grad(input.var((0, 2), correction=0), input, torch.ones(3, dtype=torch.float64))[0]
+    assert_equal(grad, reference)

@@ -683,3 +683,57 @@ def test_defaults_for_new_tensors_decide_nothing(kind, dtype):
         results.append([output, input.grad, *(p.grad for p in net.parameters()), *net.buffers()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+# Strides of sizes of one, which say nothing, and which operators of torch read differently.
+
+ONES = {
+    "columns": lambda h: h.transpose(1, 2).unsqueeze(-1),  # (N, C, L, 1), strides (L * C, 1, C, 1)
+    "volumes": lambda h: h.transpose(1, 2)[..., None, None],
+    "rows": lambda h: h.transpose(1, 2)[:, :, None],
+}
+
+
+class Transposing(nn.Module):
+    """Normalizes rows as images with a size of one, and goes on with them as rows."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.bn = (nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d)(6)
+        self.linear = nn.Linear(6, 4)
+        self.view = view
+
+    def forward(self, input):
+        return self.linear(self.bn(ONES[self.view](input)).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("view", ONES)
+@pytest.mark.parametrize("size", [7, 700], ids=["small", "large"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
+    plain, parallel = twins(Transposing(view).double(), devices)
+    data, grad = doubles(6, size, 6, devices=devices), doubles(6, size, 4, devices=devices)
+    results = []
+    for model, layer in ((plain, plain), (parallel, parallel.module)):
+        input = data.clone().requires_grad_()
+        if model is plain:  # The operator of torch makes wrong sums of such strides, as of 2.13.0: by the formula.
+            rows = input.reshape(-1, 6)
+            var, mean = torch.var_mean(rows, 0, correction=0)
+            normalized = (rows - mean) * (var + plain.bn.eps).rsqrt() * plain.bn.weight + plain.bn.bias
+            output = plain.linear(normalized.view(6, size, 6))
+        else:
+            output = model(input)
+        wanted = [input, layer.bn.weight, layer.bn.bias, layer.linear.weight]
+        results.append([output, *torch.autograd.grad(output, wanted, grad)])
+    for expected, actual in zip(*results, strict=True):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("view", ONES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_strides_of_sizes_of_one_change_no_number_in_half_precision(devices, dtype, view):
+    plain, parallel = twins(nn.BatchNorm3d(6) if view == "volumes" else nn.BatchNorm2d(6), devices)
+    data = doubles(4, 50, 6, devices=devices).to(dtype)
+    expected = plain(ONES[view](data).contiguous())
+    assert_equal(parallel(ONES[view](data)), expected)
