@@ -168,8 +168,8 @@ class Call:
     var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
-    joined: bool = False  # whether the inputs of all replicas can be joined, and are small
-    joined_in_float64: bool = False  # whether they are very small, and were in the forward
+    joined: bool = False  # whether the inputs of all replicas were normalized as one batch
+    joined_in_float64: bool = False  # and so
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
     def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:

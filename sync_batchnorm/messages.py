@@ -19,9 +19,9 @@ __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
 # make them, since each call releases the GIL and takes it back. Up to the first number of elements in a replica, the
-# master makes the calls of the forward for all, with the operator of torch on the joined batch, in float64; up to the
-# second, the backward, which has one thread, joins them. Measured on two cores, torch 2.13.0.
-JOINED, JOINED_BACKWARD = 16384, 131072
+# master makes the calls for all, on the joined batch; up to the second, with one operator of torch, in float64. Measured
+# on two cores, torch 2.13.0.
+JOINED, JOINED_IN_FLOAT64 = 131072, 16384
 
 
 class Message(Replica):
@@ -63,8 +63,7 @@ class Message(Replica):
         kind = operators_for(input.device)
         usual = rule is not None and rule.mode == "plus" and group is None
         self.fused = usual and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
-        self.plain = usual and kind == "cpu"
-        self.small = self.plain and 0 < input.numel() <= JOINED
+        self.small = usual and kind == "cpu" and 0 < input.numel() <= JOINED
         self.moments: Moments | None = None
         self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
         if not self.small:
@@ -150,10 +149,9 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
     """Answer all `messages`; only count, if there is not a single element."""
     first, rule = messages[0], call.rule
     call.joined = _can_be_joined(call, messages)
-    call.joined_in_float64 = call.joined and all(message.small for message in messages)
     if first.fused:
         pair = _merge_on_cuda(call, messages) if any(m.mean_and_invstd for m in messages) else None
-    elif call.joined_in_float64:
+    elif call.joined:
         pair = _normalize_joined(call, messages)
     else:
         mean, var = _merge_moments(call, messages)
@@ -180,7 +178,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
-    if rule is not None and not call.joined_in_float64 and operators_for(call.home.device) == "cpu":
+    if rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
         affine = None
         for message in messages:
             if affine is None or not call.one_weight:
@@ -248,14 +246,10 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
     shape, strides, dtype = first.input.shape[1:], first.input.stride()[1:], first.input.dtype
     return (
         len(messages) > 1
-        and first.plain
         and call.one_weight
         and all(tensor is None or tensor.dtype == dtype for tensor in (first.weight, first.bias))
         and all(
-            0 < m.input.numel() <= JOINED_BACKWARD
-            and m.records == first.records
-            and m.input.shape[1:] == shape
-            and m.input.stride()[1:] == strides
+            m.small and m.records == first.records and m.input.shape[1:] == shape and m.input.stride()[1:] == strides
             for m in messages
         )
     )
@@ -263,15 +257,26 @@ def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
 
 def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
     """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
-    first = messages[0]
+    first, eps = messages[0], cast(EpsRule, call.rule).eps
     joined = torch.cat([message.input for message in messages])
-    weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
-    output, mean, invstd = torch.native_batch_norm(
-        joined.double(), weight, bias, None, None, True, 0.0, cast(EpsRule, call.rule).eps
-    )
+    call.joined_in_float64 = first.input.numel() <= JOINED_IN_FLOAT64
+    if call.joined_in_float64:
+        weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
+        output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
+        output = output.to(joined.dtype)
+    else:
+        found, memory = moments.local_moments(joined, first.exact)
+        mean, call.var = moments.merge_moments([found])
+        if not first.exact and not moments.precise(mean, call.var, eps):
+            call.exact = True
+            found, memory = moments.local_moments(joined, exact=True)
+            mean, call.var = moments.merge_moments([found])
+        invstd = (call.var + eps).rsqrt()
+        affine = normalization.make_affine(Statistics(mean, invstd), joined.dtype, first.weight, first.bias)
+        output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
     call.statistics[call.home] = Statistics(mean, invstd)
     # Not views of one tensor: those could not be changed in place.
-    parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(message.input) for message in messages])
+    parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
     for message, part in zip(messages, parts, strict=True):
         message.answer = part
     return torch.stack((mean, invstd))
