@@ -19,8 +19,8 @@ __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
 # make them, since each call releases the GIL and takes it back. Up to the first number of elements in a replica, the
-# master makes the calls for all, on the joined batch; up to the second, with one operator of torch, in float64. Measured
-# on two cores, torch 2.13.0.
+# master makes the calls for all, on the joined batch; up to the second, with one operator of torch, in float64.
+# Measured on two cores, torch 2.13.0.
 JOINED, JOINED_IN_FLOAT64 = 131072, 16384
 
 
