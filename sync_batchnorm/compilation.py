@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves as it is: calls that meet other replicas, which no graph can hold.
+"""What no compiler or transform of torch can hold: calls that meet other replicas.
 
 NOTE [compiled callers]: `torch.compiler.disable` breaks the graph of a caller, runs the function, and goes on. But it
 imports the compiler, which takes a second. So a function is disabled when it is called and the compiler is there.
@@ -16,6 +16,10 @@ from typing import ParamSpec, TypeVar
 import torch
 
 __all__: list[str] = []
+
+# Whether this thread is inside of a transform of `torch.func`. Private to torch: without it, torch refuses the nodes of
+# this library in its own words.
+in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +29,12 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
         return
     # All threads share the generator of the CPU, wherever their replicas compute.
     shared = list(dict.fromkeys([_CPU, *[device for device in devices if devices.count(device) > 1]]))
-    states, around, known = [_state(device) for device in shared], bool(recompute._place().recording), _frames()
+    states, around, known = [_state(device) for device in shared], recompute.is_recording(), recompute.recorded()
     yield
     drawn = [
         str(device) for device, state in zip(shared, states, strict=True) if not torch.equal(_state(device), state)
     ]
-    if drawn and (around or _frames() - known):
+    if drawn and (around or recompute.recorded() - known):
         warnings.warn(
             "expected a random generator for each replica in a forward with activation checkpointing, but got draws "
             f"of {len(devices)} replicas from the one of {' and '.join(drawn)}; a checkpointed function that draws, as "
@@ -44,11 +43,6 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
             "device of its own",
             stacklevel=12,
         )
-
-
-def _frames() -> set[Any]:
-    """Return the checkpoints that have recorded a call of a layer, and still live."""
-    return set(recompute._kept.keyrefs())
 
 
 def _state(device: torch.device) -> Tensor:

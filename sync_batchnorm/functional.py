@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -13,7 +12,7 @@ from torch.autograd import forward_ad
 from sync_batchnorm import distributed, normalization, recompute
 from sync_batchnorm.autograd import BatchStatistics, Call, EpsRule, Replica
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.compilation import uncompiled
+from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.messages import Message, merge_messages
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 from sync_batchnorm.running import RunningStatistics
@@ -28,12 +27,8 @@ RECOMPUTED = (
 )
 
 
-# Private to torch. Without the one, torch refuses the nodes of this library in its own words; without the other, every
-# tensor is asked for a tangent.
-_in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-
-
 def _has_tangent(tensor: Tensor | None) -> bool:
+    # The level is private to torch: without it, every tensor is asked for a tangent.
     if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
         return False
     tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
@@ -81,7 +76,7 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
     Raises:
         RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent.
     """
-    if _in_transform():
+    if in_transform():
         found = "a call inside of a transform of torch.func, such as grad or vmap"
     elif any(map(_has_tangent, tensors)):
         found = "a tensor with a tangent, of forward-mode differentiation"
@@ -181,6 +176,8 @@ def sync_batch_norm(
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)
+    if message.running is not None:  # Only now: a call that broke while it was merged is not counted.
+        call.batch_statistics(call.home).move(message.running)
     if missed is not None:
         missed.append(call.batch_statistics(message.place))
     if call.exact and owner is not None:

@@ -105,9 +105,6 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         _refuse_one(call, contents)
     with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
         _merge(call, contents)
-        running = contents[0].running
-        if running is not None:  # Now, while the peers wait: afterwards they would compete for the GIL.
-            call.batch_statistics(call.home).move(running)
     return [(replica, call) for replica, _ in messages]
 
 

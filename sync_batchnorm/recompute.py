@@ -157,6 +157,16 @@ def _place() -> _Place:
     return place
 
 
+def is_recording() -> bool:
+    """Return whether a checkpoint records what this thread does."""
+    return bool(_place().recording)
+
+
+def recorded() -> set[Any]:
+    """Return the checkpoints that have recorded a call of a layer and still live, as weak references."""
+    return set(_kept.keyrefs())
+
+
 def keep(owner: object, make_result: Callable[[], Any]) -> None:
     """Keep the result of a call for its recomputation, if a checkpoint records it.
 

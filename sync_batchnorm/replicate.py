@@ -18,14 +18,13 @@ from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
 from sync_batchnorm import draws
 from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
-from sync_batchnorm.compilation import uncompiled
+from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId, as_device
 from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
@@ -207,7 +206,7 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
         RuntimeError: naming the submodules; and inside of a transform of `torch.func`, of which the threads of replicas
             know nothing.
     """
-    if getattr(torch._C, "_are_functorch_transforms_active", lambda: False)():  # private to torch
+    if in_transform():
         raise RuntimeError(
             "expected replicas outside of the transforms of torch.func, but got a call of "
             f"{type(wrapper).__name__} inside of one, such as grad or vmap; use torch.autograd.grad, with "
