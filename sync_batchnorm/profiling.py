@@ -10,33 +10,37 @@ the profiler are then counted once more in each later profile.)
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.autograd.profiler
 from torch.autograd.profiler import record_function
 
-from sync_batchnorm.circle import Circle, Meeting
+from sync_batchnorm.circle import Circle
 from sync_batchnorm.roster import MasterCallback, Roster
 
 __all__: list[str] = []
 
 
+def _profiler_runs() -> bool:
+    # Private to torch, which sets it for all threads. Without it there are no spans.
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+
 def roster_of_forward(devices: Sequence[str], timeout: float) -> Roster:
     """Return a `Roster` for a forward that begins: one that makes spans, if a profiler runs."""
-    # The flag is private to torch, which sets it for all threads. Without it there are no spans.
-    recorded = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-    return RecordedRoster(devices, timeout) if recorded else Roster(devices, timeout)
+    return RecordedRoster(devices, timeout) if _profiler_runs() else Roster(devices, timeout)
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
     """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
-    # Private to torch: what records this thread alone. Without it nothing is said.
-    profiler_type: Any = getattr(torch._C._autograd, "_profiler_type", None)
-    if profiler_type is None or profiler_type().name != "KINETO":
-        return nullcontext()
-    return _span("replicas, in threads that are recorded with profile_all_threads=True only")
+    if _profiler_runs():
+        # Private to torch: what records this thread, if it does not record all. Without it nothing is said.
+        profiler_type: Any = getattr(torch._C._autograd, "_profiler_type", None)
+        if profiler_type is not None and profiler_type().name == "KINETO":
+            return _span("replicas, in threads that are recorded with profile_all_threads=True only")
+    return nullcontext()
 
 
 def _span(name: str) -> AbstractContextManager[Any]:
@@ -44,7 +48,10 @@ def _span(name: str) -> AbstractContextManager[Any]:
 
 
 class RecordedRoster(Roster):
-    """A roster with a span for the forward of each replica, for each wait, and for what the master merges."""
+    """A roster with spans: the forward of each replica, and in each meeting its wait, and the merge of the master.
+
+    A replica waits from when it comes: for its result, and the master until all others have come.
+    """
 
     @contextmanager
     def seat(self, replica_id: int) -> Iterator[None]:
@@ -52,15 +59,14 @@ class RecordedRoster(Roster):
             yield
 
     def meet(self, circle: Circle, identifier: Hashable, message: Any, callback: MasterCallback | None) -> Any:
-        if callback is None:
-            return super().meet(circle, identifier, message, None)
+        with ExitStack() as waiting:
+            waiting.enter_context(_span(f"{circle.name}, waiting"))
+            if callback is None:
+                return super().meet(circle, identifier, message, None)
 
-        def merge(messages: list[tuple[Hashable, Any]]) -> Sequence[tuple[Hashable, Any]]:
-            with _span(f"{circle.name}, merging"):
-                return callback(messages)
+            def merge(messages: list[tuple[Hashable, Any]]) -> Sequence[tuple[Hashable, Any]]:
+                waiting.close()
+                with _span(f"{circle.name}, merging"):
+                    return callback(messages)
 
-        return super().meet(circle, identifier, message, merge)
-
-    def _wait(self, replica_id: int, meeting: Meeting) -> Any:
-        with _span(f"{meeting.name}, waiting"):
-            return super()._wait(replica_id, meeting)
+            return super().meet(circle, identifier, message, merge)

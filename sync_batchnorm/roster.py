@@ -190,9 +190,9 @@ class Roster:
                 if not complete:
                     self._find_deadlock(replica_id, meeting)
         if callback is None:
-            return self._wait(replica_id, meeting)
+            return self._wait(replica_id)
         if not complete:
-            self._wait(replica_id, meeting)
+            self._wait(replica_id)
         messages = [(member, meeting.messages[member]) for member in circle.members]
         try:
             results = dict(callback(messages))
@@ -212,7 +212,7 @@ class Roster:
                     self._deliver(replica, results[member])
         return results[identifier]
 
-    def _wait(self, replica_id: int, meeting: Meeting) -> Any:
+    def _wait(self, replica_id: int) -> Any:
         mailbox = self._mailboxes[replica_id]
         try:
             delivered, value = mailbox.get(timeout=self.timeout)
@@ -220,7 +220,7 @@ class Roster:
             with self._lock:
                 # Something may have been put in between the end of the wait and the lock.
                 if replica_id in self._waiting:
-                    self._break(ReplicaTimeoutError, self._timeout_text(meeting))
+                    self._break(ReplicaTimeoutError, self._timeout_text(self._waiting[replica_id]))
             delivered, value = mailbox.get()
         if not delivered:
             error_type, text = value

@@ -68,7 +68,7 @@ def test_search_finds_a_release_that_comes_too_early_to_be_heard(monkeypatch):
 
 
 def test_search_finds_a_timeout_that_races_with_a_delivery(monkeypatch):
-    def does_not_look_again(self, replica_id, meeting):
+    def does_not_look_again(self, replica_id):
         try:
             delivered, value = self._mailboxes[replica_id].get(timeout=self.timeout)
         except Exception:

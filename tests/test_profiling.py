@@ -73,19 +73,13 @@ def test_each_meeting_is_a_span_with_the_name_of_its_layer(devs):
     with recording() as prof:
         parallel(doubles(12, 3, 5, 5, devices=devs))
     names = names_of(prof)
-    calls, slaves = {"features.0.1": 2, "head": 1}, len(devs) - 1
-    if not slaves:  # One replica is the module itself, and meets nobody.
+    if len(devs) == 1:  # The module itself runs, and meets nobody.
         assert not names
         return
-    assert {name: count for name, count in names.items() if name.endswith(", merging")} == {
-        f"{layer}, merging": count for layer, count in calls.items()
-    }
-    for layer, count in calls.items():
-        # A slave waits for what is merged, whenever it comes; the master only if it is not the last to come.
-        assert slaves * count <= names[f"{layer}, waiting"] <= (slaves + 1) * count
-    replicas = {f"replica {i} on device {parallel.device_ids[i]}" for i in range(len(devs))}
-    assert all(names[replica] == 1 for replica in replicas)
-    assert set(names) == replicas | {f"{layer}, {what}" for layer in calls for what in ("waiting", "merging")}
+    expected = {f"replica {i} on device {device}": 1 for i, device in enumerate(parallel.device_ids)}
+    for layer, calls in {"features.0.1": 2, "head": 1}.items():
+        expected |= {f"{layer}, waiting": calls * len(devs), f"{layer}, merging": calls}
+    assert names == expected
 
 
 def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
@@ -104,9 +98,8 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     for span in meetings:
         assert replicas[span.thread].start <= span.start <= span.end <= replicas[span.thread].end
     assert {span.thread for span in meetings if span.name.endswith(", merging")} == {master}
-    slaves = Counter(span.thread for span in meetings if span.name.endswith(", waiting") and span.thread != master)
-    assert set(slaves) == set(replicas) - {master}
-    assert set(slaves.values()) == {3}  # calls of a layer
+    waits = Counter(span.thread for span in meetings if span.name.endswith(", waiting"))
+    assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
 def exchange(first: int) -> list[Span]:
@@ -129,16 +122,17 @@ def exchange(first: int) -> list[Span]:
     return spans_of(prof)
 
 
-def test_master_that_comes_last_does_not_wait():
-    assert Counter(span.name for span in exchange(first=1)) == {"layer, waiting": 1, "layer, merging": 1}
-
-
-def test_master_that_comes_first_waits_before_it_merges():
-    spans = exchange(first=0)
-    assert Counter(span.name for span in spans) == {"layer, waiting": 2, "layer, merging": 1}
-    merging = next(span for span in spans if span.name == "layer, merging")
-    waiting = next(span for span in spans if span.name == "layer, waiting" and span.thread == merging.thread)
-    assert waiting.end <= merging.start
+@pytest.mark.parametrize("first", [0, 1])
+def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first):
+    spans = {(span.name, span.thread): span for span in exchange(first)}
+    assert len(spans) == 3
+    ((_, master), merging) = next(item for item in spans.items() if item[0][0] == "layer, merging")
+    waits = {thread: span for (name, thread), span in spans.items() if name == "layer, waiting"}
+    of_master, (of_slave,) = waits.pop(master), waits.values()
+    assert of_master.end <= merging.start
+    assert of_slave.end >= merging.end
+    # Whoever comes first waits from then on, whatever the other one does until it comes.
+    assert (of_master.start < of_slave.start) == (first == 0)
 
 
 def test_each_group_of_replicas_merges_for_itself():
@@ -293,6 +287,18 @@ def test_profiler_of_the_caller_alone_is_told_what_it_leaves_out():
         parallel(doubles(4, 3, 8, 8))
         parallel(doubles(1, 3, 8, 8))  # on the module itself, in this thread
     assert [event.name for event in prof.events() if event.name.startswith("sync_batchnorm: ")] == [HINT]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch.autograd.profiler, "_is_profiler_enabled"), (torch._C._autograd, "_profiler_type")]
+)
+def test_torch_without_a_private_name_has_a_wrapper_that_works(owner, name, monkeypatch):
+    parallel = wrapped(TwoLayers(), ["cpu"] * 2)
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        monkeypatch.delattr(owner, name)
+        parallel(doubles(4, 3, 8, 8))
+        monkeypatch.undo()
+    assert not names_of(prof)
 
 
 def test_numbers_are_those_without_a_profiler():
