@@ -120,7 +120,8 @@ class _Save(torch.autograd.Function):
 class Replica:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
-    saved: Any = None  # the node that has, see NOTE [who saves what]
+    # What the node returned that has, see NOTE [who saves what]. With torch 2.8, that node lives as long as this.
+    saved: Tensor | None = None
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
@@ -128,7 +129,7 @@ class Replica:
         self.records = torch.is_grad_enabled()
         if self.records and has_hooks():
             leaf = torch.empty(0, device="cpu", requires_grad=True)
-            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
+            self.saved = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
 
 
 class BatchStatistics(NamedTuple):
@@ -178,7 +179,7 @@ class Call:
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
-        self.saved = [replica.saved for replica in replicas]
+        self.saved: list[Any] = [replica.saved for replica in replicas]
         # What a backward without all gradients keeps for the next one: tensors, their versions, whose gradients came.
         self.unfinished: tuple[tuple[Tensor | None, ...], list[int], set[int]] | None = None
         # One pair for each place, or for each replica where users get them.
@@ -310,7 +311,7 @@ class _Backward:
                 input, weight = common[2 * i : 2 * i + 2]
                 if call.saved[i] is not None:
                     with place.entered():  # Hooks may compute what was saved.
-                        input, weight = call.saved[i].saved_tensors
+                        input, weight = call.saved[i].grad_fn.saved_tensors
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
@@ -333,7 +334,7 @@ class _Backward:
             if call.saved[i] is not None:
                 # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it
                 # lives as long as the graph.
-                getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+                getattr(call.saved[i].grad_fn, "maybe_clear_saved_tensors", lambda: None)()
         return self.found
 
     def joined(self) -> None:
