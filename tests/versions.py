@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = "import sys; print('.'.join(map(str, sys.version_info[:3])) + sys.abiflags, sys.executable)"
 # pytest, its fixtures and the package itself: without these nothing runs.
-NEEDED = ("pytest", "hypothesis", "setuptools")
+NEEDED = ("pytest", "hypothesis")
 HEADER = ("Python", "torch", "passed", "skipped", "failed", "without")
 
 
@@ -104,7 +104,8 @@ def prepare(pair: Pair, folder: Path) -> list[str]:
     if not folder.exists():
         subprocess.run([pair.executable, "-m", "venv", folder], check=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
-    subprocess.run([*pip, f"torch{'<=' if pair.newest_below else '=='}{pair.torch}"], check=True)
+    # Together, since some torch takes no newer setuptools; an older one, which comes with Python, builds no wheel.
+    subprocess.run([*pip, f"torch{'<=' if pair.newest_below else '=='}{pair.torch}", "setuptools>=77"], check=True)
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={installed(folder, 'torch')}\n")
     absent = []
