@@ -23,8 +23,9 @@ in their forward; torch frees what a node has saved after the first one. So a ba
 keeps it for the next one (`_unpack`).
 
 NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
-guards neither what a node has saved nor the Python objects of its neighbors. So both are looked at with the lock of the
-call held; and what was saved by the first backward alone, before torch frees it: the others take what that one keeps.
+guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
+crash the process. So both are looked at with the lock of the call held; and what was saved by the first backward alone,
+which frees it there and then: the others take what that one keeps, and torch has nothing left to free.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -269,8 +270,17 @@ def _unpack(ctx: Any, call: Call, grads: Sequence[Tensor | None]) -> tuple[Tenso
         else:
             saved = ctx.saved_tensors[len(call.pair_places) :]
             versions = [0 if tensor is None else tensor._version for tensor in saved]
-        call.unfinished = None if arrived >= {i for _, i in call.slots} else (saved, versions, arrived)
+        call.unfinished = None
+        if not arrived >= {i for _, i in call.slots}:
+            call.unfinished = saved, versions, arrived
+            if not torch.is_grad_enabled():  # or the pairs are read later
+                _free(ctx)
     return saved
+
+
+def _free(node: Any) -> None:
+    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
+    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
 
 
 def _are_unchanged(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
@@ -346,9 +356,7 @@ class _Backward:
             self.on_cpu()
         for i, *_ in self.parts:
             if call.saved[i] is not None:
-                # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it
-                # lives as long as the graph.
-                getattr(call.saved[i].grad_fn, "maybe_clear_saved_tensors", lambda: None)()
+                _free(call.saved[i].grad_fn)  # That node never runs, so torch does not.
         return self.found
 
     def joined(self) -> None:
