@@ -22,6 +22,11 @@ own, in a node that never runs (`_Save`), which the common node asks. Two replic
 in their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients
 keeps it for the next one (`_unpack`).
 
+NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
+guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
+crash the process. So both are looked at with the lock of the call held; and what was saved by the first backward alone,
+which frees it there and then: the others take what that one keeps, and torch has nothing left to free.
+
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
 pair, which autograd records; a second backward reaches this node again through the pair. `sync_moments` is the same
@@ -36,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +126,8 @@ class _Save(torch.autograd.Function):
 class Replica:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
-    saved: Any = None  # the node that has, see NOTE [who saves what]
+    # What the node returned that has, see NOTE [who saves what]. Up to torch 2.12, that node lives as long as this.
+    saved: Tensor | None = None
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
@@ -128,7 +135,7 @@ class Replica:
         self.records = torch.is_grad_enabled()
         if self.records and has_hooks():
             leaf = torch.empty(0, device="cpu", requires_grad=True)
-            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
+            self.saved = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
 
 
 class BatchStatistics(NamedTuple):
@@ -177,7 +184,8 @@ class Call:
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
-        self.saved = [replica.saved for replica in replicas]
+        self.saved: list[Any] = [replica.saved for replica in replicas]
+        self.lock = Lock()  # see NOTE [several backwards at once]
         # What a backward without all gradients keeps for the next one: tensors, their versions, whose gradients came.
         self.unfinished: tuple[tuple[Tensor | None, ...], list[int], set[int]] | None = None
         # One pair for each place, or for each replica where users get them.
@@ -234,8 +242,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
-        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        wanted = _wanted(ctx, call)
         found: Gradients = {}
         if any(grad is not None for grad in grads):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
@@ -243,22 +250,40 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, None, None, None, *[found.get(slot) for slot in call.slots]
 
 
+def _wanted(ctx: Any, call: Call) -> set[Slot]:
+    """Return whose gradients the running backward asks for."""
+    with call.lock:  # see NOTE [several backwards at once]
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
+        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        del edges  # and with it the objects of the neighbors
+    return wanted
+
+
 def _unpack(ctx: Any, call: Call, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
     arrived = {i for i, grad in enumerate(grads) if grad is not None}
-    try:
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[len(call.pair_places) :]
-    except RuntimeError:
-        # Freed by an earlier backward, or changed in place: then the versions differ.
-        if call.unfinished is None:
-            raise
-        tensors, versions, before = call.unfinished
-        if any(tensor is not None and tensor._version != v for tensor, v in zip(tensors, versions, strict=True)):
-            raise
-        saved, arrived = tensors, arrived | before
-    versions = [0 if tensor is None else tensor._version for tensor in saved]
-    call.unfinished = None if arrived >= {i for _, i in call.slots} else (saved, versions, arrived)
+    with call.lock:
+        if call.unfinished is not None and _are_unchanged(*call.unfinished[:2]):
+            saved, versions, before = call.unfinished
+            arrived |= before
+        else:
+            saved = ctx.saved_tensors[len(call.pair_places) :]
+            versions = [0 if tensor is None else tensor._version for tensor in saved]
+        call.unfinished = None
+        if not arrived >= {i for _, i in call.slots}:
+            call.unfinished = saved, versions, arrived
+            if not torch.is_grad_enabled():  # or the pairs are read later
+                _free(ctx)
     return saved
+
+
+def _free(node: Any) -> None:
+    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
+    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
+
+
+def _are_unchanged(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
+    return all(tensor is None or tensor._version == v for tensor, v in zip(tensors, versions, strict=True))
 
 
 # Private: without it, gradients that nobody has asked for are computed, and dropped.
@@ -309,7 +334,7 @@ class _Backward:
                 input, weight = common[2 * i : 2 * i + 2]
                 if call.saved[i] is not None:
                     with place.entered():  # Hooks may compute what was saved.
-                        input, weight = call.saved[i].saved_tensors
+                        input, weight = call.saved[i].grad_fn.saved_tensors
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
@@ -330,9 +355,7 @@ class _Backward:
             self.on_cpu()
         for i, *_ in self.parts:
             if call.saved[i] is not None:
-                # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it
-                # lives as long as the graph.
-                getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+                _free(call.saved[i].grad_fn)  # That node never runs, so torch does not.
         return self.found
 
     def joined(self) -> None:
