@@ -5,12 +5,17 @@ from importlib.util import find_spec
 
 __version__ = "1.1.0"
 
-# NOTE [too old]: A folder that is copied, or on the path, gets here without pip, which would have asked. So this file,
-# before it imports any other, has only what Python 3.6 can parse, and ends with a sentence where the others would fail.
+# NOTE [refused imports]: A folder that was copied, or is on the path, gets here without pip, which would have asked.
+# What stands before the other imports is for Python 3.6 to parse, and ends with a sentence where those would fail.
 if sys.version_info < (3, 10):  # noqa: UP036
     raise ImportError(
         f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
         f"({sys.executable}); run it with a newer Python"
+    )
+if __name__ != "sync_batchnorm":
+    raise ImportError(
+        f"expected sync_batchnorm {__version__} at the top of the path of Python, but got {__name__}; install it, or "
+        "move its folder out of the package that it is in, and import it as sync_batchnorm"
     )
 if find_spec("torch") is None:
     raise ImportError(

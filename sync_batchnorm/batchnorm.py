@@ -52,6 +52,10 @@ __all__ = [
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+# NOTE [whole models of the older library]: A layer of it is pickled with a `SyncMaster`, and that one with a method of
+# the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
+_STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
+
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
 
@@ -110,6 +114,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
     _sync_pipe: Pipe | None = None
     _sync_updates_running_stats = False
     _sync_missed: list[BatchStatistics] | None = None
+
+    _data_parallel_master: None = None  # see NOTE [whole models of the older library]
 
     def __init__(
         self,
@@ -225,9 +231,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {name: value for name, value in state.items() if name not in _STATE_OF_OLDER}
         shared = state.get("process_group")
-        group = shared.group if isinstance(shared, distributed.SharedGroup) else shared
-        state = state if shared is None else state | {"process_group": group}
+        if isinstance(shared, distributed.SharedGroup):
+            state["process_group"] = shared.group
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _check_input(

@@ -1,4 +1,4 @@
-"""What an import says where Python or torch is too old: one sentence, and nothing from inside of the package."""
+"""What an import says where it cannot work: one sentence, and nothing from inside of the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
 OLDER_PYTHONS = [found for minor in range(6, 10) if (found := shutil.which(f"python3.{minor}"))]
-OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; '  # of which the package asks
+# Says of itself what the package asks.
+IN_OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; import sync_batchnorm'
 
 
 @pytest.fixture
@@ -25,9 +26,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def imported_in(folder: Path, before: str = "", python: str = sys.executable) -> str:
+def imported_in(folder: Path, code: str = "import sync_batchnorm", python: str = sys.executable) -> str:
     """Import the package from `folder`, in a Python without installed packages; return what that prints to stderr."""
-    command = [python, "-B", "-S", "-c", f"{before}import sync_batchnorm"]
+    command = [python, "-B", "-S", "-c", code]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
@@ -58,7 +59,7 @@ def python_sentence(version: str, executable: str) -> str:
 
 
 def test_older_python_is_refused(folder):
-    assert_one_sentence(imported_in(folder, OLD_PYTHON), python_sentence("3.9.18", sys.executable))
+    assert_one_sentence(imported_in(folder, IN_OLD_PYTHON), python_sentence("3.9.18", sys.executable))
 
 
 @pytest.mark.parametrize("python", OLDER_PYTHONS)
@@ -79,6 +80,17 @@ def test_older_python_can_parse_the_file_that_refuses_it():
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     before = [ast.unparse(node) for node in imports if node.lineno < first.lineno]
     assert before == ["import sys", "from importlib.util import find_spec"]
+
+
+def test_folder_inside_of_a_package_is_refused(folder):
+    (folder / "models").mkdir()
+    (folder / "sync_batchnorm").rename(folder / "models" / "sync_batchnorm")
+    assert_one_sentence(
+        imported_in(folder, "from models.sync_batchnorm.batchnorm import SynchronizedBatchNorm2d"),
+        f"expected sync_batchnorm {sync_batchnorm.__version__} at the top of the path of Python, but got "
+        "models.sync_batchnorm; install it, or move its folder out of the package that it is in, and import it as "
+        "sync_batchnorm",
+    )
 
 
 def test_missing_torch_is_named(folder):
