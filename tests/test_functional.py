@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 from sync_batchnorm.autograd import EpsRule
-from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
+from sync_batchnorm.functional import sync_batch_norm
 from sync_batchnorm.running import RunningStatistics
 
 

@@ -27,10 +27,11 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     SyncMaster,
     convert_model,
+    merge_messages,
     moments,
     normalization,
+    sync_moments,
 )
-from sync_batchnorm.functional import merge_messages, sync_moments
 
 pytestmark = every_kernel
 

@@ -24,6 +24,8 @@ TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
 
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
+    "__name__": r"\w+(\.\w+)+",
+    "__version__": r"\d+\.\d+\.\d+",
     "' and '.join(drawn)": r"\w+(:\d)?",
     "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
     "changed": NAMES,
@@ -55,9 +57,13 @@ FIELDS = {
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
     "structure": STRUCTURE,
     "structures[0]": STRUCTURE,
+    "sys.executable": r"[\w/.]+",
+    "sys.version.split()[0]": r"[\d.]+",
     "text": "expected .+",
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
+    "torch.__file__": r"[\w/.-]+",
+    "torch.__version__": r"[\w.+]+",
     "waiting": WAITING,
     "where": rf"{LAYER}, replica \d+",
     "who": REPLICA,
