@@ -61,6 +61,7 @@ WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
+    "autograd": {"Lock"},  # around what several backwards of one call share
     "roster": {"Empty", "Lock", "SimpleQueue"},
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
