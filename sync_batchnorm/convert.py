@@ -31,7 +31,7 @@ from sync_batchnorm.batchnorm import (
     check_sync_options,
 )
 from sync_batchnorm.local_parallel import as_device, is_local
-from sync_batchnorm.replicate import DataParallelWithCallback, _Callbacks, patch_replication_callback
+from sync_batchnorm.replicate import DataParallelWithCallback, _Callbacks, patch_replication_callback, swap_class
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -207,7 +207,7 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
     plain = nn.DataParallel if ours else vars(type(parallel)).get("_unpatched")
     if plain is None:
         return False
-    parallel.__class__ = plain  # type: ignore[assignment]
+    swap_class(parallel, plain)
     parallel.__dict__.pop("_sync_timeout", None)
     devices = [as_device(device) for device in parallel.device_ids]
     if is_local(devices):
