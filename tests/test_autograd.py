@@ -19,6 +19,7 @@ from helpers import (
 )
 from torch import nn
 
+from sync_batchnorm import normalization
 from sync_batchnorm.autograd import EpsRule
 
 pytestmark = every_kernel
@@ -253,6 +254,20 @@ def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, target
         results.append(torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph))
     for expected, actual in zip(*results, strict=True):
         assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["not-asked", "not-needed"])
+def test_gradients_that_nobody_asks_for_are_not_computed(kernel, needs_grad, monkeypatch):
+    if kernel == "general":
+        pytest.skip("the general arithmetic makes the sums that both need")
+    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
+    outputs = run_parts(parallel, [torch.randn(4, 3, requires_grad=needs_grad) * 1 for _ in range(2)])
+    made, backward = [], normalization.batch_norm_backward
+    monkeypatch.setattr(normalization, "input_gradient", None)
+    monkeypatch.setattr(normalization, "batch_norm_backward", lambda *args: made.append(args[-1]) or backward(*args))
+    torch.autograd.grad(outputs, parallel.module.weight, [torch.randn(4, 3) for _ in range(2)])
+    assert made
+    assert not any(needs_input for needs_input, *_ in made)
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))

@@ -270,6 +270,19 @@ def test_normalization_of_unusual_strides_has_those_of_torch(layout):
     assert normalized(input, None, None).stride() == expected.stride()
 
 
+def test_output_of_any_strides_has_those_of_torch():
+    random, formats = torch.Generator().manual_seed(0), set()
+    for _ in range(2000):
+        sizes = torch.randint(1, 4, (4,), generator=random).tolist()
+        strides = torch.tensor([0, 1, 2, 3, 4, 6, 9, 12, 18, 27])[torch.randint(10, (4,), generator=random)].tolist()
+        input = torch.zeros(200, dtype=torch.float64).as_strided(sizes, strides)
+        expected = F.batch_norm(input, torch.zeros(sizes[1]).double(), torch.ones(sizes[1]).double())
+        found = normalization.memory_for_output(input)
+        assert found.stride() == expected.stride(), (sizes, strides)
+        formats.add(expected.is_contiguous())
+    assert formats == {True, False}
+
+
 def gradients(grad, input, weight, weighted):
     """Return the gradients by input, weight and bias, in the steps of a backward."""
     statistics, asked = statistics_of(input), weight is not None
