@@ -168,8 +168,7 @@ class Call:
     var: Tensor | None = None  # (C,), biased, if it was computed
     exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
-    joined: bool = False  # whether the inputs of all replicas were normalized as one batch
-    joined_in_float64: bool = False  # and so
+    joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
     def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
@@ -337,20 +336,26 @@ class _Backward:
         return self.found
 
     def joined(self) -> None:
-        """Compute on the joined batch, with the operator of torch."""
+        """Compute on the joined batch in float64, with the operator of torch."""
         numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
-        dtype = torch.float64 if self.call.joined_in_float64 else self.statistics_dtype
         grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
-        input, weight = torch.cat(inputs).to(dtype), None if weights[0] is None else weights[0].to(dtype)
+        input, weight = torch.cat(inputs).double(), weights[0]
         mean, invstd = self.call.statistics[self.call.home]
-        if dtype != mean.dtype:  # What is large and rounded is taken off before; what was rounded off is the mean then.
-            rounded = mean.to(dtype)
-            input -= per_channel(rounded, input)
-            mean, invstd = (mean - rounded).to(dtype), invstd.to(dtype)
         # Without eps, which is part of invstd already.
-        grad_input, self.found["weight", 0], self.found["bias", 0] = normalization.batch_norm_backward(
-            grad.to(dtype), input, weight, None, None, mean, invstd, True, 0.0, self.needs
+        grad_input, *grad_parameters = normalization.batch_norm_backward(
+            grad.double(),
+            input,
+            None if weight is None else weight.double(),
+            None,
+            None,
+            mean,
+            invstd,
+            True,
+            0.0,
+            self.needs,
         )
+        for name, found in zip(("weight", "bias"), grad_parameters, strict=True):
+            self.found[name, 0] = found if weight is None or found is None else found.to(weight.dtype)
         if self.wants_inputs:
             parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
             self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}

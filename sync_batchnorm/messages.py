@@ -18,10 +18,10 @@ from sync_batchnorm.running import RunningStatistics
 __all__: list[str] = []
 
 # On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
-# make them, since each call releases the GIL and takes it back. Up to the first number of elements in a replica, the
-# master makes the calls for all, on the joined batch; up to the second, with one operator of torch, in float64.
-# Measured on two cores, torch 2.13.0.
-JOINED, JOINED_IN_FLOAT64 = 131072, 16384
+# make them, since each call releases the GIL and takes it back. Up to this number of elements in a replica, the master
+# makes the calls for all, on the joined batch in float64, with one operator of torch. Measured on two cores, torch
+# 2.13.0.
+JOINED = 16384
 
 
 class Message(Replica):
@@ -256,24 +256,11 @@ def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
     """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
     first, eps = messages[0], cast(EpsRule, call.rule).eps
     joined = torch.cat([message.input for message in messages])
-    call.joined_in_float64 = first.input.numel() <= JOINED_IN_FLOAT64
-    if call.joined_in_float64:
-        weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
-        output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
-        output = output.to(joined.dtype)
-    else:
-        found, memory = moments.local_moments(joined, first.exact)
-        mean, call.var = moments.merge_moments([found])
-        if not first.exact and not moments.precise(mean, call.var, eps):
-            call.exact = True
-            found, memory = moments.local_moments(joined, exact=True)
-            mean, call.var = moments.merge_moments([found])
-        invstd = (call.var + eps).rsqrt()
-        affine = normalization.make_affine(Statistics(mean, invstd), joined.dtype, first.weight, first.bias)
-        output = normalization.multiply_add(joined, *affine, out=memory_for_output(joined, memory))
+    weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
+    output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
     call.statistics[call.home] = Statistics(mean, invstd)
     # Not views of one tensor: those could not be changed in place.
-    parts = torch.unsafe_split_with_sizes(output, [len(message.input) for message in messages])
+    parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(message.input) for message in messages])
     for message, part in zip(messages, parts, strict=True):
         message.answer = part
     return torch.stack((mean, invstd))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import draws
+from sync_batchnorm import draws, profiling
 from sync_batchnorm.caller import CallerState
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import in_transform, uncompiled
@@ -62,7 +62,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     Args:
         modules: the replicas of one module, in the order of their copy ids.
     """
-    _execute_callbacks(modules, Roster())
+    _execute_callbacks(modules, profiling.roster_of_forward((), DEFAULT_TIMEOUT))
 
 
 def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
@@ -293,7 +293,7 @@ class _Callbacks(DataParallel[Any]):
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         _detach_from_originals(module, replicas)
-        roster = Roster([str(device) for device in device_ids], self._sync_timeout)
+        roster = profiling.roster_of_forward([str(device) for device in device_ids], self._sync_timeout)
         _rosters.get([]).append(roster)
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
@@ -314,7 +314,7 @@ class _Callbacks(DataParallel[Any]):
         roster.call([seat.replica_id for seat in seats])
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         try:
-            with draws.watched(devices):
+            with draws.watched(devices), profiling.recorded_in_part():
                 outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
             _give_up(roster, error)

@@ -91,7 +91,6 @@ def _seeded() -> None:
 
 KERNELS = {
     "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "joined-float32": {"messages.JOINED_IN_FLOAT64": 0},  # those that are a bit larger, not in float64
     "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
     "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
     "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from helpers import WITHOUT_BIAS, assert_equal, randomize
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
@@ -613,6 +614,19 @@ def checkpointed_replicas_equal_one_process() -> None:
     model = DataParallelWithCallback(Checkpointed(convert_model(copy.deepcopy(plain)), False), ["cpu"] * 2)
     for rows in ([3, 2, 4], [3, 1, 2]):  # a process with one row has one replica, and no pipe
         assert_one_batch(plain, model, torch.randn(total(rows), 2, 6, 5, dtype=torch.float64), rows)
+
+
+@check(2)
+def span_of_a_merge_holds_the_collective() -> None:
+    model = DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm2d(3)), ["cpu"] * 2)
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as prof:
+        model(torch.randn(4, 3, 4, 4))
+    (merging,) = [event for event in prof.events() if event.name == "sync_batchnorm: 0, merging"]
+    (collective,) = [event for event in prof.events() if event.name == "c10d::allgather_"]
+    assert collective.thread == merging.thread
+    assert merging.time_range.start <= collective.time_range.start
+    assert collective.time_range.end <= merging.time_range.end
 
 
 # DistributedDataParallel, which averages the gradients of the processes.

@@ -1,0 +1,72 @@
+"""Spans in the profile of torch: which replica waits in which layer, and what the master merges there.
+
+NOTE [threads of a profile]: `torch.profiler` records the thread that starts it, and the backward. It has no way to take
+in the threads of replicas, which are those of `torch.nn.parallel` on GPUs, but one: `profile_all_threads=True` of its
+experimental configuration (torch 2.8 and later), which records every thread of the process. (Tried on torch 2.13.0: the
+C++ function `enableProfilerInChildThread` keeps one handle for all threads; the operators of the thread that started
+the profiler are then counted once more in each later profile.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.autograd.profiler
+from torch.autograd.profiler import record_function
+
+from sync_batchnorm.circle import Circle
+from sync_batchnorm.roster import MasterCallback, Roster
+
+__all__: list[str] = []
+
+
+def _profiler_runs() -> bool:
+    # Private to torch, which sets it for all threads. Without it there are no spans.
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+
+def roster_of_forward(devices: Sequence[str], timeout: float) -> Roster:
+    """Return a `Roster` for a forward that begins: one that makes spans, if a profiler runs."""
+    return RecordedRoster(devices, timeout) if _profiler_runs() else Roster(devices, timeout)
+
+
+def recorded_in_part() -> AbstractContextManager[Any]:
+    """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
+    if _profiler_runs():
+        # Private to torch: what records this thread, if it does not record all. Without it nothing is said.
+        profiler_type: Any = getattr(torch._C._autograd, "_profiler_type", None)
+        if profiler_type is not None and profiler_type().name == "KINETO":
+            return _span("replicas, in threads that are recorded with profile_all_threads=True only")
+    return nullcontext()
+
+
+def _span(name: str) -> AbstractContextManager[Any]:
+    return record_function(f"sync_batchnorm: {name}")
+
+
+class RecordedRoster(Roster):
+    """A roster with spans: the forward of each replica, and in each meeting its wait, and the merge of the master.
+
+    A replica waits from when it comes: for its result, and the master until all others have come.
+    """
+
+    @contextmanager
+    def seat(self, replica_id: int) -> Iterator[None]:
+        with _span(self.who(replica_id)), super().seat(replica_id):
+            yield
+
+    def meet(self, circle: Circle, identifier: Hashable, message: Any, callback: MasterCallback | None) -> Any:
+        with ExitStack() as waiting:
+            waiting.enter_context(_span(f"{circle.name}, waiting"))
+            if callback is None:
+                return super().meet(circle, identifier, message, None)
+
+            def merge(messages: list[tuple[Hashable, Any]]) -> Sequence[tuple[Hashable, Any]]:
+                waiting.close()
+                with _span(f"{circle.name}, merging"):
+                    return callback(messages)
+
+            return super().meet(circle, identifier, message, merge)

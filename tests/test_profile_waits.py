@@ -1,0 +1,158 @@
+"""The example of a profile: it blames the replica that is slow, and reads other profiles to the digit."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.colors
+import matplotlib.image
+import pytest
+import torch
+
+import sync_batchnorm
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "profile_waits.py"
+TINY = ["--replicas", "3", "--steps", "2", "--delay", "300"]
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One run of the example from a shell, with warnings as errors, and the folder that it wrote to."""
+    folder = tmp_path_factory.mktemp("profile") / "new" / "folder"
+    command = [sys.executable, "-W", "error", str(EXAMPLE), *TINY, "--output", str(folder)]
+    # The package that is tested here, wherever it was imported from.
+    environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50), folder
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """The example as a module, for what a shell cannot reach."""
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    threads = torch.get_num_threads()
+    yield importlib.import_module("profile_waits")
+    torch.set_num_threads(threads)
+
+
+def event(name: str, tid: int, start: float, end: float, **others: Any) -> dict[str, Any]:
+    """Return an event of an exported profile, from milliseconds."""
+    times = {"ts": 1000 * start, "dur": 1000 * (end - start)}
+    return {"ph": "X", "cat": "user_annotation", "name": f"sync_batchnorm: {name}", "tid": tid, **times, **others}
+
+
+def forward_of_two(begin: float, replicas: tuple[int, int], late: float) -> list[dict[str, Any]]:
+    """Return a forward whose replica 1 comes `late` to the layer "a", and replica 0 one millisecond late to "b"."""
+    first, second = replicas
+    return [
+        event("replica 0 on device cpu", first, begin, begin + late + 10),
+        event("replica 1 on device cpu", second, begin, begin + late + 10),
+        event("a, waiting", first, begin + 1, begin + late + 1),
+        event("a, merging", first, begin + late + 1, begin + late + 2),
+        event("a, waiting", second, begin + late + 1, begin + late + 2.5),
+        event("b, waiting", second, begin + late + 4, begin + late + 6),
+        event("b, waiting", first, begin + late + 5, begin + late + 5),
+        event("b, merging", first, begin + late + 5, begin + late + 6),
+    ]
+
+
+@pytest.fixture
+def two_forwards(tmp_path: Path) -> Path:
+    """A profile as torch exports it, packed, of two forwards, with threads of their own, and what else is in one."""
+    events = [
+        {"ph": "M", "name": "thread_name", "tid": 7, "ts": 0, "args": {"name": "a thread"}},
+        event("replica 0 on device cpu", 7, 0, 100, cat="gpu_user_annotation"),
+        event("b, merging", 7, 1, 2),  # in no replica
+        *forward_of_two(200, (3, 4), late=7),
+        *forward_of_two(100, (1, 2), late=3),
+    ]
+    path = tmp_path / "profile.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump({"traceEvents": events}, file)
+    return path
+
+
+@pytest.mark.watchdog(60)
+def test_example_ends_well_and_blames_the_slow_replica(tiny_run):
+    finished, folder = tiny_run
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = re.findall(r"^(features\S+) +replica (\d) +(\d+) of 2  (.+)$", finished.stdout, re.MULTILINE)
+    assert [layer for layer, *_ in rows] == ["features.0.1", "features.1.1", "features.2.1"]
+    assert rows[1][1:3] == ("2", "2")
+    assert "As expected: features.1.1 waits for replica 2, and the slow one is replica 2." in finished.stdout
+    waits = [float(wait) for wait in rows[1][3].split()]
+    assert len(waits) == 3
+    assert waits[2] == 0
+    pixels = matplotlib.image.imread(folder / "profile_waits.png")  # (H, W, RGBA)
+    for colour in ("#E69F00", "#E4E4E4"):  # of the waits and of the forwards
+        distances = abs(pixels[..., :3] - matplotlib.colors.to_rgb(colour)).max(axis=-1)
+        assert (distances < 0.02).sum() > 1000
+
+
+def test_profile_is_read_to_the_digit(example, two_forwards):
+    forwards = example.read_profile(two_forwards)
+    assert [[meeting.layer for meeting in forward.meetings] for forward in forwards] == [["a", "b"]] * 2
+    table = example.table_of(forwards)
+    assert list(table) == ["a", "b"]
+    for layer, blamed, waits in (("a", 1, {0: 5.0, 1: 0.0}), ("b", 0, {0: 0.0, 1: 1.0})):
+        row = table[layer]
+        assert (row.blamed, row.times_last, row.meetings) == (blamed, 2, 2)
+        assert row.mean_waits == pytest.approx(waits)
+
+
+@pytest.mark.watchdog(60)
+def test_profile_of_the_users_own_is_drawn(example, two_forwards, tmp_path, capsys):
+    assert example.main(["--profile", str(two_forwards), "--output", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^a +replica 1 +2 of 2 +5\.00 +0\.00$", output, re.MULTILINE)
+    assert "As expected" not in output
+    assert (tmp_path / "profile_waits.png").stat().st_size > 5000
+
+
+@pytest.mark.watchdog(60)
+def test_example_fails_when_another_replica_is_blamed(example, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(example, "SLOW_LAYER", "a")
+    monkeypatch.setattr(example, "make_profile", lambda options: tmp_path / "profile.json")
+    events = forward_of_two(100, (1, 2), late=3)
+    (tmp_path / "profile.json").write_text(json.dumps({"traceEvents": events}))
+    assert example.main(["--replicas", "4", "--output", str(tmp_path)]) == 1
+    assert "NOT as expected: a waits for replica 1, and the slow one is replica 2." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--steps", "0"], "expected --steps of at least 1, but got 0"),
+        (["--delay", "0"], "expected --delay of more than 0 and up to 10000 milliseconds, but got 0"),
+        (["--replicas", "1"], "expected at least 2 replicas, but got 1"),
+        (["--profile", "nowhere.json"], "expected --profile with an exported profile, but got 'nowhere.json'"),
+    ],
+)
+def test_example_answers_a_bad_option_with_a_sentence(example, tmp_path, capsys, options, sentence):
+    with pytest.raises(SystemExit, match="2"):
+        example.main([*options, "--output", str(tmp_path)])
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"traceEvents": []}', "ValueError.*no meeting of replicas is in it; record all threads"),
+        ("no json", "JSONDecodeError"),
+        ("{}", "KeyError.*traceEvents"),
+    ],
+)
+def test_example_answers_a_bad_profile_with_a_sentence(example, tmp_path, text, what):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=f"expected an exported profile, but got {what}"):
+        example.main(["--profile", str(path), "--output", str(tmp_path / "out")])
