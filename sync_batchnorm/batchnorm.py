@@ -36,6 +36,7 @@ from sync_batchnorm.replicate import (
     is_in_replica,
     patch_replication_callback,
     refuse_stranger,
+    swap_class,
 )
 from sync_batchnorm.running import RunningStatistics
 
@@ -504,7 +505,7 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
     plain = nn.DataParallel if ours else vars(type(parallel)).get("_unpatched")
     if plain is None:
         return False
-    parallel.__class__ = plain  # type: ignore[assignment]
+    swap_class(parallel, plain)
     parallel.__dict__.pop("_sync_timeout", None)
     devices = [as_device(device) for device in parallel.device_ids]
     if is_local(devices):

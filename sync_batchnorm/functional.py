@@ -125,6 +125,11 @@ def _recall(pipe: Pipe | None, owner: object) -> _Kept | None:
     return kept
 
 
+def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: EpsRule) -> Tensor:
+    """Return the output of a call without a single element in all replicas."""
+    return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
+
+
 @recompute.unseen_by_policies
 def sync_batch_norm(
     input: Tensor,
@@ -166,12 +171,15 @@ def sync_batch_norm(
     """
     _refuse_transforms(pipe, owner, input, weight, bias)
     kept = _recall(pipe, owner)
-    if kept is not None and kept.statistics is not None:
+    if kept is not None:
+        if kept.statistics is None:
+            Replica(input, weight, bias)  # which saves what the call has saved
+            return _normalize_nothing(input, weight, bias, rule)
         with torch.no_grad():
             memory = memory_for_output(input)
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight, bias)
-    if kept is not None or _is_recomputed(pipe):
+    if _is_recomputed(pipe):
         running = missed = None
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
@@ -186,8 +194,8 @@ def sync_batch_norm(
         with torch.no_grad():
             normalization.normalize(message.input, message.statistics, message.affine, weight, bias, message.memory)
     output = message.answer
-    if output is None:  # There is not a single element in all replicas.
-        output = torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
+    if output is None:
+        output = _normalize_nothing(input, weight, bias, rule)
     requires_grad = output.requires_grad
     recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
     return output

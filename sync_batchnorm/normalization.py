@@ -65,9 +65,9 @@ def _looks_channels_last(input: Tensor) -> bool:
         return False
     if input.is_contiguous(memory_format=_CHANNELS_LAST[input.dim()]):  # whatever the strides of sizes of one
         return True
-    strides, least = input.stride(), 0
+    strides, least = input.stride(), 1
     for dim in (1, *range(input.dim() - 1, 1, -1), 0):
-        if strides[dim] < least or (dim == 0 and least == strides[1]):
+        if strides[dim] < least:
             return False
         least = strides[dim] * max(input.shape[dim], 1)
     return True

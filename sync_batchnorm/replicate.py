@@ -150,6 +150,11 @@ def _bare(cls: type[ModuleT]) -> ModuleT:
     return cls.__new__(cls)
 
 
+def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make `cls` the class of `module`, whose `__setattr__` may be one that sets things on another module."""
+    object.__setattr__(module, "__class__", cls)
+
+
 class _Unregistered(nn.Module):
     """Keeps a class that is made here from its user's `__init_subclass__`, which may want arguments or keep a list."""
 
@@ -292,7 +297,7 @@ class _Callbacks(DataParallel[Any]):
         _rosters.get([]).append(roster)
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
-            replica.__class__ = _seated(type(replica))  # type: ignore[arg-type]
+            swap_class(replica, _seated(type(replica)))  # type: ignore[arg-type]
             replica.__dict__["_sync_seat"] = _Seat(roster, replica_id, state)
         _execute_callbacks(replicas, roster)
         return replicas
@@ -411,8 +416,8 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
     if not isinstance(data_parallel, _Callbacks):
         cls = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]
-        data_parallel.__class__ = patched  # type: ignore[assignment]
-        data_parallel._sync_timeout = timeout  # type: ignore[assignment]
+        swap_class(data_parallel, patched)
+        data_parallel.__dict__["_sync_timeout"] = timeout
     return data_parallel
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -25,6 +26,7 @@ from sync_batchnorm import (
     ReplicaSyncError,
     patch_replication_callback,
 )
+from sync_batchnorm.roster import Roster
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,6 +164,41 @@ def test_error_of_the_caller_releases_the_replicas_of_a_forward_of_its_own():
         thread.join()
     assert len(released) == R - 1
     assert all("got OSError in its thread; this replica was only released" in str(error) for error in released)
+
+
+def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
+    begun, drains = threading.Event(), threading.Event()
+    drain = Roster.drain
+
+    def drain_for_long(roster: Roster, seconds: float) -> None:
+        drains.set()
+        drain(roster, 1000.0)  # Much longer than the watchdog waits.
+
+    def is_busy(model: Scripted, x: Tensor) -> None:
+        begun.set()
+        drains.wait()
+
+    class Interrupted(TorchStyle):
+        def forward(self, *inputs: Any) -> Any:
+            self.replicas = self.replicate(self.module, self.device_ids)
+            self.thread = threading.Thread(target=self._work, args=[rows[:2] for rows in inputs])
+            self.thread.start()
+            begun.wait()
+            raise KeyboardInterrupt
+
+        def _work(self, *inputs: Any) -> None:
+            with contextlib.suppress(ReplicaSyncError):
+                self.replicas[0](*inputs)
+
+    monkeypatch.setattr(Roster, "drain", drain_for_long)
+    parallel = patch_replication_callback(Interrupted(scripted((0, "before", is_busy)), R))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel(*batch())
+        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._sync_seat.roster)
+    finally:
+        drains.set()
+        parallel.thread.join()
 
 
 def test_copy_after_a_failure_is_independent_and_works(wrap):

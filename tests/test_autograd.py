@@ -19,6 +19,7 @@ from helpers import (
 )
 from torch import nn
 
+from sync_batchnorm import normalization
 from sync_batchnorm.autograd import EpsRule
 
 pytestmark = every_kernel
@@ -84,6 +85,36 @@ def test_nothing_outlives_its_use(after):
     assert [reference() for reference in kept] == [None, None]
 
 
+class Copying(nn.Module):
+    """Runs a layer with hooks that save copies, or what they are given."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.bn, self.copies, self.kept = nn.BatchNorm1d(3), copies, []
+
+    def forward(self, input):
+        input = input * 1
+        self.kept.append(weakref.ref(input))
+        pack = torch.clone if self.copies else lambda tensor: tensor
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return self.bn(input)
+
+
+def test_input_that_hooks_have_saved_elsewhere_is_not_kept():
+    _, parallel = twins(Copying(True), ["cpu"] * 2)
+    output = parallel(torch.randn(6, 3, requires_grad=True))
+    assert [reference() for reference in parallel.module.kept] == [None, None]
+    assert output.requires_grad
+
+
+def test_input_that_hooks_have_saved_is_freed_by_the_backward():
+    _, parallel = twins(Copying(False), ["cpu"] * 2)
+    output = parallel(torch.randn(6, 3, requires_grad=True))
+    assert all(reference() is not None for reference in parallel.module.kept)
+    output.backward(torch.randn_like(output))
+    assert [reference() for reference in parallel.module.kept] == [None, None]
+
+
 @pytest.mark.parametrize("multithreading", [True, False], ids=["default", "single-threaded"])
 def test_backward_runs_in_the_thread_of_the_caller_and_waits_for_nobody(devs, multithreading):
     plain, parallel = twins(TwoLayers().double(), devs)
@@ -109,6 +140,37 @@ def test_replicas_outside_of_the_loss_still_count(devices, rows):
     assert_same_state(parallel, plain)
 
 
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_output_of_one_replica_reaches_the_inputs_of_all(devices):
+    # Not through `gather`, whose backward has zeros for the outputs of the others.
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    parts = [doubles(2, 3, 4, 5, devices=[device]).requires_grad_() for device in as_devices(devices)]
+    outputs = run_parts(parallel, parts)
+    grad = torch.randn_like(outputs[1])
+    outputs[1].backward(grad)
+    whole = torch.cat([part.detach().to(as_devices(devices)[0]) for part in parts]).requires_grad_()
+    plain(whole)[2:4].backward(grad.to(whole.device))
+    for part, expected in zip(parts, whole.grad.split(2), strict=True):
+        assert_equal(part.grad.to(expected.device), expected)
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradient_of_the_parameter_of_one_replica_is_that_of_its_rows(devices, replica, name):
+    _, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    parts = [doubles(2, 3, 4, 5, devices=[device]) for device in as_devices(devices)]
+    replicas = parallel.replicate(parallel.module, devices)
+    outputs = parallel.parallel_apply(replicas, [(part,) for part in parts], [{}, {}])
+    grads = [torch.randn_like(output) for output in outputs]
+    (found,) = torch.autograd.grad(outputs, getattr(replicas[replica], name), grads)
+    shape = (1, 3, 1, 1)
+    normalized = (outputs[replica] - replicas[replica].bias.view(shape)) / replicas[replica].weight.view(shape)
+    expected = grads[replica] * normalized if name == "weight" else grads[replica]
+    assert_equal(found, expected.sum((0, 2, 3)))
+
+
 class Recorded(nn.Module):
     """Has its layer recorded by autograd in the replicas whose rows say so."""
 
@@ -128,6 +190,15 @@ def test_replica_that_records_nothing_gets_no_gradient():
     output.pow(3).sum().backward()
     assert data.grad[:2].abs().max() > 0
     assert not data.grad[2:].any()
+
+
+def test_output_is_in_the_graph_where_it_is_recorded():
+    _, parallel = twins(Recorded(), ["cpu"] * 2)
+    recorded = [torch.tensor([flag] * 2) for flag in (True, False)]
+    parts = [torch.randn(2, 4, 5, 5, requires_grad=True) for _ in range(2)]
+    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
+    outputs = parallel.parallel_apply(replicas, list(zip(parts, recorded, strict=True)), [{}, {}])
+    assert [output.requires_grad for output in outputs] == [True, False]
 
 
 def test_master_that_records_nothing_leaves_the_gradients_of_the_others_right():
@@ -183,6 +254,20 @@ def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, target
         results.append(torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph))
     for expected, actual in zip(*results, strict=True):
         assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["not-asked", "not-needed"])
+def test_gradients_that_nobody_asks_for_are_not_computed(kernel, needs_grad, monkeypatch):
+    if kernel == "general":
+        pytest.skip("the general arithmetic makes the sums that both need")
+    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
+    outputs = run_parts(parallel, [torch.randn(4, 3, requires_grad=needs_grad) * 1 for _ in range(2)])
+    made, backward = [], normalization.batch_norm_backward
+    monkeypatch.setattr(normalization, "input_gradient", None)
+    monkeypatch.setattr(normalization, "batch_norm_backward", lambda *args: made.append(args[-1]) or backward(*args))
+    torch.autograd.grad(outputs, parallel.module.weight, [torch.randn(4, 3) for _ in range(2)])
+    assert made
+    assert not any(needs_input for needs_input, *_ in made)
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
@@ -259,12 +344,12 @@ def test_anomaly_mode_has_nothing_to_say(devs):
 
 @pytest.mark.parametrize("mode", ["plus", "clamp"])
 def test_inverse_deviation_keeps_eps_as_the_mode_says(mode):
-    var = torch.tensor([0.0, 0.25, 3.0])
+    var = torch.tensor([0.0, 0.25, 3.0, 1.0])
     rule = EpsRule(1.0, mode)
-    expected = {"plus": [1.0, 0.8**0.5, 0.5], "clamp": [1.0, 1.0, 3**-0.5]}[mode]
+    expected = {"plus": [1.0, 0.8**0.5, 0.5, 0.5**0.5], "clamp": [1.0, 1.0, 3**-0.5, 1.0]}[mode]
     assert_equal(rule.invstd(var), torch.tensor(expected))
     clamped = rule.clamped(var)
-    assert clamped is None if mode == "plus" else clamped.tolist() == [True, True, False]
+    assert clamped is None if mode == "plus" else clamped.tolist() == [True, True, False, False]
 
 
 class Differentiating(nn.Module):

@@ -162,6 +162,45 @@ def test_layers_in_a_row_of_segments_are_exact(devices, preserve):
     assert_exact(in_a_row, devices, batch_norms=3, preserve_rng_state=preserve)
 
 
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_batch_without_a_sample_is_recomputed_in_each_replica(devices):
+    assert_exact(around_all, devices, 0)
+
+
+def two_layers_in_one(net, x):
+    """Call two layers in turns, so that the calls of one are not numbered like those of both."""
+    first, second = net.bns
+
+    def body(x):
+        return torch.tanh(first(second(torch.tanh(first(x))).sin()) * second(x.cos()) * net.scale)
+
+    return net.run(body, x)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_calls_of_two_layers_in_one_segment_are_told_apart(devices):
+    assert_exact(two_layers_in_one, devices, batch_norms=2)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_recomputation_that_goes_further_than_its_forward_is_refused_with_the_remedy(devices):
+    def looks_again(net, x):
+        def body(x):
+            if recomputes:
+                with torch.no_grad():
+                    net.bn(x)
+            return net.segment(x)
+
+        return net.run(body, x)
+
+    recomputes = False
+    _, parallel = checkpointed_twins(looks_again, devices)
+    output = parallel(doubles(4, 3, 4, 5, devices=devices))
+    recomputes = True
+    with pytest.raises(RuntimeError, match="but got a recomputation that differentiates each replica by itself"):
+        output.backward(torch.randn_like(output))
+
+
 def test_exchange_happens_once(monkeypatch):
     _, parallel = checkpointed_twins(nested, ["cpu"] * 2)
     met = []
@@ -547,6 +586,31 @@ def test_policies_change_nothing_for_moments(policy):
     DataParallelWithCallback(net, ["cpu"] * 3)(inputs[0]).backward(grad)
     net.normalize(inputs[1]).backward(grad)
     assert_equal(inputs[0].grad, inputs[1].grad)
+
+
+class Naming(TorchDispatchMode):
+    """Notes its name at every operator."""
+
+    def __init__(self, name, names):
+        super().__init__()
+        self.name, self.names = name, names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_stay_in_their_order():
+    names = []
+
+    def body(x):
+        with Naming("outer", names), Naming("inner", names):
+            recompute.unseen_by_policies(lambda: None)()
+            names.clear()
+            return x.sin()
+
+    checkpoint(body, torch.randn(3, requires_grad=True), use_reentrant=False, **saving("mul."))
+    assert names == ["inner", "outer"]
 
 
 def test_modes_of_others_see_what_policies_do_not():

@@ -136,6 +136,23 @@ def test_names_of_a_forward_are_taken_where_it_is_made():
         slave.run_slave(0)
 
 
+def test_names_of_a_forward_end_with_it():
+    with joining(Roster(), 0, "layer"):
+        pass
+    assert repr(SyncMaster(everything)) == "SyncMaster(a SyncMaster of its own, 0 slaves)"
+
+
+def test_registering_after_use_begins_anew_in_the_same_forward_too():
+    roster = Roster(["cpu", "cpu"])
+    with joining(roster, 0, "layer"):
+        master = SyncMaster(everything)
+    for _ in range(2):
+        with joining(roster, 1, "layer"):
+            slave = master.register_slave(1)
+        together(lambda slave=slave: slave.run_slave("slave"), lambda: master.run_master("own"))
+    assert repr(master) == "SyncMaster(layer, 1 slaves)"
+
+
 def test_master_kept_from_forward_to_forward_takes_the_slaves_of_each():
     master = SyncMaster(everything)  # made in the constructor of a module
     for number in (4, 2, 3):

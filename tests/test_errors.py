@@ -139,6 +139,12 @@ def test_error_while_the_release_was_handled_is_caused_by_it(cause):
     assert is_caused_by(_raised_while_handling(ReplicaSyncError("released"), KeyError(1), cause), "released")
 
 
+def test_error_with_the_release_as_its_cause_alone_is_caused_by_it():
+    error = ValueError()
+    error.__cause__ = ReplicaSyncError("released")  # as of ``raise error from released``, outside of a handler
+    assert is_caused_by(error, "released")
+
+
 @pytest.mark.parametrize("error", [ReplicaSyncError("another"), ValueError("released"), None])
 def test_other_errors_are_not_caused_by_the_break(error):
     assert not is_caused_by(error, "released")

@@ -133,29 +133,32 @@ def test_calls_leave_nothing_behind_that_later_ones_stumble_over(devices, before
 
 
 class Conditional(nn.Module):
-    """Makes the weight of its layer from the first row of the input: another one in each replica."""
+    """Makes a parameter of its layer from the first row of the input: another one in each replica."""
 
-    def __init__(self):
+    def __init__(self, name):
         super().__init__()
-        self.bn = nn.BatchNorm1d(3)
+        self.bn, self.name = nn.BatchNorm1d(3), name
         self.scale = nn.Parameter(torch.randn(3))
 
     def forward(self, input):
-        self.bn.weight = self.bn.weight * (self.scale * input[0]).exp()
+        setattr(self.bn, self.name, getattr(self.bn, self.name) * (self.scale * input[0]).exp())
         return self.bn(input)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
-def test_parameters_that_each_replica_makes_are_its_own(devices):
+def test_parameters_that_each_replica_makes_are_its_own(devices, name):
     # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
-    plain, parallel = twins(Conditional().double(), devices)
+    plain, parallel = twins(Conditional(name).double(), devices)
     rows = 3
     data = doubles(len(devices) * rows, 3, devices=devices).requires_grad_()
     again = data.detach().clone().requires_grad_()
     output, grad = parallel(data), torch.randn_like(data)
     firsts = again[::rows].repeat_interleave(rows, 0)
     normalized = F.batch_norm(again, None, None, training=True)
-    expected = normalized * plain.bn.weight * (plain.scale * firsts).exp() + plain.bn.bias
+    weight, bias = plain.bn.weight, plain.bn.bias
+    factor = (plain.scale * firsts).exp()
+    expected = normalized * weight * factor + bias if name == "weight" else normalized * weight + bias * factor
     assert_equal(output, expected)
     output.backward(grad)
     expected.backward(grad)

@@ -191,6 +191,25 @@ def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
     assert not found.is_inference()
 
 
+def test_constants_are_forgotten_when_they_are_many():
+    made = []
+
+    @moments.cached_constants
+    def make(number):
+        made.append(number)
+        return (torch.tensor(number),)
+
+    for number in range(3000):
+        assert make(number)[0] == number
+        make(number)
+    assert made == list(range(3000))
+    assert len(_found_by(make)) <= 1024
+
+
+def _found_by(cached):
+    return next(cell.cell_contents for cell in cached.__closure__ if isinstance(cell.cell_contents, dict))
+
+
 EPS = 0.1
 
 
@@ -251,6 +270,19 @@ def test_normalization_of_unusual_strides_has_those_of_torch(layout):
     assert normalized(input, None, None).stride() == expected.stride()
 
 
+def test_output_of_any_strides_has_those_of_torch():
+    random, formats = torch.Generator().manual_seed(0), set()
+    for _ in range(2000):
+        sizes = torch.randint(1, 4, (4,), generator=random).tolist()
+        strides = torch.tensor([0, 1, 2, 3, 4, 6, 9, 12, 18, 27])[torch.randint(10, (4,), generator=random)].tolist()
+        input = torch.zeros(200, dtype=torch.float64).as_strided(sizes, strides)
+        expected = F.batch_norm(input, torch.zeros(sizes[1]).double(), torch.ones(sizes[1]).double())
+        found = normalization.memory_for_output(input)
+        assert found.stride() == expected.stride(), (sizes, strides)
+        formats.add(expected.is_contiguous())
+    assert formats == {True, False}
+
+
 def gradients(grad, input, weight, weighted):
     """Return the gradients by input, weight and bias, in the steps of a backward."""
     statistics, asked = statistics_of(input), weight is not None
@@ -301,6 +333,24 @@ def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices):
             found.append(normalization.input_gradient(grad, input, statistics.invstd, linear))
     assert_equal(*found)
     assert found[1].abs().max() > 0
+
+
+def assert_cancels(affine, mean, value):
+    """Check that a slope and an offset take the mean to `value`, up to half of the last digit of the offset."""
+    slope, offset = (vector.double() for vector in affine)
+    assert affine.slope.dtype == affine.offset.dtype == torch.float32
+    assert ((slope * mean + offset - value).abs() <= 2**-24 * offset.abs() + 1e-12).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_offsets_cancel_the_mean_with_the_slope_as_it_is_rounded(weighted):
+    mean, invstd, bias, totals = 1e3 * doubles(500), doubles(500).exp(), doubles(500), 100 * doubles(2, 500)
+    weight = doubles(500) if weighted else None
+    statistics = normalization.Statistics(mean, invstd)
+    forward = normalization.make_affine(statistics, torch.float32, weight, bias if weighted else None)
+    assert_cancels(forward, mean, bias if weighted else 0)
+    backward = normalization.linear_gradient(statistics, totals, invstd, 8, torch.float32)
+    assert_cancels(backward, mean, -totals[0] * invstd / 8)
 
 
 def test_empty_input_passes_through_every_function():

@@ -95,10 +95,12 @@ def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
 
 @pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_parts_may_differ_in_their_spatial_sizes(devices, dtype):
+@pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
     plain, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
-    for _ in range(2):
-        assert_same_parts(plain, parallel, [torch.randn(2, 3, 5, 5).to(dtype), torch.randn(1, 3, 9, 2).to(dtype)])
+    for sizes in ((9, 2), (9, 5)):  # Of equal widths: those in channels_last have equal strides inside of a sample.
+        parts = [torch.randn(2, 3, 5, 5), torch.randn(1, 3, *sizes)]
+        assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
 
 
 @pytest.mark.parametrize("devices", device_lists(3))

@@ -11,8 +11,10 @@ from torch import nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
+    convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
+    revert_model,
 )
 
 
@@ -59,6 +61,84 @@ def test_module_under_two_names_is_called_back_once_a_copy():
     assert [copy_id for _, copy_id, _ in calls] == [0, 1]
 
 
+def test_callback_that_a_single_object_has_is_not_called():
+    calls, module = [], nn.Identity()
+    module.__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
+    DataParallelWithCallback(nn.Sequential(module, Registering([])), ["cpu"] * 2)(torch.randn(4, 3))
+    assert not calls  # Python looks for the methods of its own protocols on the class, too.
+
+
+class Mirroring(nn.Module):
+    """Has a `__setattr__` of its own, by which alone it knows of its parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("offset", torch.randn(3))
+        self.offset = self.offset + 1
+
+    def __setattr__(self, name, value):
+        if isinstance(value, torch.Tensor):
+            self.__dict__[f"mirrored_{name}"] = value
+        super().__setattr__(name, value)
+
+    def forward(self, input):
+        return self.bn(input * self.mirrored_weight + self.mirrored_offset)
+
+
+def test_modules_may_have_a_setattr_of_their_own(devs):
+    plain, parallel = (Mirroring().double().to(as_devices(devs)[0]) for _ in range(2))
+    parallel.load_state_dict(plain.state_dict())
+    for module in (plain, parallel):  # as replication sets them
+        module.weight, module.offset = module.weight, module.offset
+    parallel = DataParallelWithCallback(convert_model(parallel), devs)
+    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
+
+
+class Forwarding(nn.Module):
+    """Sets on the module that it stands for what is set on it."""
+
+    own = ("module", "device_ids", "output_device", "dim", "src_device_obj")
+
+    def __setattr__(self, name, value):
+        own = "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name in self.own
+        super().__setattr__(name, value) if own else setattr(self.module, name, value)
+
+
+class ForwardingWrapper(Forwarding, nn.DataParallel):
+    """A wrapper that does."""
+
+
+class ForwardingModule(Forwarding):
+    """A module that does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, input):
+        return self.module(input)
+
+
+def test_patched_wrapper_that_forwards_what_is_set_leaves_its_module_alone():
+    parallel = ForwardingWrapper(nn.Linear(2, 2))
+    parallel.label = "mine"
+    assert parallel.module.label == "mine"
+    before = set(parallel.module.__dict__)
+    patch_replication_callback(parallel, timeout=7.0)
+    assert parallel._sync_timeout == 7.0
+    assert type(parallel).replicate is DataParallelWithCallback.replicate
+    assert type(revert_model(parallel)) is ForwardingWrapper
+    assert set(parallel.module.__dict__) == before
+    assert type(parallel.module) is nn.Linear
+
+
+def test_module_that_forwards_what_is_set_runs_in_replicas(devs):
+    plain, parallel = twins(ForwardingModule(nn.BatchNorm1d(3)).double(), devs)
+    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
+
+
 MODES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
@@ -66,6 +146,7 @@ MODES = {
     "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
     "float16": lambda: torch.autocast("cpu", torch.float16),
     "disabled": lambda: torch.autocast("cpu", enabled=False),
+    "without-cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
 }
 
 
@@ -88,6 +169,7 @@ def modes():
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.is_autocast_cache_enabled(),
     )
 
 

@@ -54,6 +54,7 @@ def test_repr_says_what_everybody_does():
     assert repr(roster) == "Roster(0 waits in layer, call 1, 1 has not started, 2 left its forward, 3 has not started)"
     roster.leave(3, OSError())
     assert repr(roster).endswith("3 failed with OSError; broken)")
+    assert "waits" not in repr(roster)
     assert isinstance(waiting.outcome(), ReplicaSyncError)
     assert repr(Roster()) == "Roster(nobody)"
 
@@ -73,6 +74,14 @@ def test_replica_that_waits_for_one_that_left_is_told_at_once():
     roster = Roster(["cpu"] * 2)
     roster.leave(1)
     assert "replica 1 on device cpu, which left" in str(Waiting(roster, circle_of(roster), 0).outcome())
+
+
+def test_only_those_who_wait_for_the_one_that_left_are_named():
+    roster = Roster(["cpu"] * 4)
+    waiting = [Waiting(roster, circle_of(roster, "layer", pair), pair[0]) for pair in ((0, 1), (2, 3))]
+    roster.leave(1)
+    for replica in waiting:
+        assert "which left its forward, while replica 0 on device cpu waits (layer" in str(replica.outcome())
 
 
 def test_replica_that_leaves_after_its_last_call_breaks_nothing():
@@ -204,6 +213,31 @@ def test_replica_that_begins_its_next_round_does_not_miss_one_that_has_not_begun
         assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
 
 
+def test_replica_that_leaves_its_first_round_is_waited_for_in_the_second():
+    roster = Roster(["cpu"] * 2)
+    circle = circle_of(roster)
+    with roster.seat(0):
+        pass
+    with roster.seat(1), roster.seat(0):
+        waiting = Waiting(roster, circle, 0)
+    assert "1 left its forward" in repr(roster)
+    assert "broken" not in repr(roster)
+    with roster.seat(1):
+        roster.meet(circle, 1, "from 1", None)
+    assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
+
+
+def test_replica_that_is_still_inside_when_others_are_called_again_has_not_left():
+    roster = Roster(["cpu"] * 2)
+    with roster.seat(1):
+        roster.call([0])
+        assert "1 is running" in repr(roster)
+        waiting = Waiting(roster, circle_of(roster), 0)
+        assert "broken" not in repr(roster)
+        roster.abort(OSError())
+    assert isinstance(waiting.outcome(), ReplicaSyncError)
+
+
 def test_inner_call_of_a_replica_does_not_let_it_leave():
     roster = Roster(["cpu"] * 2)
     with roster.seat(0):
@@ -229,6 +263,59 @@ def test_drain_waits_for_those_inside_but_not_for_ever():
         roster.drain(0.01)
     roster.drain(10.0)
     assert "1 left its forward" in repr(roster)
+
+
+def test_drain_ends_when_the_last_of_those_inside_has_left():
+    roster = Roster(["cpu"] * 3)
+    inside, drained, leave = threading.Barrier(3), threading.Event(), [threading.Event() for _ in range(2)]
+
+    def stays(replica):
+        with roster.seat(replica):
+            inside.wait()
+            leave[replica].wait()
+
+    def drains():
+        roster.drain(1000.0)  # Much longer than the watchdog waits: it is the departures that end it.
+        drained.set()
+
+    threads = [threading.Thread(target=stays, args=(replica,)) for replica in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    with roster.seat(2):
+        pass  # leaves before the break
+    roster.abort(KeyboardInterrupt())
+    threads.append(threading.Thread(target=drains))
+    threads[2].start()
+    leave[0].set()
+    threads[0].join()
+    assert not drained.is_set()
+    leave[1].set()
+    for thread in threads:
+        thread.join()
+    assert drained.is_set()
+
+
+def test_departures_are_noted_from_the_break_on():
+    roster = Roster(["cpu"])
+    for _ in range(10):
+        with roster.seat(0):
+            pass
+    assert roster._departures.empty()  # which would grow with every round
+
+
+def test_result_that_comes_after_the_break_reaches_nobody():
+    roster = Roster(["cpu"] * 2)
+    circle = circle_of(roster)
+    waiting = Waiting(roster, circle, 1)
+
+    def merges_too_late(messages):
+        roster.abort(OSError())
+        return TAKE_ALL(messages)
+
+    with pytest.raises(ReplicaSyncError, match="got OSError in its thread"):
+        roster.meet(circle, MASTER, "from 0", merges_too_late)
+    assert isinstance(waiting.outcome(), ReplicaSyncError)
 
 
 def test_error_that_takes_long_to_print_does_not_hold_up_the_others():

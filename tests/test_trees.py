@@ -97,6 +97,11 @@ def test_scalars_become_a_vector_with_a_warning():
     assert [scalar.grad.item() for scalar in scalars] == [3.0, 4.0, 5.0]
 
 
+def test_scalars_along_another_dimension_are_refused_in_the_words_of_torch():
+    with pytest.raises(RuntimeError, match=r"zero-dimensional tensor .* cannot be concatenated"):
+        gather([torch.tensor(1.0)] * 2, CPU, 1)
+
+
 def test_none_stays_none():
     assert gather([None, None], CPU, 0) is None
     assert equal(gather([{"x": None}, {"x": None}], CPU, 0), {"x": None})
