@@ -36,12 +36,12 @@ from sync_batchnorm.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    assert_synchronized,
     convert_model,
     patch_sync_batchnorm,
     revert_model,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.check import assert_synchronized
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.functional import merge_messages, sync_moments

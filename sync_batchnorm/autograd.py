@@ -40,7 +40,7 @@ it. Tensors go from one place to another through `hand_over` alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -48,10 +48,10 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, normalization
+from sync_batchnorm.local_parallel import Place, current_place
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
 from sync_batchnorm.recompute import has_hooks, without_hooks
-from sync_batchnorm.running import RunningStatistics
 
 __all__: list[str] = []
 
@@ -70,25 +70,9 @@ class EpsRule(NamedTuple):
         return None if self.mode == "plus" else var < self.eps
 
 
-class Place(NamedTuple):
-    """Where a replica computes, see NOTE [places]."""
-
-    device: torch.device
-    stream: torch.cuda.Stream | None  # None where there are none
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream, and with it its device, is the current one."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-
-_CPU = Place(torch.device("cpu"), None)
-
-
 def place_of(tensor: Tensor) -> Place:
     """Return the device of `tensor`, and the stream there that this thread uses."""
-    if tensor.is_cpu:
-        return _CPU
-    return Place(tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
+    return current_place(tensor.device)
 
 
 def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
@@ -107,7 +91,7 @@ def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
 
-def bring(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
+def hand_over_packed(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
     """Hand over several tensors of one shape; from one device to another as one copy."""
     if source.device == target.device:
         return [hand_over(vector, source, target) for vector in vectors]
@@ -123,7 +107,7 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
-class Replica:
+class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
     # What the node returned that has, see NOTE [who saves what]. Up to torch 2.12, that node lives as long as this.
@@ -136,30 +120,6 @@ class Replica:
         if self.records and has_hooks():
             leaf = torch.empty(0, device="cpu", requires_grad=True)
             self.saved = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
-
-
-class BatchStatistics(NamedTuple):
-    """What a call leaves to the running statistics of a replica."""
-
-    statistics: Statistics | None  # at `place`; None if there was not a single element
-    var: Tensor | None  # at `home`, see `Call`
-    home: Place
-    place: Place
-    eps: float
-    elements: int | Tensor  # per channel
-
-    def move(self, running: RunningStatistics) -> None:
-        """Move `running` towards these statistics."""
-        if self.statistics is None:
-            running.count_call()
-            return
-        mean, invstd = self.statistics
-        if self.var is None:
-            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
-        else:
-            var = hand_over(self.var, self.home, self.place)
-        count = self.elements
-        running.update(mean, var, count if isinstance(count, int) else hand_over(count, self.home, self.place))
 
 
 class Call:
@@ -178,7 +138,9 @@ class Call:
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
-    def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
+    def __init__(
+        self, replicas: Sequence[ReplicaTensors], rule: EpsRule | None, group: distributed.Group | None
+    ) -> None:
         self.rule, self.group = rule, group
         self.statistics: dict[Place, Statistics] = {}
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
@@ -191,17 +153,11 @@ class Call:
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places
         if rule is not None:
-            self.pair_places = [self.home] if self.home is _CPU else list(dict.fromkeys(self.places))
+            self.pair_places = [self.home] if self.home.device.type == "cpu" else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
 
-    def batch_statistics(self, place: Place) -> BatchStatistics:
-        """Return what is left to the running statistics at `place`, without what the graph holds."""
-        statistics = None if isinstance(self.count, int) and self.count == 0 else self.statistics[place]
-        eps = 0.0 if self.rule is None else self.rule.eps
-        return BatchStatistics(statistics, self.var, self.home, place, eps, self.count)
-
     def record(
-        self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+        self, replicas: Sequence[ReplicaTensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
         tensors: list[Tensor] = []
@@ -225,7 +181,7 @@ class Call:
         return hand_over(self.count.to(torch.int32)[None], self.home, place)
 
 
-Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
+Slot = tuple[str, int]  # a name in `ReplicaTensors.tensors`, and the number of the replica
 Gradients = dict[Slot, Tensor | None]
 
 
@@ -446,7 +402,7 @@ class _Backward:
                     )
                     if weighted and weight is not None:
                         sums = [vector * weight for vector in sums]
-                    rows += bring(sums, place, call.home)
+                    rows += hand_over_packed(sums, place, call.home)
         if not self.wants_inputs:
             return
         totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))

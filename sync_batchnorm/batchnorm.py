@@ -21,13 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from sync_batchnorm import distributed
-from sync_batchnorm.autograd import BatchStatistics, EpsRule
+from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
+from sync_batchnorm.functional import (
+    BatchStatistics,
+    LayerSet,
+    Pipe,
+    RunningStatistics,
+    merge_messages,
+    sync_batch_norm,
+)
 from sync_batchnorm.local_parallel import as_device, is_local
 from sync_batchnorm.replicate import (
     CallbackContext,
@@ -38,13 +46,13 @@ from sync_batchnorm.replicate import (
     refuse_stranger,
     swap_class,
 )
-from sync_batchnorm.running import RunningStatistics
 
 __all__ = [
     "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "assert_synchronized",
     "convert_model",
     "patch_sync_batchnorm",
     "revert_model",
@@ -164,7 +172,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return super().forward(input)
         if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
             refuse_stranger(self)
-        group = self._peers()
+        group = self._active_group()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
             return super().forward(input)
@@ -202,9 +210,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         former = self.__dict__.get("_former_parameters", {})
         return former.get("weight") is self.weight and former.get("bias") is self.bias
 
-    def _peers(self) -> distributed.Group | None:
+    def _active_group(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
-        group = distributed.peers(None if self.group_size is not None else self.process_group)
+        group = distributed.active_group(None if self.group_size is not None else self.process_group)
         if group is None:
             return None
         if self._sync_pipe is None and getattr(self, "_is_replica", False):
@@ -578,3 +586,52 @@ def patch_sync_batchnorm() -> Iterator[None]:
                 for place, name, cls in _Names.before:
                     setattr(place, name, cls)
                 _Names.before = ()
+
+
+def assert_synchronized(model: nn.Module) -> None:
+    """Check that every batch norm of `model` would synchronize in its next forward; return if so.
+
+    Call it on the wrapped model, in training mode. Layers that are in eval mode on purpose, like those of a frozen
+    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every
+    replica will call every layer cannot be seen from here; what does not, fails at once in the forward.
+
+    Args:
+        model: the wrapper, or whatever contains it.
+
+    Raises:
+        RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
+            would normalize with less than the whole batch, with the reason for each.
+    """
+    found = list(_unsynchronized(model))
+    if found:
+        layers = "".join(
+            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in found
+        )
+        raise RuntimeError(
+            f"expected every batch norm of the model to synchronize, but got {len(found)} that would not:{layers}"
+        )
+
+
+def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    wrappers = [(name, module) for name, module in model.named_modules() if isinstance(module, DataParallel)]
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            # The innermost wrapper comes last. The root has no name, and contains everything.
+            around = [module for prefix, module in wrappers if not prefix or name.startswith(prefix + ".")]
+            why = _why_unsynchronized(layer, around[-1] if around else None)
+            if why is not None:
+                yield name, layer, why
+
+
+def _why_unsynchronized(layer: _BatchNorm, wrapper: DataParallel[nn.Module] | None) -> str | None:
+    if isinstance(layer, nn.SyncBatchNorm):
+        return "it synchronizes processes, not the replicas of one; call convert_model(model)"
+    if not isinstance(layer, _SynchronizedBatchNorm):
+        return "it is not synchronized; call convert_model(model)"
+    if not layer.training:
+        return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
+    if wrapper is not None and not isinstance(wrapper, _Callbacks):
+        return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
+    if wrapper is None and distributed.active_group(layer.process_group) is None:
+        return "no wrapper is around it; wrap the model with DataParallelWithCallback"
+    return None

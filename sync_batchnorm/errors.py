@@ -29,7 +29,7 @@ class _KeyErrorText(str):
         return str(self)
 
 
-class Caught:
+class CapturedError:
     """An exception on its way from the thread of a replica to the caller's.
 
     It keeps type and text only: a stored exception would keep the frames of the failed forward alive, and with them
@@ -73,7 +73,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def is_caused_by(error: BaseException | None, text: str) -> bool:
-    """Tell whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
+    """Return whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
     seen: set[int] = set()
     ahead = [error]
     while ahead:

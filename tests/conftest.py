@@ -94,9 +94,9 @@ def _seeded() -> None:
 
 KERNELS = {
     "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
-    "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
-    "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
+    "separate": {"functional.JOINED": 0},  # each replica makes the statistics of its own input
+    "exact": {"functional.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
+    "general": {"functional.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
 }
 
 

@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 from sync_batchnorm.autograd import EpsRule
-from sync_batchnorm.functional import sync_batch_norm
-from sync_batchnorm.running import RunningStatistics
+from sync_batchnorm.functional import RunningStatistics, sync_batch_norm
 
 
 class Whitening(nn.Module):

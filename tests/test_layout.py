@@ -15,54 +15,38 @@ TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob(
 # What each file may import from the package, in an order in which every file comes after what it imports.
 IMPORTS = {
     "errors": set(),
-    "circle": set(),
-    "roster": {"circle", "errors"},
-    "comm": {"circle", "roster"},
-    "profiling": {"circle", "roster"},
+    "coordinator": {"errors"},
+    "comm": {"coordinator"},
+    "profiling": {"coordinator"},
+    "compilation": set(),
+    "local_parallel": {"compilation", "errors"},
+    "recompute": set(),
+    "replicate": {"comm", "compilation", "coordinator", "errors", "local_parallel", "profiling", "recompute"},
     "moments": set(),
     "normalization": {"moments"},
     "distributed": set(),
-    "recompute": set(),
-    "running": set(),
-    "autograd": {"distributed", "moments", "normalization", "recompute", "running"},
-    "messages": {"autograd", "distributed", "moments", "normalization", "running"},
-    "compilation": set(),
+    "autograd": {"distributed", "local_parallel", "moments", "normalization", "recompute"},
     "functional": {
         "autograd",
         "comm",
         "compilation",
         "distributed",
-        "messages",
+        "local_parallel",
+        "moments",
         "normalization",
         "recompute",
-        "running",
     },
-    "trees": set(),
-    "local_parallel": {"compilation", "errors", "trees"},
-    "caller": set(),
-    "draws": {"recompute"},
-    "replicate": {"caller", "comm", "compilation", "draws", "errors", "local_parallel", "profiling", "roster"},
-    "batchnorm": {
-        "autograd",
-        "comm",
-        "compilation",
-        "distributed",
-        "functional",
-        "local_parallel",
-        "replicate",
-        "running",
-    },
-    "check": {"batchnorm", "distributed", "replicate"},
+    "batchnorm": {"autograd", "comm", "compilation", "distributed", "functional", "local_parallel", "replicate"},
     "selfcheck": {"batchnorm", "replicate"},
 }
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
-WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
+WITHOUT_TORCH = ["errors", "coordinator", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
     "autograd": {"Lock"},  # around what several backwards of one call share
-    "roster": {"Empty", "Lock", "SimpleQueue"},
+    "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
 }

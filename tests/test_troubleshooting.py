@@ -45,7 +45,7 @@ FIELDS = {
     "len(devices)": r"\d+",
     "len(found)": r"\d+",
     "len(mean)": r"\d+",
-    "list(circle.members)": r"\[\d+(, \d+)*\]",
+    "list(sync_group.members)": r"\[\d+(, \d+)*\]",
     "list(results)": r"\[\d+(, \d+)*\]",
     "meeting": MEETING,
     "most": r"\d+",
@@ -81,7 +81,7 @@ def field(value: ast.FormattedValue) -> str:
 
 
 def is_message(text: str) -> bool:
-    """Tell whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
+    """Return whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
     return (text.startswith("expected ") and ", but got " in text) or " trains in a replica " in text
 
 
@@ -128,4 +128,4 @@ def test_there_are_messages_to_compare():
 
 def test_reasons_of_the_check_are_those_of_the_page():
     for line in re.findall(r"^  module\.\S+ \(\w+\): (.*)$", PAGE, re.MULTILINE):
-        assert line in (ROOT / "sync_batchnorm" / "check.py").read_text()
+        assert line in (ROOT / "sync_batchnorm" / "batchnorm.py").read_text()
