@@ -14,7 +14,7 @@ runs this node when it has the gradients of all outputs. The node makes the two 
 makes all input gradients.
 
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
-has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
+has made in its thread, and writes in its thread after the exchange, so that all of them work at once.
 
 NOTE [who saves what]: The common node saves inputs and weights of all replicas, but not those of a replica with hooks
 on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its

@@ -175,7 +175,7 @@ class Coordinator:
                     return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release everybody, because an exception took a replica out of an exchange; the end of its forward says the rest."""
+        """Release everybody, because an exception took a replica out of an exchange; its end says the rest."""
         with self._lock:
             self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
 

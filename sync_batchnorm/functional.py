@@ -23,7 +23,7 @@ __all__ = ["merge_messages", "sync_moments"]
 
 
 class RunningStatistics(NamedTuple):
-    """The buffers of a layer, for the master to update: right after a meeting, while its peers wake up."""
+    """The buffers of a layer, for the master to update: right after an exchange, while its peers wake up."""
 
     mean: Tensor | None
     var: Tensor | None

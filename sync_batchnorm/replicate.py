@@ -2,7 +2,8 @@
 
 A forward of the wrapper makes its replicas, gives each of them a handle on one `Coordinator`, and calls
 `__data_parallel_replicate__` on every copy of every submodule that has it. Nothing of that is stored on the wrapped
-module: all state lives on the replicas and ends with them. This file knows no batch norm; any module may use the callback.
+module: all state lives on the replicas and ends with them. This file knows no batch norm; any module may use the
+callback.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ _coordinators: ContextVar[list[Coordinator]] = ContextVar(
 
 
 class _Callbacks(DataParallel[Any]):
-    """The part of a `DataParallel` that gives its replicas handles, calls the callbacks, and picks the error to raise."""
+    """The part of a `DataParallel` that gives its replicas handles, calls the callbacks, picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
 

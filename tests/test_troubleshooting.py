@@ -16,7 +16,7 @@ QUOTES = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```"
 REPLICA = r"replica \d+( on device \w+(:\d)?)?"
 WAITING = rf"{REPLICA}( and {REPLICA})* waits?"
 LAYER = r"[\w.]+"
-MEETING = rf"{LAYER}, call \d+"
+EXCHANGE = rf"{LAYER}, call \d+"
 STATE = r"which (is running|has not started|left its forward|was given no input|waits in [^;]+)"
 NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
 STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
@@ -47,11 +47,11 @@ FIELDS = {
     "len(mean)": r"\d+",
     "list(sync_group.members)": r"\[\d+(, \d+)*\]",
     "list(results)": r"\[\d+(, \d+)*\]",
-    "meeting": MEETING,
+    "exchange": EXCHANGE,
     "most": r"\d+",
     "names[0] or 'the module'": LAYER,
     "numbers": r"\[\d+(, \d+)+\]",
-    "places": rf"{REPLICA} in {MEETING}(, {REPLICA} in {MEETING})+",
+    "places": rf"{REPLICA} in {EXCHANGE}(, {REPLICA} in {EXCHANGE})+",
     "process_group": r"<\w+>",
     "self.name": LAYER,
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
