@@ -308,10 +308,10 @@ class _Backward:
         self.needs = [self.wants_inputs, *map(bool, asked)]
 
     def run(self) -> Gradients:
-        call, kind = self.call, operators_for(self.call.home.device)
-        if torch.is_grad_enabled() or kind == "other" or any(grad is not None for grad in self.pair_grads):
+        call, operators = self.call, operators_for(self.call.home.device)
+        if torch.is_grad_enabled() or operators == "other" or any(grad is not None for grad in self.pair_grads):
             self.differentiable()
-        elif kind == "cuda":
+        elif operators == "cuda":
             self.on_cuda()
         elif call.joined and self.together and len(self.parts) == len(call.places):
             self.joined()
