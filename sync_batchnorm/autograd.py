@@ -70,11 +70,6 @@ class EpsRule(NamedTuple):
         return None if self.mode == "plus" else var < self.eps
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Return the device of `tensor`, and the stream there that this thread uses."""
-    return current_place(tensor.device)
-
-
 def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
     """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, else a copy."""
     if source.device == target.device:
@@ -124,7 +119,7 @@ class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.place = place_of(input)
+        self.place = current_place(input.device)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
         self.saved = save_for_hooks(input, weight)
