@@ -56,6 +56,7 @@ WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
     "roster": {"Empty", "Lock", "SimpleQueue"},
+    "autograd": {"Lock"},  # around what several backwards share, and never while anything is computed
     "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
 }

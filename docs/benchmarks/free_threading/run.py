@@ -11,6 +11,8 @@ import statistics
 import sys
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import Remote, environment, interleave, median_ratio
 
@@ -26,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as in the contenders
     script = str(Path(__file__).with_name("contender.py"))
     print(environment())
     print("| shape | replicas | BatchNorm2d, ms | ours, ms | ours / BatchNorm2d ", end="")
