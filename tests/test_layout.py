@@ -45,7 +45,7 @@ WITHOUT_TORCH = ["errors", "coordinator", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
-    "autograd": {"Lock"},  # around what several backwards of one call share
+    "autograd": {"Lock"},  # around what several backwards share, and never while anything is computed
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started

@@ -55,7 +55,7 @@ def oldest_python() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def test_requirements() -> dict[str, str]:
+def pinned_versions() -> dict[str, str]:
     """Return the pinned versions of what the suite needs, by name."""
     pins = ast.literal_eval(setup_argument("extras_require"))["test"]
     return dict(pin.split("==") for pin in pins)
@@ -90,7 +90,7 @@ def pythons() -> dict[str, str]:
 
 def pairs() -> Iterator[Pair]:
     """Return what is to be run."""
-    pinned, found = test_requirements()["torch"], pythons()
+    pinned, found = pinned_versions()["torch"], pythons()
     (first, executable), *others = found.items()
     for torch in dict.fromkeys((oldest_torch(), pinned, newest_torch())):
         yield Pair(first, executable, torch)
@@ -109,7 +109,7 @@ def prepare(pair: Pair, folder: Path) -> list[str]:
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={installed(folder, 'torch')}\n")
     absent = []
-    for name, pin in test_requirements().items():
+    for name, pin in pinned_versions().items():
         if name in ("torch", "ruff") or installed(folder, name):
             continue
         for requirement in (f"{name}=={pin}", f"{name}>={pin.partition('.')[0]}"):

@@ -1,0 +1,51 @@
+"""What is claimed of torch and Python is what the table of the contributing page says has passed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import versions
+
+PAGE = Path(__file__).parents[1] / "docs" / "contributing.md"
+
+
+def rows() -> list[dict[str, str]]:
+    """Return the table of what has passed."""
+    lines = PAGE.read_text(encoding="utf-8").split("\n## Versions\n")[1].split("\n## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_table_is_the_one_that_the_command_prints():
+    assert tuple(rows()[0]) == versions.HEADER
+
+
+def test_everything_in_the_table_has_passed():
+    assert [row for row in rows() if row["failed"] != "0" or int(row["passed"]) < 1000] == []
+
+
+def test_oldest_torch_that_is_allowed_has_passed():
+    passed = {row["torch"] for row in rows()}
+    assert min(passed, key=lambda version: [int(part) for part in version.split(".")]) == versions.oldest_torch()
+
+
+def test_every_python_of_the_classifiers_has_passed():
+    prefix = "Programming Language :: Python :: 3."
+    classifiers = ast.literal_eval(versions.setup_argument("classifiers"))
+    claimed = {line.removeprefix(prefix) for line in classifiers if line.startswith(prefix)}
+    assert claimed == {row["Python"].split(".")[1] for row in rows() if not row["Python"].endswith("t")}
+    is_free = any(row["Python"].endswith("t") for row in rows())
+    assert is_free == any(":: Free Threading ::" in line for line in classifiers)
+
+
+def test_python_that_runs_the_command_gets_the_oldest_and_the_pinned_torch(monkeypatch):
+    monkeypatch.setattr(versions, "newest_torch", lambda: "99.0.0")
+    monkeypatch.setattr(versions, "pythons", lambda: {"3.11.7": "this", "3.13.5t": "another"})
+    oldest, pinned = versions.oldest_torch(), versions.pinned_versions()["torch"]
+    assert list(versions.pairs()) == [
+        versions.Pair("3.11.7", "this", oldest),
+        versions.Pair("3.11.7", "this", pinned),
+        versions.Pair("3.11.7", "this", "99.0.0"),
+        versions.Pair("3.13.5t", "another", pinned, newest_below=True),
+    ]
