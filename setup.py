@@ -34,7 +34,6 @@ setup(
             "timm==1.0.31",
             "pytest==9.2.0",
             "pytest-xdist==3.8.0",
-            "hypothesis==6.170.15",
             "onnx==1.23.2",
             "onnxscript==0.7.2",
             "ruff==0.17.5",
