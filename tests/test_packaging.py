@@ -134,12 +134,14 @@ def test_version_is_the_newest_of_the_changelog(metadata):
     assert changelog.split("\n## ")[1].split()[0] == metadata["Version"]
 
 
+@pytest.mark.slow
 def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadata, tmp_path):
     report = json.loads(output_of([python, "-m", "sync_batchnorm", "--json", "--devices", "cpu,cpu"], tmp_path))
     assert report["ok"]
     assert report["versions"]["sync_batchnorm"] == metadata["Version"]
 
 
+@pytest.mark.slow
 def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_path):
     code = shutil.copy(USER, tmp_path)
     # The cache is that of the usual type check, which has read torch if it ran before.
