@@ -5,12 +5,13 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import distributed_worker
@@ -64,32 +65,37 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What every check had to say, in each process of a world of the given size: nothing if it succeeded."""
-    world = World(request.param, tmp_path_factory.mktemp(f"world{request.param}"), "checks")
-    world.join()
-    found = []
-    for rank in range(request.param):
-        try:
-            found.append(world.outcome("results", rank))
-        except AssertionError as error:
-            found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
-    return found
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
+    """What every check had to say, in each process of a world of a size: nothing if it succeeded."""
+
+    @functools.cache
+    def results_of(size: int) -> list[dict[str, str]]:
+        world = World(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
+        world.join()
+        found = []
+        for rank in range(size):
+            try:
+                found.append(world.outcome("results", rank))
+            except AssertionError as error:
+                found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
+        return found
+
+    return results_of
 
 
+@pytest.mark.watchdog(SECONDS)  # The first test of a size starts its world.
 @pytest.mark.parametrize(
-    ("name", "results"),
+    ("name", "size"),
     [
-        pytest.param(name, size, id=f"{name}-{size}", marks=() if size == 2 else pytest.mark.slow)
+        pytest.param(name, size, marks=() if size == 2 else pytest.mark.slow)
         for name, (_, sizes) in distributed_worker.CHECKS.items()
         for size in sizes
     ],
-    indirect=["results"],
 )
-def test_in_a_world(name, results):
-    for rank, checks in enumerate(results):
-        outcome = checks.get(name, "did not run, because an earlier check broke the world")
-        assert not outcome, f"rank {rank} of {len(results)}:\n{outcome}"
+def test_in_a_world(name, size, results_of):
+    for rank, results in enumerate(results_of(size)):
+        outcome = results.get(name, "did not run, because an earlier check broke the world")
+        assert not outcome, f"rank {rank} of {size}:\n{outcome}"
 
 
 @pytest.fixture(scope="module")
