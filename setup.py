@@ -9,6 +9,15 @@ HERE = Path(__file__).parent
 # Read, not imported: a build has no torch.
 VERSION = re.findall(r'^__version__ = "(.+)"$', (HERE / "sync_batchnorm/__init__.py").read_text(), re.MULTILINE)[0]
 
+# Pinned: one torch for everybody who runs examples and tests, and the torchvision that belongs to it.
+EXAMPLES = [
+    "torch==2.13.0",
+    "torchvision==0.28.0",
+    "scikit-learn==1.9.1",
+    "matplotlib==3.11.2",
+    "tqdm==4.70.1",
+]
+
 setup(
     name="synchronized-batchnorm",
     version=VERSION,
@@ -24,23 +33,18 @@ setup(
     # The lower bound is the oldest torch that the whole test suite has passed on.
     install_requires=["torch>=2.8.0"],
     extras_require={
-        # Pinned: one torch for everybody who runs the tests, and the torchvision that belongs to it.
+        "examples": EXAMPLES,
         "test": [
-            "torch==2.13.0",
-            "torchvision==0.28.0",
+            *EXAMPLES,
             "timm==1.0.31",
             "pytest==9.2.0",
-            "hypothesis==6.170.15",
-            "scikit-learn==1.9.1",
-            "matplotlib==3.11.2",
-            "tqdm==4.70.1",
+            "pytest-xdist==3.8.0",
             "onnx==1.23.2",
             "onnxscript==0.7.2",
             "ruff==0.17.5",
             "mypy==2.4.1",
             "setuptools==84.2.1",
         ],
-        "examples": ["torchvision", "scikit-learn", "matplotlib", "tqdm"],
     },
     classifiers=[
         "Development Status :: 5 - Production/Stable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import sys
@@ -54,6 +55,34 @@ def within(seconds: float, body: Callable[[], Any]) -> Any:
     if not succeeded:
         raise value
     return value
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Spread the whole suite over the cores; run files that are named, and all of it on one core, in this process.
+
+    Four processes at most: each imports torch and what goes with it, and where there is a GPU, all have a share of it.
+    """
+    named = config.args_source == pytest.Config.ArgsSource.ARGS
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if named or cores == 1 else min(cores, 4)
+
+
+def is_repetition(item: pytest.Item) -> bool:
+    """Return whether another kernel has the same test: on one device, and in eval mode, none of them is used."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    devices = params.get("devs", params.get("devices"))
+    one_device = isinstance(devices, list) and len(devices) == 1
+    return params.get("kernel", "joined") != "joined" and (one_device or params.get("training") is False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not is_repetition(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection look at what is there before the first test: several tests collect."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,10 +146,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-every_kernel = [
-    pytest.mark.parametrize("kernel", list(KERNELS), indirect=True),
-    pytest.mark.usefixtures("kernel"),
-]
+def kernels(*slow: str) -> list[pytest.MarkDecorator]:
+    """Return marks of a test that runs with every kernel; with those that are named in the whole suite only."""
+    values = [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in KERNELS]
+    return [pytest.mark.parametrize("kernel", values, indirect=True), pytest.mark.usefixtures("kernel")]
+
+
+every_kernel = kernels()  # for tests of the numbers
+usual_kernels = kernels("exact", "general")  # for tests of all else
 
 
 def device_lists(*sizes: int) -> list[Any]:

@@ -658,6 +658,14 @@ def ddp_training_equals_one_process() -> None:
         assert_same_training(plain, ddp)
 
 
+@check(2)
+def ddp_that_was_converted_after_it_was_built_equals_one_process() -> None:
+    plain = randomize(conv_net())
+    ddp = DistributedDataParallel(copy.deepcopy(plain))
+    assert convert_model(ddp) is ddp
+    assert_same_training(plain, ddp)
+
+
 @check(2, 3)
 def ddp_around_replicas_equals_one_process() -> None:
     plain = randomize(conv_net())

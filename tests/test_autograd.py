@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import (
     TwoLayers,
     as_devices,
@@ -22,7 +22,7 @@ from torch import nn
 from sync_batchnorm import normalization
 from sync_batchnorm.autograd import EpsRule
 
-pytestmark = every_kernel
+pytestmark = usual_kernels
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -549,7 +549,7 @@ def test_policies_of_what_to_save_change_nothing(devices, policy, path, early_st
 
 
 @pytest.mark.usefixtures("kernel")
-@every_kernel[0]
+@usual_kernels[0]
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_of_what_to_save_change_nothing_on_any_arithmetic(policy):
     assert_exact(around_all, ["cpu"] * 4, 8, **saving(*POLICIES[policy]))

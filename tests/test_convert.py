@@ -741,43 +741,6 @@ def test_the_module_of_a_distributed_data_parallel_is_converted_and_trains_on():
     assert type(revert_model(net).module[1]) is nn.BatchNorm2d
 
 
-TWO_PROCESSES = """
-import copy, sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from sync_batchnorm import convert_model
-
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-torch.manual_seed(0)
-plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).double()
-net = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-convert_model(net)
-batch, grad = torch.randn(2, 4, 2, 5, 5, dtype=torch.float64), torch.randn(2, 4, 3, 5, 5, dtype=torch.float64)
-for x, dy in zip(batch, grad):
-    plain(x).backward(dy)
-    net(x.chunk(2)[rank]).backward(dy.chunk(2)[rank])
-for actual, expected in zip(net.parameters(), plain.parameters()):
-    torch.testing.assert_close(2 * actual.grad, expected.grad)  # the reducer takes the mean of the processes
-for actual, expected in zip(net.buffers(), plain.buffers()):
-    torch.testing.assert_close(actual, expected)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.watchdog(60.0)
-def test_a_distributed_data_parallel_that_was_built_before_synchronizes_after_conversion(tmp_path):
-    commands = [[sys.executable, "-c", TWO_PROCESSES, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        errors = [process.communicate(timeout=50.0)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "".join(errors)
-
-
 # Going back
 
 

@@ -5,12 +5,13 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import distributed_worker
@@ -23,7 +24,6 @@ from torch import nn
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, distributed
 
 ROOT = Path(__file__).parents[1]
-SIZES = (2, 3)
 SECONDS = 240.0  # in which a world must have ended
 
 
@@ -65,26 +65,36 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, str]]:
-    """What every check had to say, in each process of each world: by size and rank, nothing if it succeeded."""
-    found = {}
-    for size in SIZES:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
+    """What every check had to say, in each process of a world of a size: nothing if it succeeded."""
+
+    @functools.cache
+    def results_of(size: int) -> list[dict[str, str]]:
         world = World(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
         world.join()
+        found = []
         for rank in range(size):
             try:
-                found[size, rank] = world.outcome("results", rank)
+                found.append(world.outcome("results", rank))
             except AssertionError as error:
-                found[size, rank] = dict.fromkeys(distributed_worker.CHECKS, str(error))
-    return found
+                found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
+        return found
+
+    return results_of
 
 
+@pytest.mark.watchdog(SECONDS)  # The first test of a size starts its world.
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name, (_, sizes) in distributed_worker.CHECKS.items() for size in sizes]
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if size == 2 else pytest.mark.slow)
+        for name, (_, sizes) in distributed_worker.CHECKS.items()
+        for size in sizes
+    ],
 )
-def test_in_a_world(name, size, results):
-    for rank in range(size):
-        outcome = results[size, rank].get(name, "did not run, because an earlier check broke the world")
+def test_in_a_world(name, size, results_of):
+    for rank, results in enumerate(results_of(size)):
+        outcome = results.get(name, "did not run, because an earlier check broke the world")
         assert not outcome, f"rank {rank} of {size}:\n{outcome}"
 
 
@@ -163,22 +173,27 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
     assert distributed.active_group(None) is None
 
 
-@pytest.fixture(scope="module")
-def trainings() -> list[str]:
-    """What the example prints in one process, in two, and in two with two replicas each."""
-    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), "--epochs", "1"]
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+def printed_by_the_example(*launcher: str, replicas: int = 1) -> str:
+    """Return what the example prints in the processes that `launcher` starts."""
+    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), "--epochs", "1", "--batch", "96"]
+    command = [sys.executable, *launcher, *example, "--replicas", str(replicas)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    commands = [
-        example,
-        [*torchrun, "--nproc-per-node", "2", *example],
-        [*torchrun, "--nproc-per-node", "2", *example, "--replicas", "2"],
-    ]
-    runs = [subprocess.run([sys.executable, *c], env=env, capture_output=True, timeout=SECONDS) for c in commands]
-    printed = [run.stdout.decode() or run.stderr.decode() for run in runs]
-    return [re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE) for text in printed]  # as torch 2.8 prints
+    run = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS)
+    text = run.stdout.decode() or run.stderr.decode()
+    return re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE)  # as torch 2.8 prints
 
 
-def test_example_prints_the_same_digits_however_it_is_launched(trainings):
-    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", trainings[0])
-    assert trainings == [trainings[0]] * len(trainings)
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """What the example prints in one process."""
+    return printed_by_the_example()
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+@pytest.mark.watchdog(SECONDS)
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_example_prints_the_same_digits_in_two_processes_as_in_one(alone, replicas):
+    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
+    assert printed_by_the_example(*TORCHRUN, "--nproc-per-node", "2", replicas=replicas) == alone

@@ -128,9 +128,9 @@ def test_shell_blocks_of_the_readme_are_its_two_commands():
     assert len(first.splitlines()) == len(second.splitlines()) == 1
     assert first.endswith("/python docs/examples/train_digits.py\n")
     assert second.endswith("/python -m pytest\n")
-    for command in (first, second):
+    for command, extra in ((first, "examples"), (second, "test")):
         subprocess.run(["bash", "-n", "-c", command], check=True)
-        assert "'.[test]'" in command
+        assert f"'.[{extra}]'" in command
 
 
 def signature_of(qualified_name: str) -> str:

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import assert_equal, assert_same_state, assert_same_step, doubles, randomize, run_parts, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
-pytestmark = every_kernel
+pytestmark = usual_kernels
 
 
 def grouped(module, devices, group_size):

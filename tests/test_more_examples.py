@@ -28,7 +28,7 @@ TINY = {
 RUNS = {"one device", "unsynchronized", "synchronized"}
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=["train_gan", pytest.param("segment_digits", marks=pytest.mark.slow)])
 def tiny_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """One run of an example from a shell, with warnings as errors."""
     return TinyRun(request.param, tmp_path_factory.mktemp(request.param) / "new" / "folder")
@@ -93,6 +93,8 @@ def test_example_fails_when_its_replicas_do_not_synchronize(
     example: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(example, "convert_model", lambda model: model)
+    if hasattr(example, "TEST_SCENES"):
+        monkeypatch.setattr(example, "TEST_SCENES", example.SHOWN)
     assert example.main([*TINY[example.__name__], "--output", str(tmp_path)]) == 1
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
 

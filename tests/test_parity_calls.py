@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
-pytestmark = every_kernel
+pytestmark = usual_kernels
 
 
 class Pyramid(nn.Module):

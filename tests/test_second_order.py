@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import WITHOUT_BIAS, assert_equal, assert_same_state, doubles, randomize, run_parts, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 
-pytestmark = every_kernel
+pytestmark = usual_kernels
 
 RELATIVE = 1e-8  # of second derivatives, whose values are differences of large ones
 

@@ -121,7 +121,8 @@ def test_cache_that_cannot_be_written_is_named(project, tmp_path):
 
 
 def test_torch_that_was_imported_before_is_refused(project):
-    status, output = run(project, "-p", "torch", "--simulated-gpus", "2")
+    (project / "imports_torch.py").write_text("import torch")
+    status, output = run(project, "-p", "imports_torch", "--simulated-gpus", "2", PYTHONPATH=str(project))
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "GPUs must be simulated before torch is imported, and something has imported it already" in output
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import device_lists, usual_kernels
 from helpers import (
     TOLERANCES,
     as_devices,
@@ -33,7 +33,7 @@ from sync_batchnorm import (
     sync_moments,
 )
 
-pytestmark = every_kernel
+pytestmark = usual_kernels
 
 LOW = [torch.float16, torch.bfloat16]
 FORMATS = {

@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = "import sys; print('.'.join(map(str, sys.version_info[:3])) + sys.abiflags, sys.executable)"
 # pytest, its fixtures and the package itself: without these nothing runs.
-NEEDED = ("pytest", "hypothesis")
+NEEDED = ("pytest", "pytest-xdist")
 HEADER = ("Python", "torch", "passed", "skipped", "failed", "without")
 
 
@@ -57,8 +57,7 @@ def oldest_python() -> tuple[int, int]:
 
 def pinned_versions() -> dict[str, str]:
     """Return the pinned versions of what the suite needs, by name."""
-    pins = ast.literal_eval(setup_argument("extras_require"))["test"]
-    return dict(pin.split("==") for pin in pins)
+    return dict(re.findall(r'"([\w-]+)==([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8")))
 
 
 def newest_torch() -> str:

@@ -49,9 +49,9 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-def models_with_batch_norm() -> Iterator[tuple[str, nn.Module]]:
-    """Build every torchvision model on the meta device, and yield those that have BatchNorm layers."""
-    for name in torchvision.models.list_models():
+def models_with_batch_norm(names: Iterable[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Build torchvision models, all of them by default, on the meta device; yield those that have BatchNorm layers."""
+    for name in torchvision.models.list_models() if names is None else names:
         with on_meta():
             model = build(name)
         if batch_norms(model):

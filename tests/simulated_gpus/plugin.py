@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -51,13 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
-
-
-def pytest_collection_finish() -> None:
-    """Let no garbage collection look at what is there before the first test: there is one after each."""
-    if simulated_gpus.is_simulated():
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
