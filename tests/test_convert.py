@@ -408,6 +408,7 @@ def test_a_subclass_without_computation_of_its_own_is_synchronized_and_comes_bac
     before = anatomy(layer)
     convert_model(layer)
     assert isinstance(layer, cls)
+    assert [isinstance(layer, ours) for _, ours in KINDS] == [isinstance(plain, theirs) for theirs, _ in KINDS]
     assert type(layer).__name__ == f"Synchronized{cls.__name__}"
     assert anatomy(layer) == before
     synchronized_step(layer, plain, 3, 4, 4)

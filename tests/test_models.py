@@ -478,6 +478,13 @@ def test_plain_wrapper_inside_a_wrapper_is_refused_before_anything_runs():
     assert net[1].num_batches_tracked == 0
 
 
+def test_plain_wrapper_without_devices_inside_a_wrapper_runs_its_module():
+    inner = nn.DataParallel(nn.Linear(3, 3).double())
+    inner.__dict__.update(dim=0, device_ids=[], output_device=None)  # as where there is no GPU
+    data = doubles(4, 3)
+    assert_equal(DataParallelWithCallback(inner, ["cpu"] * 2)(data), inner.module(data))
+
+
 def convert_and_keep(net):
     convert_model(net[1])
     return net

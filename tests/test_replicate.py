@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_same_step, doubles, twins
+from scripted import OneThread
 from torch import nn
 
 from sync_batchnorm import (
@@ -16,6 +17,7 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
+from sync_batchnorm.replicate import is_in_replica
 
 
 class Registering(nn.Module):
@@ -119,6 +121,18 @@ class ForwardingModule(Forwarding):
 
     def forward(self, input):
         return self.module(input)
+
+
+def test_thread_that_has_run_a_replica_is_in_none():
+    class Looking(nn.Module):
+        def forward(self, input):
+            seen.append(is_in_replica())
+            return input
+
+    seen = []
+    patch_replication_callback(OneThread(Looking(), 2))(torch.randn(4, 3))
+    assert seen == [True, True]
+    assert not is_in_replica()
 
 
 def test_patched_wrapper_that_forwards_what_is_set_leaves_its_module_alone():
