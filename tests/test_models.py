@@ -18,7 +18,7 @@ from helpers import (
     doubles,
     twins,
 )
-from scripted import WRAPPERS, Scripted, batch, scripted
+from scripted import WRAPPERS, OwnForward, Scripted, batch, scripted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +28,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     assert_synchronized,
     convert_model,
+    patch_replication_callback,
 )
 
 
@@ -519,7 +520,40 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
     parallel(*batch())
 
 
-def test_wrapper_that_skips_a_batch_by_itself_may_do_so():
+def test_error_that_is_swallowed_behind_the_call_of_another_wrapper_reaches_the_caller():
+    class Swallowing(Scripted):
+        def forward(self, x, replica):
+            try:
+                return super().forward(x, replica)
+            except RuntimeError:
+                return x
+
+    class CallsAnother(OwnForward):
+        def forward(self, *inputs):
+            another(*inputs)
+            return super().forward(*inputs)
+
+    def fails(model, x):
+        raise RuntimeError("out of memory")
+
+    another = WRAPPERS["wrapper"](scripted())
+    model = Swallowing().double()
+    model.steps = {(1, "between"): fails}
+    with pytest.raises(ReplicaSyncError, match="expected errors of a meeting to leave the forward"):
+        patch_replication_callback(CallsAnother(model, 3))(*batch())
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["failing", "swallowing"])
+def test_wrapper_that_skips_a_batch_by_itself_may_do_so(swallows):
+    class Swallowing(Scripted):
+        def forward(self, x, replica):
+            try:
+                return super().forward(x, replica)
+            except RuntimeError:
+                if not swallows:
+                    raise
+                return x
+
     class Skipping(DataParallelWithCallback):
         def forward(self, *inputs):
             try:
@@ -530,7 +564,9 @@ def test_wrapper_that_skips_a_batch_by_itself_may_do_so():
     def fails(model, x):
         raise RuntimeError("out of memory")
 
-    parallel = Skipping(scripted((1, "between", fails)), ["cpu"] * 3)
+    model = Swallowing().double()
+    model.steps = {(1, "between"): fails}
+    parallel = Skipping(model, ["cpu"] * 3)
     assert parallel(*batch()) is None
 
 
