@@ -31,7 +31,8 @@ FIELDS = {
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
     "EPS_MODES": r"\('\w+', '\w+'\)",
-    "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of .+)",
+    "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of forward-mode "
+    "differentiation)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
     "how": STATE.removeprefix("which "),
@@ -55,7 +56,8 @@ FIELDS = {
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
     "structure": STRUCTURE,
     "structures[0]": STRUCTURE,
-    "text": "expected .+",
+    "text": rf"expected every replica to call {LAYER} equally often, but got {REPLICA}, {STATE}, while {WAITING} \({MEETING}\); "
+    "make every replica call every synchronized layer in every forward",
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
     "waiting": WAITING,
