@@ -1,14 +1,19 @@
 """Build the distribution `synchronized-batchnorm`, which is imported as `sync_batchnorm`."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 
+HERE = Path(__file__).parent
+# Read, not imported: a build has no torch.
+VERSION = re.findall(r'^__version__ = "(.+)"$', (HERE / "sync_batchnorm/__init__.py").read_text(), re.MULTILINE)[0]
+
 setup(
     name="synchronized-batchnorm",
-    version="1.1.0",
+    version=VERSION,
     description="Synchronized batch norm for torch.nn.DataParallel: N devices train to the same numbers as one",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license_expression="MIT",
     license_files=["LICENSE"],

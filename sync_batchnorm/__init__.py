@@ -1,16 +1,50 @@
 """Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one."""
 
+import sys
+from importlib.util import find_spec
+
+__version__ = "1.1.0"
+
+# NOTE [refused imports]: A folder that was copied, or is on the path, gets here without pip, which would have asked.
+# What stands before the other imports is for Python 3.6 to parse, and ends with a sentence where those would fail.
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise ImportError(
+        f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
+        f"({sys.executable}); run it with a newer Python"
+    )
+if __name__ != "sync_batchnorm":
+    raise ImportError(
+        f"expected sync_batchnorm {__version__} at the top of the path of Python, but got {__name__}; install it, or "
+        "move its folder out of the package that it is in, and import it as sync_batchnorm"
+    )
+if find_spec("torch") is None:
+    raise ImportError(
+        f"expected torch 2.8 or newer for sync_batchnorm {__version__}, but got a Python without torch "
+        f"({sys.executable}); run: pip install 'torch>=2.8'"
+    )
+
+import torch
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+    raise ImportError(
+        f"expected torch 2.8 or newer for sync_batchnorm {__version__}, but got torch {torch.__version__} "
+        f"({torch.__file__}); run: pip install --upgrade 'torch>=2.8'"
+    )
+
 from sync_batchnorm.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    assert_synchronized,
+    convert_model,
+    patch_sync_batchnorm,
+    revert_model,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.check import assert_synchronized
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.convert import convert_model, patch_sync_batchnorm, revert_model
 from sync_batchnorm.errors import ReplicaSyncError
+from sync_batchnorm.functional import merge_messages, sync_moments
 from sync_batchnorm.replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -31,8 +65,10 @@ __all__ = [
     "assert_synchronized",
     "convert_model",
     "execute_replication_callbacks",
+    "merge_messages",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "revert_model",
     "set_sbn_eps_mode",
+    "sync_moments",
 ]

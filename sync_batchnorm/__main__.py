@@ -7,7 +7,6 @@ wrong, 2 for bad arguments. `selfcheck.py` has the checks.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sync_batchnorm import __version__
 from sync_batchnorm.local_parallel import as_device
 from sync_batchnorm.selfcheck import BUDGET, Finding, Item, items_for, run
 
@@ -108,17 +108,13 @@ def check_devices(devices: list[str]) -> tuple[list[Finding], float]:
 
 def versions() -> dict[str, str]:
     """Return what else matters beside the devices, as text."""
-    try:
-        own = importlib.metadata.version("synchronized-batchnorm")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed, a folder"
     cuda = "none"
     if torch.cuda.is_available():
         built = f"HIP {torch.version.hip}" if torch.version.hip else str(torch.version.cuda)
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         cuda = f"{built}, cuDNN {cudnn}"
     found = {
-        "sync_batchnorm": own,
+        "sync_batchnorm": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": platform.platform(),

@@ -14,13 +14,18 @@ runs this node when it has the gradients of all outputs. The node makes the two 
 makes all input gradients.
 
 NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
-has made in its thread, and writes in its thread after the meeting, so that all of them work at once.
+has made in its thread, and writes in its thread after the exchange, so that all of them work at once.
 
 NOTE [who saves what]: The common node saves inputs and weights of all replicas, but not those of a replica with hooks
 on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its
 own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad`
 in their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients
 keeps it for the next one (`_unpack`).
+
+NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
+guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
+crash the process. So both are looked at with the lock of the call held; and what was saved by the first backward alone,
+which frees it there and then: the others take what that one keeps, and torch has nothing left to free.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -35,17 +40,18 @@ it. Tensors go from one place to another through `hand_over` alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, normalization
+from sync_batchnorm.local_parallel import Place, current_place
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
 from sync_batchnorm.recompute import has_hooks, without_hooks
-from sync_batchnorm.running import RunningStatistics
 
 __all__: list[str] = []
 
@@ -64,25 +70,9 @@ class EpsRule(NamedTuple):
         return None if self.mode == "plus" else var < self.eps
 
 
-class Place(NamedTuple):
-    """Where a replica computes, see NOTE [places]."""
-
-    device: torch.device
-    stream: torch.cuda.Stream | None  # None where there are none
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream, and with it its device, is the current one."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-
-_CPU = Place(torch.device("cpu"), None)
-
-
 def place_of(tensor: Tensor) -> Place:
     """Return the device of `tensor`, and the stream there that this thread uses."""
-    if tensor.is_cpu:
-        return _CPU
-    return Place(tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
+    return current_place(tensor.device)
 
 
 def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
@@ -101,7 +91,7 @@ def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
 
 
-def bring(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
+def hand_over_packed(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
     """Hand over several tensors of one shape; from one device to another as one copy."""
     if source.device == target.device:
         return [hand_over(vector, source, target) for vector in vectors]
@@ -117,10 +107,11 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
-class Replica:
+class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
-    saved: Any = None  # the node that has, see NOTE [who saves what]
+    # What the node returned that has, see NOTE [who saves what]. Up to torch 2.12, that node lives as long as this.
+    saved: Tensor | None = None
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
@@ -128,31 +119,7 @@ class Replica:
         self.records = torch.is_grad_enabled()
         if self.records and has_hooks():
             leaf = torch.empty(0, device="cpu", requires_grad=True)
-            self.saved = _Save.apply(leaf, (input, weight)).grad_fn  # type: ignore[no-untyped-call]
-
-
-class BatchStatistics(NamedTuple):
-    """What a call leaves to the running statistics of a replica."""
-
-    statistics: Statistics | None  # at `place`; None if there was not a single element
-    var: Tensor | None  # at `home`, see `Call`
-    home: Place
-    place: Place
-    eps: float
-    elements: int | Tensor  # per channel
-
-    def move(self, running: RunningStatistics) -> None:
-        """Move `running` towards these statistics."""
-        if self.statistics is None:
-            running.count_call()
-            return
-        mean, invstd = self.statistics
-        if self.var is None:
-            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
-        else:
-            var = hand_over(self.var, self.home, self.place)
-        count = self.elements
-        running.update(mean, var, count if isinstance(count, int) else hand_over(count, self.home, self.place))
+            self.saved = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
 
 
 class Call:
@@ -171,29 +138,26 @@ class Call:
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
 
-    def __init__(self, replicas: Sequence[Replica], rule: EpsRule | None, group: distributed.Group | None) -> None:
+    def __init__(
+        self, replicas: Sequence[ReplicaTensors], rule: EpsRule | None, group: distributed.Group | None
+    ) -> None:
         self.rule, self.group = rule, group
         self.statistics: dict[Place, Statistics] = {}
         self.factors: list[Tensor] = []  # on the CPU, weight * invstd of each replica
         self.places = [replica.place for replica in replicas]
         self.home = self.places[0]  # that of the master
-        self.saved = [replica.saved for replica in replicas]
+        self.saved: list[Any] = [replica.saved for replica in replicas]
+        self.lock = Lock()  # see NOTE [several backwards at once]
         # What a backward without all gradients keeps for the next one: tensors, their versions, whose gradients came.
         self.unfinished: tuple[tuple[Tensor | None, ...], list[int], set[int]] | None = None
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places
         if rule is not None:
-            self.pair_places = [self.home] if self.home is _CPU else list(dict.fromkeys(self.places))
+            self.pair_places = [self.home] if self.home.device.type == "cpu" else list(dict.fromkeys(self.places))
         self.slots: list[Slot] = []
 
-    def batch_statistics(self, place: Place) -> BatchStatistics:
-        """Return what is left to the running statistics at `place`, without what the graph holds."""
-        statistics = None if isinstance(self.count, int) and self.count == 0 else self.statistics[place]
-        eps = 0.0 if self.rule is None else self.rule.eps
-        return BatchStatistics(statistics, self.var, self.home, place, eps, self.count)
-
     def record(
-        self, replicas: Sequence[Replica], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+        self, replicas: Sequence[ReplicaTensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `outputs`, one for each replica, and `pairs`, as functions of the tensors of `replicas`."""
         tensors: list[Tensor] = []
@@ -217,7 +181,7 @@ class Call:
         return hand_over(self.count.to(torch.int32)[None], self.home, place)
 
 
-Slot = tuple[str, int]  # a name in `Replica.tensors`, and the number of the replica
+Slot = tuple[str, int]  # a name in `ReplicaTensors.tensors`, and the number of the replica
 Gradients = dict[Slot, Tensor | None]
 
 
@@ -234,8 +198,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
-        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        wanted = _wanted(ctx, call)
         found: Gradients = {}
         if any(grad is not None for grad in grads):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
@@ -243,22 +206,40 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, None, None, None, *[found.get(slot) for slot in call.slots]
 
 
+def _wanted(ctx: Any, call: Call) -> set[Slot]:
+    """Return whose gradients the running backward asks for."""
+    with call.lock:  # see NOTE [several backwards at once]
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
+        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        del edges  # and with it the objects of the neighbors
+    return wanted
+
+
 def _unpack(ctx: Any, call: Call, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
     arrived = {i for i, grad in enumerate(grads) if grad is not None}
-    try:
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors[len(call.pair_places) :]
-    except RuntimeError:
-        # Freed by an earlier backward, or changed in place: then the versions differ.
-        if call.unfinished is None:
-            raise
-        tensors, versions, before = call.unfinished
-        if any(tensor is not None and tensor._version != v for tensor, v in zip(tensors, versions, strict=True)):
-            raise
-        saved, arrived = tensors, arrived | before
-    versions = [0 if tensor is None else tensor._version for tensor in saved]
-    call.unfinished = None if arrived >= {i for _, i in call.slots} else (saved, versions, arrived)
+    with call.lock:
+        if call.unfinished is not None and _are_unchanged(*call.unfinished[:2]):
+            saved, versions, before = call.unfinished
+            arrived |= before
+        else:
+            saved = ctx.saved_tensors[len(call.pair_places) :]
+            versions = [0 if tensor is None else tensor._version for tensor in saved]
+        call.unfinished = None
+        if not arrived >= {i for _, i in call.slots}:
+            call.unfinished = saved, versions, arrived
+            if not torch.is_grad_enabled():  # or the pairs are read later
+                _free(ctx)
     return saved
+
+
+def _free(node: Any) -> None:
+    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
+    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
+
+
+def _are_unchanged(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
+    return all(tensor is None or tensor._version == v for tensor, v in zip(tensors, versions, strict=True))
 
 
 # Private: without it, gradients that nobody has asked for are computed, and dropped.
@@ -309,7 +290,7 @@ class _Backward:
                 input, weight = common[2 * i : 2 * i + 2]
                 if call.saved[i] is not None:
                     with place.entered():  # Hooks may compute what was saved.
-                        input, weight = call.saved[i].saved_tensors
+                        input, weight = call.saved[i].grad_fn.saved_tensors
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
@@ -330,9 +311,7 @@ class _Backward:
             self.on_cpu()
         for i, *_ in self.parts:
             if call.saved[i] is not None:
-                # Private: frees what a node that never runs has saved, unless the graph is retained. Without this it
-                # lives as long as the graph.
-                getattr(call.saved[i], "maybe_clear_saved_tensors", lambda: None)()
+                _free(call.saved[i].grad_fn)  # That node never runs, so torch does not.
         return self.found
 
     def joined(self) -> None:
@@ -423,7 +402,7 @@ class _Backward:
                     )
                     if weighted and weight is not None:
                         sums = [vector * weight for vector in sums]
-                    rows += bring(sums, place, call.home)
+                    rows += hand_over_packed(sums, place, call.home)
         if not self.wants_inputs:
             return
         totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))

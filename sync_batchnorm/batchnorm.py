@@ -1,32 +1,69 @@
-"""The modules: when a layer synchronizes, what it refuses, and its running statistics."""
+"""The modules: when a layer synchronizes, what it refuses; and a model's way to such layers and back.
+
+NOTE [conversion by class]: A layer keeps its identity; all that changes is ``layer.__class__``. So everything that
+holds on to the layer, or to its parameters and buffers, stays right: optimizers, hooks, other parents, plain lists. The
+class alone tells the way back, and the options are attributes that are there only if they were given. A class that
+computes something of its own cannot be swapped for another one: such a layer is left as it is, and named in a warning.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from sync_batchnorm import distributed
-from sync_batchnorm.autograd import BatchStatistics, EpsRule
+from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.functional import LayerSet, Pipe, merge_messages, sync_batch_norm
-from sync_batchnorm.replicate import CallbackContext, is_in_replica, refuse_stranger
-from sync_batchnorm.running import RunningStatistics
+from sync_batchnorm.functional import (
+    BatchStatistics,
+    LayerSet,
+    Pipe,
+    RunningStatistics,
+    merge_messages,
+    sync_batch_norm,
+)
+from sync_batchnorm.local_parallel import as_device, is_local
+from sync_batchnorm.replicate import (
+    CallbackContext,
+    DataParallelWithCallback,
+    _Callbacks,
+    is_in_replica,
+    patch_replication_callback,
+    refuse_stranger,
+    swap_class,
+)
 
 __all__ = [
     "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "assert_synchronized",
+    "convert_model",
+    "patch_sync_batchnorm",
+    "revert_model",
     "set_sbn_eps_mode",
 ]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# NOTE [whole models of the older library]: A layer of it is pickled with a `SyncMaster`, and that one with a method of
+# the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
+_STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
 
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
@@ -87,6 +124,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
     _sync_updates_running_stats = False
     _sync_missed: list[BatchStatistics] | None = None
 
+    _data_parallel_master: None = None  # see NOTE [whole models of the older library]
+
     def __init__(
         self,
         num_features: int,
@@ -133,7 +172,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             return super().forward(input)
         if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
             refuse_stranger(self)
-        group = self._peers()
+        group = self._active_group()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
             return super().forward(input)
@@ -171,9 +210,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         former = self.__dict__.get("_former_parameters", {})
         return former.get("weight") is self.weight and former.get("bias") is self.bias
 
-    def _peers(self) -> distributed.Group | None:
+    def _active_group(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
-        group = distributed.peers(None if self.group_size is not None else self.process_group)
+        group = distributed.active_group(None if self.group_size is not None else self.process_group)
         if group is None:
             return None
         if self._sync_pipe is None and getattr(self, "_is_replica", False):
@@ -192,8 +231,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
         """Do what `convert_model` does, under the name that `torch.nn.SyncBatchNorm` has for it."""
-        from sync_batchnorm.convert import convert_model  # which is built on this file
-
         return convert_model(module, process_group=process_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,9 +240,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {name: value for name, value in state.items() if name not in _STATE_OF_OLDER}
         shared = state.get("process_group")
-        group = shared.group if isinstance(shared, distributed.SharedGroup) else shared
-        state = state if shared is None else state | {"process_group": group}
+        if isinstance(shared, distributed.SharedGroup):
+            state["process_group"] = shared.group
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _check_input(
@@ -303,3 +341,297 @@ class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
+
+
+_SYNCHRONIZED: dict[type[_BatchNorm], type[_SynchronizedBatchNorm]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
+}
+_PLAIN: dict[type[nn.Module], type[_BatchNorm]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
+
+# What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
+_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(_BatchNorm, name))
+_FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
+# What a synchronized layer replaces, and calls no other version of.
+_COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def convert_model(
+    module: ModuleT, *, eps_mode: str | None = None, group_size: int | None = None, process_group: Any = None
+) -> ModuleT:
+    """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
+
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, and
+    `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change: modules, parameters, buffers,
+    hooks, flags and attributes are the same objects as before, so it may be called before or after an optimizer is
+    built, on a part of a model or all of it, and on the module inside of a `DistributedDataParallel`. Synchronized
+    layers that are already there are left alone, their options included. `revert_model` is the way back.
+
+    Args:
+        module: the model, or a single layer.
+        eps_mode: for the converted layers, see `SynchronizedBatchNorm`. So are the other two.
+        group_size: see there.
+        process_group: see there. None keeps the group that a `torch.nn.SyncBatchNorm` has.
+
+    Raises:
+        TypeError, ValueError: for bad options, before anything is changed.
+
+    Warns:
+        UserWarning: one warning that names every layer which was left as it is, why, and what to do about it: layers
+            with a forward of their own, lazy layers without an input so far, parametrized and scripted layers.
+    """
+    modules = _named_modules(module)
+    check_sync_options(eps_mode, group_size, process_group)
+    left: dict[str, list[str]] = {}
+    for name, child in modules:
+        if isinstance(child, nn.DataParallel):
+            patch_replication_callback(child)
+        elif _is_scripted(child):
+            why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+            left.setdefault(why, []).append(name)
+        elif isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm):
+            reason = _synchronize(child, eps_mode, group_size, process_group)
+            if reason:
+                left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    return module
+
+
+def revert_model(module: ModuleT) -> ModuleT:
+    """Undo `convert_model` in place and return `module`: nothing in it refers to this library any more.
+
+    Layers get back the class that they had, and lose the options. What never had another class becomes what it
+    corresponds to: `SynchronizedBatchNorm1d/2d/3d` the `torch.nn.BatchNorm1d/2d/3d`, `SynchronizedBatchNorm` the
+    `torch.nn.SyncBatchNorm`, `DataParallelWithCallback` the `torch.nn.DataParallel`. A `DataParallel` cannot run
+    replicas on the CPU or several on one device: one that has such `device_ids` gets each accelerator once instead, or
+    none for the CPU, where it then runs its module directly.
+
+    Warns:
+        UserWarning: one warning that names every module of a class that somebody derived from those of this library. It
+            is left as it is, since there is no class to go back to.
+    """
+    left: dict[str, list[str]] = {}
+    for name, child in _named_modules(module):
+        if isinstance(child, _Callbacks):
+            reverted = _revert_parallel(child)
+        elif isinstance(child, _SynchronizedBatchNorm):
+            reverted = _revert_layer(child)
+        else:
+            continue
+        if not reverted:
+            reason = "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
+            if is_parametrized(child):
+                reason = "is parametrized; remove its parametrizations first"
+            left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(left, "revert_model left modules as they are, which need sync_batchnorm")
+    return module
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
+    return list(module.named_modules())
+
+
+def _warn_of(left: dict[str, list[str]], what: str) -> None:
+    if left:
+        lines = [
+            f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in left.items()
+        ]
+        warnings.warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines), stacklevel=3)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
+
+
+def _synchronize(layer: _BatchNorm, eps_mode: str | None, group_size: int | None, process_group: Any) -> str | None:
+    """Convert one layer, or return why it is left."""
+    reason = _reason_to_leave(layer)
+    if reason:
+        return reason
+    if isinstance(layer, LazyModuleMixin):
+        # NOTE [lazy layers with parameters]: Loading a state dict gives a lazy layer its parameters, but only its first
+        # forward makes it an ordinary one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
+        layer._infer_parameters(layer, (torch.empty(0),))
+    cls = type(layer)
+    try:
+        layer.__class__ = _SYNCHRONIZED.get(cls) or _mixed(cls)  # type: ignore[arg-type]
+    except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
+        return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
+    if process_group is not None and cls is nn.SyncBatchNorm:
+        layer.__dict__[_FORMER_GROUP] = layer.process_group
+    layer._set_sync_options(eps_mode, group_size, process_group)  # type: ignore[operator]
+    return None
+
+
+def _reason_to_leave(layer: _BatchNorm) -> str | None:
+    cls = type(layer)
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        return "is lazy and has seen no input; run one batch through the model, then convert it"
+    if is_parametrized(layer):
+        return "is parametrized; convert the model before its layers are parametrized"
+    if cls is not nn.SyncBatchNorm and isinstance(layer, nn.SyncBatchNorm):
+        return "is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
+    own = [name for name in _COMPUTES if name in vars(layer) or getattr(cls, name, None) is not _of_torch(cls, name)]
+    if own:
+        nearest = next((_SYNCHRONIZED[base].__name__ for base in cls.__mro__ if base in _SYNCHRONIZED), None)
+        return (
+            f"has a {own[0]} of its own; derive its class from {nearest or SynchronizedBatchNorm.__name__} and call "
+            "super().forward(input), or put a torch.nn.BatchNorm in its place"
+        )
+    expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(layer, name))
+    if clashes:
+        return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
+    return None
+
+
+def _of_torch(cls: type[_BatchNorm], name: str) -> Any:
+    # Python 3.10 has no `__getstate__` to inherit.
+    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else _BatchNorm, name, None)
+
+
+def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
+    plain = _PLAIN.get(type(layer)) or vars(type(layer)).get("_unmixed")
+    if plain is None:
+        return False
+    layer.__class__ = plain  # type: ignore[assignment]
+    former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
+    for name in _RESERVED:
+        layer.__dict__.pop(name, None)
+    if plain is nn.SyncBatchNorm:
+        layer.process_group = former
+    return True
+
+
+def _revert_parallel(parallel: _Callbacks) -> bool:
+    ours = type(parallel) is DataParallelWithCallback
+    plain = nn.DataParallel if ours else vars(type(parallel)).get("_unpatched")
+    if plain is None:
+        return False
+    swap_class(parallel, plain)
+    parallel.__dict__.pop("_sync_timeout", None)
+    devices = [as_device(device) for device in parallel.device_ids]
+    if is_local(devices):
+        parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+    return True
+
+
+class _Mixed(_SynchronizedBatchNorm):
+    """Marks the classes that `_mixed` makes; a pickle names the user's class, from which they can be made again."""
+
+    _unmixed: type[_BatchNorm]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = tuple(super().__reduce_ex__(protocol))
+        return _bare_mixed, (self._unmixed,), *rest
+
+
+@functools.lru_cache(maxsize=256)
+def _mixed(cls: type[_BatchNorm]) -> type[_Mixed]:
+    """Return the synchronized subclass of `cls`, a class that has the forward of torch."""
+    kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
+    namespace = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the arguments that it always took
+        "_unmixed": cls,
+    }
+    return types.new_class(
+        f"Synchronized{cls.__name__}", (_Mixed, *kinds[:1], cls), {}, lambda ns: ns.update(namespace)
+    )
+
+
+def _bare_mixed(cls: type[_BatchNorm]) -> _Mixed:
+    mixed = _mixed(cls)  # type: ignore[arg-type]
+    return mixed.__new__(mixed)
+
+
+class _Names:
+    """Where the three classes are looked up, and what stood there before the first of nested contexts."""
+
+    places = (torch.nn, torch.nn.modules)
+    kinds = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
+    lock = threading.Lock()
+    depth = 0
+    before: tuple[tuple[Any, str, Any], ...] = ()
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Let `torch.nn.BatchNorm1d/2d/3d` be the synchronized classes inside of this context, for building a model.
+
+    The names are replaced in `torch.nn` for the whole process, and put back when the last of nested or concurrent
+    contexts is left, also by an exception. Code that took a class before, as in ``from torch.nn import BatchNorm2d`` or
+    as a default argument, builds plain layers: `convert_model` also finds those.
+    """
+    with _Names.lock:
+        if not _Names.depth:
+            names = {ours: plain.__name__ for ours, plain in _PLAIN.items()}
+            _Names.before = tuple((p, names[k], getattr(p, names[k])) for p in _Names.places for k in _Names.kinds)
+            for place in _Names.places:
+                for kind in _Names.kinds:
+                    setattr(place, names[kind], kind)
+        _Names.depth += 1
+    try:
+        yield
+    finally:
+        with _Names.lock:
+            _Names.depth -= 1
+            if not _Names.depth:
+                for place, name, cls in _Names.before:
+                    setattr(place, name, cls)
+                _Names.before = ()
+
+
+def assert_synchronized(model: nn.Module) -> None:
+    """Check that every batch norm of `model` would synchronize in its next forward; return if so.
+
+    Call it on the wrapped model, in training mode. Layers that are in eval mode on purpose, like those of a frozen
+    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every
+    replica will call every layer cannot be seen from here; what does not, fails at once in the forward.
+
+    Args:
+        model: the wrapper, or whatever contains it.
+
+    Raises:
+        RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
+            would normalize with less than the whole batch, with the reason for each.
+    """
+    found = list(_unsynchronized(model))
+    if found:
+        layers = "".join(
+            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in found
+        )
+        raise RuntimeError(
+            f"expected every batch norm of the model to synchronize, but got {len(found)} that would not:{layers}"
+        )
+
+
+def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    wrappers = [(name, module) for name, module in model.named_modules() if isinstance(module, DataParallel)]
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            # The innermost wrapper comes last. The root has no name, and contains everything.
+            around = [module for prefix, module in wrappers if not prefix or name.startswith(prefix + ".")]
+            why = _why_unsynchronized(layer, around[-1] if around else None)
+            if why is not None:
+                yield name, layer, why
+
+
+def _why_unsynchronized(layer: _BatchNorm, wrapper: DataParallel[nn.Module] | None) -> str | None:
+    if isinstance(layer, nn.SyncBatchNorm):
+        return "it synchronizes processes, not the replicas of one; call convert_model(model)"
+    if not isinstance(layer, _SynchronizedBatchNorm):
+        return "it is not synchronized; call convert_model(model)"
+    if not layer.training:
+        return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
+    if wrapper is not None and not isinstance(wrapper, _Callbacks):
+        return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
+    if wrapper is None and distributed.active_group(layer.process_group) is None:
+        return "no wrapper is around it; wrap the model with DataParallelWithCallback"
+    return None

@@ -1,6 +1,6 @@
 """Threads meet and exchange: `SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
 
-No torch: a message may be anything. Who waits for whom, and what releases a wait, is the business of `roster.py`.
+No torch: a message may be anything. Who waits for whom, and what releases a wait, is the business of `coordinator.py`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from sync_batchnorm.circle import MASTER, Circle
-from sync_batchnorm.roster import MasterCallback, Roster
+from sync_batchnorm.coordinator import MASTER, Coordinator, MasterCallback, SyncGroup
 
 __all__ = ["SlavePipe", "SyncMaster"]
 
 
 class _Joining(NamedTuple):
-    roster: Roster
+    coordinator: Coordinator
     replica_id: int
     name: str
 
@@ -26,9 +25,9 @@ _joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", def
 
 
 @contextmanager
-def joining(roster: Roster, replica_id: int, name: str) -> Iterator[None]:
-    """Let what is made or registered in the body belong to a replica of `roster`, under the name of its layer."""
-    token = _joining.set(_Joining(roster, replica_id, name))
+def joining(coordinator: Coordinator, replica_id: int, name: str) -> Iterator[None]:
+    """Let what is made or registered in the body belong to a replica of `coordinator`, under the name of its layer."""
+    token = _joining.set(_Joining(coordinator, replica_id, name))
     try:
         yield
     finally:
@@ -36,24 +35,24 @@ def joining(roster: Roster, replica_id: int, name: str) -> Iterator[None]:
 
 
 class _End:
-    """What master and slaves have in common: a place in a circle."""
+    """What master and slaves have in common: a place in a sync_group."""
 
-    _roster: Roster
-    _circle: Circle
+    _coordinator: Coordinator
+    _sync_group: SyncGroup
     identifier: Hashable
 
     @property
     def where(self) -> str:
         """The layer and the replica that this end belongs to, as errors name them."""
-        return f"{self._circle.name}, replica {self._circle.members[self.identifier]}"
+        return f"{self._sync_group.name}, replica {self._sync_group.members[self.identifier]}"
 
-    def _meet(self, message: Any, callback: MasterCallback | None) -> Any:
-        roster, circle = self._roster, self._circle
+    def _exchange(self, message: Any, callback: MasterCallback | None) -> Any:
+        coordinator, sync_group = self._coordinator, self._sync_group
         try:
-            return roster.meet(circle, self.identifier, message, callback)
+            return coordinator.exchange(sync_group, self.identifier, message, callback)
         except BaseException as error:
             # Who does not get its result here never will: the peers must not wait, also where no wrapper watches.
-            roster.interrupt(circle.members[self.identifier], error)
+            coordinator.interrupt(sync_group.members[self.identifier], error)
             raise
 
 
@@ -63,13 +62,13 @@ class SlavePipe(_End):
     Made by `SyncMaster.register_slave`. It belongs to one forward: pickled or copied, it becomes ``None``.
     """
 
-    def __init__(self, roster: Roster, circle: Circle, identifier: Hashable) -> None:
-        self._roster = roster
-        self._circle = circle
+    def __init__(self, coordinator: Coordinator, sync_group: SyncGroup, identifier: Hashable) -> None:
+        self._coordinator = coordinator
+        self._sync_group = sync_group
         self.identifier = identifier
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.identifier!r}, {self._circle.name})"
+        return f"{type(self).__name__}({self.identifier!r}, {self._sync_group.name})"
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -82,7 +81,7 @@ class SlavePipe(_End):
         Raises:
             ReplicaSyncError: if the others cannot come: one failed, left, waits elsewhere, or the timeout is over.
         """
-        return self._meet(msg, None)
+        return self._exchange(msg, None)
 
 
 class SyncMaster(_End):
@@ -105,12 +104,12 @@ class SyncMaster(_End):
         self._master_callback = master_callback
         here = _joining.get()
         if here is None:
-            self._begin(Roster(), "a SyncMaster of its own", 0)
+            self._begin(Coordinator(), "a SyncMaster of its own", 0)
         else:
-            self._begin(here.roster, here.name, here.replica_id)
+            self._begin(here.coordinator, here.name, here.replica_id)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._circle.name}, {self.nr_slaves} slaves)"
+        return f"{type(self).__name__}({self._sync_group.name}, {self.nr_slaves} slaves)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
@@ -118,15 +117,15 @@ class SyncMaster(_End):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    def _begin(self, roster: Roster, name: str, master: int) -> None:
-        self._roster = roster
-        self._circle = Circle(name)
-        roster.admit(self._circle, MASTER, master)
+    def _begin(self, coordinator: Coordinator, name: str, master: int) -> None:
+        self._coordinator = coordinator
+        self._sync_group = SyncGroup(name)
+        coordinator.admit(self._sync_group, MASTER, master)
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that have registered for this forward."""
-        return len(self._circle.members) - 1
+        return len(self._sync_group.members) - 1
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.
@@ -139,12 +138,12 @@ class SyncMaster(_End):
         """
         here = _joining.get()
         if here is None:
-            if self._circle.is_used:  # Who registered for the last exchange, and whatever ended it, is forgotten.
-                self._begin(Roster(), self._circle.name, 0)
-        elif here.roster is not self._roster or self._circle.is_used:
-            self._begin(here.roster, here.name, 0)
-        self._roster.admit(self._circle, identifier, self.nr_slaves + 1 if here is None else here.replica_id)
-        return SlavePipe(self._roster, self._circle, identifier)
+            if self._sync_group.is_used:  # Who registered for the last exchange, and whatever ended it, is forgotten.
+                self._begin(Coordinator(), self._sync_group.name, 0)
+        elif here.coordinator is not self._coordinator or self._sync_group.is_used:
+            self._begin(here.coordinator, here.name, 0)
+        self._coordinator.admit(self._sync_group, identifier, self.nr_slaves + 1 if here is None else here.replica_id)
+        return SlavePipe(self._coordinator, self._sync_group, identifier)
 
     def run_master(self, msg: Any) -> Any:
         """Collect the messages of all slaves, run the callback on them and `msg`, and return the master's result.
@@ -156,4 +155,4 @@ class SyncMaster(_End):
             RuntimeError: if the callback does not return one result for each identifier.
             BaseException: what the callback raises; the slaves are released.
         """
-        return self._meet(msg, self._master_callback)
+        return self._exchange(msg, self._master_callback)

@@ -27,7 +27,7 @@ __all__: list[str] = []
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
 
-def peers(process_group: Group | None) -> Group | None:
+def active_group(process_group: Group | None) -> Group | None:
     """Return the group to exchange over, or None where there is nobody to exchange with.
 
     Args:
@@ -47,7 +47,7 @@ def peers(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def merge_moments(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
+def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
     """Merge mean and biased variance ``(C,)`` of `count` elements in each process of `group` into those of all.
 
     One collective of one vector. Every process merges in the order of ranks, so the result is the same in all of them,

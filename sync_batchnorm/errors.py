@@ -29,7 +29,7 @@ class _KeyErrorText(str):
         return str(self)
 
 
-class Caught:
+class CapturedError:
     """An exception on its way from the thread of a replica to the caller's.
 
     It keeps type and text only: a stored exception would keep the frames of the failed forward alive, and with them
@@ -73,7 +73,7 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def is_caused_by(error: BaseException | None, text: str) -> bool:
-    """Tell whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
+    """Return whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
     seen: set[int] = set()
     ahead = [error]
     while ahead:
@@ -107,19 +107,19 @@ def aborted_text(error: BaseException) -> str:
 
 
 def hidden_text(text: str) -> str:
-    """Say that replicas have caught the error of a meeting, and returned."""
+    """Say that replicas have caught the error of an exchange, and returned."""
     return (
-        "expected errors of a meeting to leave the forward of every replica, but got replicas that caught one and went "
+        "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and went "
         "on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
         f"caught: {text}"
     )
 
 
-def left_text(layer: str, who: str, how: str, waiting: str, meeting: str) -> str:
+def left_text(layer: str, who: str, how: str, waiting: str, exchange: str) -> str:
     """Say that a replica is gone although others wait for it in a layer."""
     return (
         f"expected every replica to call {layer} equally often, but got {who}, which {how}, while {waiting} "
-        f"({meeting}); make every replica call every synchronized layer in every forward"
+        f"({exchange}); make every replica call every synchronized layer in every forward"
     )
 
 
@@ -131,18 +131,18 @@ def deadlock_text(places: str) -> str:
     )
 
 
-def timeout_text(timeout: float, waiting: str, late: str, meeting: str) -> str:
+def timeout_text(timeout: float, waiting: str, late: str, exchange: str) -> str:
     """Say who came in time, and who did not."""
     return (
-        f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({meeting}); "
+        f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({exchange}); "
         "pass a longer timeout if it is only slow, and run replicas in threads of their own: one after another in one "
         "thread they can never meet"
     )
 
 
-def second_thread_text(who: str, meeting: str, layer: str) -> str:
+def second_thread_text(who: str, exchange: str, layer: str) -> str:
     """Say that two threads of one replica exchange at the same time."""
     return (
         f"expected one thread of a replica to exchange at a time, but got {who} calling {layer} while it waits "
-        f"in {meeting}; call synchronized layers from one thread of each replica"
+        f"in {exchange}; call synchronized layers from one thread of each replica"
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -19,12 +19,33 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.errors import Caught
-from sync_batchnorm.trees import Cuts, check_structures, gather, scatter, tensors_in
+from sync_batchnorm.errors import CapturedError
 
 __all__: list[str] = []
 
 DeviceId = int | str | torch.device
+Cuts = dict[int, tuple[Tensor, Sequence[Tensor]]]  # what was cut, and its chunks, by the id of what was cut
+
+
+class Place(NamedTuple):
+    """Where a replica computes: its device, and on CUDA the stream there."""
+
+    device: torch.device
+    stream: torch.cuda.Stream | None  # None where there are none
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Return a context in which this stream, and with it its device, is the current one."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+_CPU = Place(torch.device("cpu"), None)
+
+
+def current_place(device: torch.device) -> Place:
+    """Return `device`, and the stream there that this thread uses."""
+    if device.type == "cpu":
+        return _CPU
+    return Place(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 _cuts: ContextVar[Cuts | None] = ContextVar("sync_batchnorm_cuts", default=None)  # of the call in this thread
@@ -132,7 +153,7 @@ def as_device(device: DeviceId) -> torch.device:
 
 
 def is_local(devices: Sequence[torch.device]) -> bool:
-    """Tell whether replicas on `devices` need this module instead of `torch.nn.parallel`."""
+    """Return whether replicas on `devices` need this module instead of `torch.nn.parallel`."""
     return any(device.type == "cpu" for device in devices) or len(set(devices)) < len(devices)
 
 
@@ -312,11 +333,11 @@ def parallel_apply(
     The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
 
     Raises:
-        BaseException: the exception of the lowest replica that failed, as `Caught.rebuild` makes it.
+        BaseException: the exception of the lowest replica that failed, as `CapturedError.rebuild` makes it.
     """
     outputs: list[Any] = [None] * len(modules)
-    failures: list[Caught | None] = [None] * len(modules)
-    places = [_Place(device) for device in devices]
+    failures: list[CapturedError | None] = [None] * len(modules)
+    places = [current_place(device) for device in devices]
     cores = _Cores(len(modules)) if devices[0].type == "cpu" else None
 
     def work(i: int) -> None:
@@ -327,7 +348,7 @@ def parallel_apply(
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
         except BaseException as error:
-            failures[i] = Caught(error, i, str(devices[i]))
+            failures[i] = CapturedError(error, i, str(devices[i]))
 
     if len(modules) == 1:
         work(0)
@@ -379,16 +400,156 @@ class _Cores:
             torch.set_num_threads(self._all)
 
 
-class _Place:
-    """The device of a replica, and the stream that the caller uses on it."""
+class CallerState:
+    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
+    """
+
+    def __init__(self) -> None:
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        accelerator = torch.accelerator.current_accelerator()
+        device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)
+        ]
 
     def entered(self) -> AbstractContextManager[Any]:
+        """Return a context in which another thread has them too."""
         stack = ExitStack()
-        if self._stream is not None:
-            stack.enter_context(torch.cuda.device(self._device))
-            stack.enter_context(torch.cuda.stream(self._stream))
+        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
+        for device_type, dtype in self._autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
         return stack
+
+
+def _is_namedtuple(tree: Any) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_asdict") and hasattr(tree, "_fields")
+
+
+def _rebuild(like: Any, items: Sequence[Any]) -> Any:
+    """Make a container of the type of `like`; the items of a dict are its values."""
+    if isinstance(like, dict):
+        return type(like)(zip(like, items, strict=True))
+    return type(like)(*items) if _is_namedtuple(like) else type(like)(items)
+
+
+def _children(tree: Any) -> list[Any] | None:
+    """Return what a container holds, or None for a leaf."""
+    if isinstance(tree, dict):
+        return list(tree.values())
+    return list(tree) if isinstance(tree, (list, tuple)) else None
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree of tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for child in _children(tree) or () for tensor in tensors_in(child)]
+
+
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int, cuts: Cuts | None = None) -> list[Any]:
+    """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
+
+    Containers keep their type; what is not a tensor is shared by all. No copy is made where none is needed.
+
+    Args:
+        tree: what is cut.
+        devices: where the chunks are to be.
+        dim: the dimension to cut along.
+        cuts: gets the tensors whose chunks may be changed in place, for `tree` to be told afterwards. None: no chunk
+            of a tensor in a graph may be.
+    """
+    if isinstance(tree, Tensor):
+        chunks = _chunks(tree, len(devices), dim, cuts)
+        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+    children = _children(tree)
+    if not children:
+        return [tree if children is None else _rebuild(tree, []) for _ in devices]
+    parts = [scatter(child, devices, dim, cuts) for child in children]
+    return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
+
+
+def _chunks(tensor: Tensor, number: int, dim: int, cuts: Cuts | None) -> Sequence[Tensor]:
+    """Cut one tensor.
+
+    Chunks that are views must not be changed in place if they are in a graph; and they count their changes together, so
+    that a change of one would look like one of all that others have saved. Those of `unsafe_chunk` lie in the same
+    memory, and are tensors of their own. A leaf that requires grad must not be changed on one device either.
+    """
+    if cuts is None or tensor.is_nested or (tensor.is_leaf and tensor.requires_grad):
+        return tensor.chunk(number, dim)
+    if id(tensor) not in cuts:
+        cuts[id(tensor)] = tensor, tensor.unsafe_chunk(number, dim)
+    return cuts[id(tensor)][1]
+
+
+def check_structures(outputs: Sequence[Any]) -> None:
+    """Check that all replicas have returned the same, up to the numbers in it.
+
+    Raises:
+        ValueError: naming two replicas that have not, and what they have returned.
+        TypeError: if something else than tensors, containers and None was returned.
+    """
+    structures = list(map(_structure, outputs))
+    for i, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ValueError(
+                f"expected replicas to return one structure, but got {structures[0]} from replica 0 and {structure} "
+                f"from replica {i}; return the same keys, lengths and types in every replica, for example an empty "
+                "tensor where one has nothing"
+            )
+
+
+def _structure(tree: Any) -> str:
+    if tree is None:
+        return "None"
+    if isinstance(tree, Tensor):
+        return "Tensor" if tree.dim() else "scalar Tensor"
+    if isinstance(tree, dict):
+        return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
+    children = _children(tree)
+    if children is not None:
+        return "(" + ", ".join(map(_structure, children)) + ")"
+    if not isinstance(tree, Iterable) or isinstance(tree, (str, bytes, Set, Iterator)):
+        raise _not_tensors(tree)
+    return type(tree).__name__  # `torch.nn.parallel.gather` tries to build it from an iterator
+
+
+def _not_tensors(tree: Any) -> TypeError:
+    return TypeError(
+        f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
+        "return tensors"
+    )
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    """Put the outputs of all replicas together on `device`: tensors are concatenated along `dim`.
+
+    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None. All outputs have
+    the structure of the first, see `check_structures`.
+
+    Raises:
+        TypeError: if something else than tensors, containers and None was returned.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if all(output.dim() == 0 for output in outputs) and dim == 0:
+            warnings.warn(
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
+                "and return a vector.",
+                stacklevel=4,
+            )
+            return torch.stack([output.to(device) for output in outputs])
+        return torch.cat([output.to(device) for output in outputs], dim)
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
+    children = _children(first)
+    if children is None:
+        raise _not_tensors(first)
+    parts = zip(*outputs, strict=True)
+    return _rebuild(first, [gather(part, device, dim) for part in parts])

@@ -17,8 +17,7 @@ import torch
 import torch.autograd.profiler
 from torch.autograd.profiler import record_function
 
-from sync_batchnorm.circle import Circle
-from sync_batchnorm.roster import MasterCallback, Roster
+from sync_batchnorm.coordinator import Coordinator, MasterCallback, SyncGroup
 
 __all__: list[str] = []
 
@@ -28,9 +27,9 @@ def _profiler_runs() -> bool:
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
-def roster_of_forward(devices: Sequence[str], timeout: float) -> Roster:
-    """Return a `Roster` for a forward that begins: one that makes spans, if a profiler runs."""
-    return RecordedRoster(devices, timeout) if _profiler_runs() else Roster(devices, timeout)
+def coordinator_of_forward(devices: Sequence[str], timeout: float) -> Coordinator:
+    """Return a `Coordinator` for a forward that begins: one that makes spans, if a profiler runs."""
+    return ProfiledCoordinator(devices, timeout) if _profiler_runs() else Coordinator(devices, timeout)
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
@@ -47,26 +46,28 @@ def _span(name: str) -> AbstractContextManager[Any]:
     return record_function(f"sync_batchnorm: {name}")
 
 
-class RecordedRoster(Roster):
-    """A roster with spans: the forward of each replica, and in each meeting its wait, and the merge of the master.
+class ProfiledCoordinator(Coordinator):
+    """A coordinator with spans: the forward of each replica, its wait in each exchange, and the merge of the master.
 
     A replica waits from when it comes: for its result, and the master until all others have come.
     """
 
     @contextmanager
-    def seat(self, replica_id: int) -> Iterator[None]:
-        with _span(self.who(replica_id)), super().seat(replica_id):
+    def forward_of(self, replica_id: int) -> Iterator[None]:
+        with _span(self.who(replica_id)), super().forward_of(replica_id):
             yield
 
-    def meet(self, circle: Circle, identifier: Hashable, message: Any, callback: MasterCallback | None) -> Any:
+    def exchange(
+        self, sync_group: SyncGroup, identifier: Hashable, message: Any, callback: MasterCallback | None
+    ) -> Any:
         with ExitStack() as waiting:
-            waiting.enter_context(_span(f"{circle.name}, waiting"))
+            waiting.enter_context(_span(f"{sync_group.name}, waiting"))
             if callback is None:
-                return super().meet(circle, identifier, message, None)
+                return super().exchange(sync_group, identifier, message, None)
 
             def merge(messages: list[tuple[Hashable, Any]]) -> Sequence[tuple[Hashable, Any]]:
                 waiting.close()
-                with _span(f"{circle.name}, merging"):
+                with _span(f"{sync_group.name}, merging"):
                     return callback(messages)
 
-            return super().meet(circle, identifier, message, merge)
+            return super().exchange(sync_group, identifier, message, merge)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -58,7 +59,9 @@ _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of
 class _RefuseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], *_: Tensor) -> Tensor:
-        return constant[0]  # not as an argument: what is returned would be a view, which cannot be changed in place
+        return constant[
+            0
+        ]  # not as an argument: what is returned would be a view, which cannot be changed in checkpoints
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
@@ -73,11 +76,11 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Tell whether a backward runs in this thread."""
+    """Return whether a backward runs in this thread."""
     return _graph_task_id() != -1
 
 
-class _Place(NamedTuple):
+class _Checkpoints(NamedTuple):
     """The checkpoints that the running code is in."""
 
     recording: list[Frame]  # inside of the one that recomputes, if any
@@ -86,7 +89,7 @@ class _Place(NamedTuple):
 
 
 def has_hooks() -> bool:
-    """Tell whether hooks on saved tensors are set in this thread; also if that cannot be told."""
+    """Return whether hooks on saved tensors are set in this thread; also if that cannot be told."""
     top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
@@ -140,8 +143,8 @@ def _replace_modes(modes: Sequence[Any]) -> list[Any]:
     return former[::-1]
 
 
-def _place() -> _Place:
-    place = _Place([], None, None)
+def _checkpoints() -> _Checkpoints:
+    checkpoints = _Checkpoints([], None, None)
     with without_hooks() as hooks:
         pass
     for hook in hooks:
@@ -151,15 +154,15 @@ def _place() -> _Place:
             except ValueError:  # The cell is empty, as in no hook of torch.
                 continue
             if isinstance(held, _frame_type):
-                place.recording.append(held)
+                checkpoints.recording.append(held)
             elif isinstance(held, ref) and isinstance(frame := held(), _frame_type):
-                place = _Place([], frame, hook)
-    return place
+                checkpoints = _Checkpoints([], frame, hook)
+    return checkpoints
 
 
 def is_recording() -> bool:
     """Return whether a checkpoint records what this thread does."""
-    return bool(_place().recording)
+    return bool(_checkpoints().recording)
 
 
 def recorded() -> set[Any]:
@@ -174,7 +177,7 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
         owner: whose calls these are: compared by identity.
         make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
     """
-    recording = _place().recording
+    recording = _checkpoints().recording
     if not recording:
         return
     with torch.no_grad():  # What is made here is made once, and must save nothing for a backward.
@@ -185,13 +188,47 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
 
 def recall(owner: object) -> Any:
     """Return the result of the call of `owner` that the running recomputation repeats; None if there is none."""
-    place = _place()
-    if place.recomputing is None or place.run is None:
+    checkpoints = _checkpoints()
+    if checkpoints.recomputing is None or checkpoints.run is None:
         return None
-    results = [result for caller, result in _kept.get(place.recomputing, ()) if caller is owner]
-    repeated = _repeated.setdefault(place.run, [])
+    results = [result for caller, result in _kept.get(checkpoints.recomputing, ()) if caller is owner]
+    repeated = _repeated.setdefault(checkpoints.run, [])
     number = sum(caller is owner for caller in repeated)
     if number >= len(results):
         return None
     repeated.append(owner)
     return results[number]
+
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def warn_of_shared_draws(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Run the body, which calls one replica on each of `devices`, and warn if they draw where they are checkpointed."""
+    if not torch.is_grad_enabled() or len(devices) < 2:
+        yield
+        return
+    # All threads share the generator of the CPU, wherever their replicas compute.
+    shared = list(dict.fromkeys([_CPU, *[device for device in devices if devices.count(device) > 1]]))
+    states, around, known = [_state(device) for device in shared], is_recording(), recorded()
+    yield
+    drawn = [
+        str(device) for device, state in zip(shared, states, strict=True) if not torch.equal(_state(device), state)
+    ]
+    if drawn and (around or recorded() - known):
+        warnings.warn(
+            "expected a random generator for each replica in a forward with activation checkpointing, but got draws "
+            f"of {len(devices)} replicas from the one of {' and '.join(drawn)}; a checkpointed function that draws, as "
+            "dropout does, draws other numbers when it is recomputed, and its gradients are wrong, so keep draws out "
+            "of checkpointed functions (whether these were inside of one cannot be told), or give every replica a "
+            "device of its own",
+            stacklevel=12,
+        )
+
+
+def _state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

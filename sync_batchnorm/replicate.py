@@ -1,8 +1,9 @@
 """The replication callback, and two ways to have it called: `DataParallelWithCallback` and a patched `DataParallel`.
 
-A forward of the wrapper makes its replicas, seats each of them in one `Roster`, and calls `__data_parallel_replicate__`
-on every copy of every submodule that has it. Nothing of that is stored on the wrapped module: all state lives on the
-replicas and ends with them. This file knows no batch norm; any module may use the callback.
+A forward of the wrapper makes its replicas, gives each of them a handle on one `Coordinator`, and calls
+`__data_parallel_replicate__` on every copy of every submodule that has it. Nothing of that is stored on the wrapped
+module: all state lives on the replicas and ends with them. This file knows no batch norm; any module may use the
+callback.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import draws, profiling
-from sync_batchnorm.caller import CallerState
+from sync_batchnorm import profiling, recompute
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import in_transform, uncompiled
+from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId, as_device
-from sync_batchnorm.roster import DEFAULT_TIMEOUT, Roster
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId, as_device
 
 __all__ = [
     "CallbackContext",
@@ -62,10 +62,10 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     Args:
         modules: the replicas of one module, in the order of their copy ids.
     """
-    _execute_callbacks(modules, profiling.roster_of_forward((), DEFAULT_TIMEOUT))
+    _execute_callbacks(modules, profiling.coordinator_of_forward((), DEFAULT_TIMEOUT))
 
 
-def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
+def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> None:
     # One walk for all replicas: the others are looked through only where the first has a callback.
     found = [
         (name, CallbackContext())
@@ -75,7 +75,7 @@ def _execute_callbacks(modules: Sequence[nn.Module], roster: Roster) -> None:
     for copy_id, replica in enumerate(modules):
         for name, ctx in found:
             module: Any = _submodule(replica, name)
-            with joining(roster, copy_id, name or type(module).__name__):
+            with joining(coordinator, copy_id, name or type(module).__name__):
                 module.__data_parallel_replicate__(ctx, copy_id)
 
 
@@ -84,21 +84,21 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     return found
 
 
-class _Seat:
-    """The place of one replica in the roster of its forward."""
+class _ReplicaHandle:
+    """The place of one replica in the coordinator of its forward."""
 
-    def __init__(self, roster: Roster, replica_id: int, state: CallerState) -> None:
-        self.roster = roster
+    def __init__(self, coordinator: Coordinator, replica_id: int, state: CallerState) -> None:
+        self.coordinator = coordinator
         self.replica_id = replica_id
         self.state = state
         self.watched = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
 
     @contextmanager
-    def taken(self, replica: nn.Module) -> Iterator[None]:
+    def running(self, replica: nn.Module) -> Iterator[None]:
         """Run the body as the forward of `replica`."""
         token = _running.set(replica)
         try:
-            with self.state.entered(), self.roster.seat(self.replica_id):
+            with self.state.entered(), self.coordinator.forward_of(self.replica_id):
                 yield
         finally:
             _running.reset(token)
@@ -108,7 +108,7 @@ _running: ContextVar[nn.Module | None] = ContextVar("sync_batchnorm_running", de
 
 
 def is_in_replica() -> bool:
-    """Tell whether this thread runs a replica."""
+    """Return whether this thread runs a replica."""
     return _running.get() is not None
 
 
@@ -128,8 +128,8 @@ def refuse_stranger(layer: nn.Module) -> None:
     replica = _running.get()
     if replica is None:
         return
-    seat: _Seat = replica.__dict__["_sync_seat"]
-    who = seat.roster.who(seat.replica_id)
+    handle: _ReplicaHandle = replica.__dict__["_sync_handle"]
+    who = handle.coordinator.who(handle.replica_id)
     names = [name for name, copy in replica.named_modules() if copy._forward_hooks is layer._forward_hooks]
     if names:
         raise RuntimeError(
@@ -163,45 +163,45 @@ class _Unregistered(nn.Module):
 
 
 @functools.lru_cache(maxsize=256)
-def _seated(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the class of a replica whose calls tell the roster when they begin and how they end.
+def _replica_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the class of a replica whose calls tell the coordinator when they begin and how they end.
 
-    NOTE [seated replicas]: The roster must learn of every way out of a replica, hooks included, and also in a
+    NOTE [classes of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
     `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
     call the replica. Python looks `__call__` up on the class, so it is the class that is swapped, of the root of each
     replica and of nothing else.
     """
 
-    class Seated(_Unregistered, cls):  # type: ignore[valid-type, misc]
+    class Replica(_Unregistered, cls):  # type: ignore[valid-type, misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            seat: _Seat = self.__dict__["_sync_seat"]
+            handle: _ReplicaHandle = self.__dict__["_sync_handle"]
             try:
-                with seat.taken(self):
+                with handle.running(self):
                     return super().__call__(*args, **kwargs)
             except Exception:
                 raise
             except BaseException as error:
-                if not seat.watched or threading.current_thread() is threading.main_thread():
+                if not handle.watched or threading.current_thread() is threading.main_thread():
                     raise
                 # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
-                raise ReplicaSyncError(f"{type(error).__name__} in replica {seat.replica_id}") from None
+                raise ReplicaSyncError(f"{type(error).__name__} in replica {handle.replica_id}") from None
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, state, *rest = super().__reduce_ex__(protocol)
-            kept = {name: value for name, value in state.items() if name not in ("_sync_seat", "_sync_shares")}
+            kept = {name: value for name, value in state.items() if name not in ("_sync_handle", "_sync_shares")}
             return _bare, (cls,), kept, *rest
 
-    Seated.__name__, Seated.__qualname__, Seated.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Seated
+    Replica.__name__, Replica.__qualname__, Replica.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Replica
 
 
-def _give_up(roster: Roster, error: BaseException) -> None:
+def _give_up(coordinator: Coordinator, error: BaseException) -> None:
     """Release the replicas, because their caller no longer waits for them."""
-    roster.abort(error)
+    coordinator.abort(error)
     if not isinstance(error, Exception):
         # The program is likely to end, and a daemon thread that is inside of torch by then aborts the process
         # ("terminate called without an active exception"). One second is arbitrary: more than most operations take.
-        roster.drain(1.0)
+        coordinator.drain(1.0)
 
 
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
@@ -273,11 +273,13 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
         )
 
 
-_rosters: ContextVar[list[Roster]] = ContextVar("sync_batchnorm_rosters")  # of the call of a wrapper in this thread
+_coordinators: ContextVar[list[Coordinator]] = ContextVar(
+    "sync_batchnorm_coordinators"
+)  # of the call of a wrapper in this thread
 
 
 class _Callbacks(DataParallel[Any]):
-    """The part of a `DataParallel` that seats its replicas, calls the callbacks, and picks the error to raise."""
+    """The part of a `DataParallel` that gives its replicas handles, calls the callbacks, picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
 
@@ -293,60 +295,60 @@ class _Callbacks(DataParallel[Any]):
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         _detach_from_originals(module, replicas)
-        roster = profiling.roster_of_forward([str(device) for device in device_ids], self._sync_timeout)
-        _rosters.get([]).append(roster)
+        coordinator = profiling.coordinator_of_forward([str(device) for device in device_ids], self._sync_timeout)
+        _coordinators.get([]).append(coordinator)
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
-            swap_class(replica, _seated(type(replica)))  # type: ignore[arg-type]
-            replica.__dict__["_sync_seat"] = _Seat(roster, replica_id, state)
-        _execute_callbacks(replicas, roster)
+            swap_class(replica, _replica_class(type(replica)))  # type: ignore[arg-type]
+            replica.__dict__["_sync_handle"] = _ReplicaHandle(coordinator, replica_id, state)
+        _execute_callbacks(replicas, coordinator)
         return replicas
 
     @uncompiled
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
-        seats: list[_Seat] = [r.__dict__["_sync_seat"] for r in replicas if "_sync_seat" in r.__dict__]
-        if not seats:
+        handles: list[_ReplicaHandle] = [r.__dict__["_sync_handle"] for r in replicas if "_sync_handle" in r.__dict__]
+        if not handles:
             return super().parallel_apply(replicas, inputs, kwargs)
         state = CallerState()
-        for seat in seats:
-            seat.state, seat.watched = state, True
-        roster = seats[0].roster
-        roster.call([seat.replica_id for seat in seats])
+        for handle in handles:
+            handle.state, handle.watched = state, True
+        coordinator = handles[0].coordinator
+        coordinator.call([handle.replica_id for handle in handles])
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         try:
-            with draws.watched(devices), profiling.recorded_in_part():
+            with recompute.warn_of_shared_draws(devices), profiling.recorded_in_part():
                 outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
-            _give_up(roster, error)
-            # What is not an Exception happened in this thread, see `_seated`: Ctrl-C, while replicas were running.
-            failure = roster.failure() if isinstance(error, Exception) else None
+            _give_up(coordinator, error)
+            # What is not an Exception happened in this thread, see `_replica_class`: Ctrl-C, while replicas ran.
+            failure = coordinator.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise
         else:
-            roster.raise_if_hidden()
+            coordinator.raise_if_hidden()
             return outputs
         raise failure.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A `forward` of the user's own may run the replicas without `parallel_apply`: whatever it ends with, they are
         # released, and an error that is only the consequence of another one gives way to it.
-        rosters: list[Roster] = []
-        token = _rosters.set(rosters)
+        coordinators: list[Coordinator] = []
+        token = _coordinators.set(coordinators)
         try:
             output = super().__call__(*args, **kwargs)
-            for roster in rosters:
-                roster.raise_if_hidden()
+            for coordinator in coordinators:
+                coordinator.raise_if_hidden()
             return output
         except BaseException as error:
             failure = None
-            for roster in rosters:
-                _give_up(roster, error)
-                if failure is None and roster.has_caused(error):
-                    failure = roster.failure()
+            for coordinator in coordinators:
+                _give_up(coordinator, error)
+                if failure is None and coordinator.has_caused(error):
+                    failure = coordinator.failure()
             if failure is None:
                 raise
         finally:
-            _rosters.reset(token)
+            _coordinators.reset(token)
         raise failure.rebuild()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 import sys
 import threading
@@ -22,6 +23,8 @@ WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
 
 
+# Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 with suppress(ImportError):  # which the tests that need it then say
     import_torchvision()
 # Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
@@ -91,9 +94,9 @@ def _seeded() -> None:
 
 KERNELS = {
     "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "separate": {"messages.JOINED": 0},  # each replica makes the statistics of its own input
-    "exact": {"messages.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
-    "general": {"messages.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
+    "separate": {"functional.JOINED": 0},  # each replica makes the statistics of its own input
+    "exact": {"functional.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
+    "general": {"functional.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
 }
 
 

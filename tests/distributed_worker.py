@@ -36,8 +36,8 @@ from sync_batchnorm import (
     SynchronizedBatchNorm3d,
     convert_model,
     recompute,
+    sync_moments,
 )
-from sync_batchnorm.functional import sync_moments
 
 CHECKS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {}
 ROWS = [3, 1, 2]  # of the process of that rank, in most checks

@@ -1,4 +1,4 @@
-"""Run the exchange of `roster.py` under every order of its threads: a scheduler decides who takes the next step.
+"""Run the exchange of `coordinator.py` under every order of its threads: a scheduler decides who takes the next step.
 
 ``python tests/interleavings.py`` explores more than the test run has time for, and prints the numbers.
 """
@@ -18,8 +18,8 @@ from scheduler import Pool, Run, cooperative
 
 from sync_batchnorm import comm
 from sync_batchnorm.comm import SyncMaster
+from sync_batchnorm.coordinator import Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.roster import Roster
 
 
 class Failing(Exception):
@@ -37,30 +37,30 @@ class Scenario:
 
 
 class _Scene:
-    """A scenario on the stage: a roster, its parties, and what they got."""
+    """A scenario on the stage: a coordinator, its parties, and what they got."""
 
     def __init__(self, scenario: Scenario, fine: bool) -> None:
         self.scenario = scenario
         self.number = len(scenario.scripts)
-        self.roster = Roster(["cpu"] * self.number, timeout=1.0)
+        self.coordinator = Coordinator(["cpu"] * self.number, timeout=1.0)
         self.pipes: dict[str, list[Any]] = {}
         self.completed: list[list[tuple[str, int]]] = [[] for _ in scenario.scripts]
         for layer in sorted(set("".join(scenario.scripts)) - {"!"}):
-            with comm.joining(self.roster, 0, layer):
+            with comm.joining(self.coordinator, 0, layer):
                 master = SyncMaster(self._reduce)
             self.pipes[layer] = [master]
             for party in range(1, self.number):
-                with comm.joining(self.roster, party, layer):
+                with comm.joining(self.coordinator, party, layer):
                     self.pipes[layer].append(master.register_slave(party))
-        self.seats = [self.roster.seat(party) for party in range(self.number)]
-        self.enters_seats = fine
+        self.handles = [self.coordinator.forward_of(party) for party in range(self.number)]
+        self.enters_forwards = fine
         if not fine:
-            for seat in self.seats:
-                seat.__enter__()
+            for handle in self.handles:
+                handle.__enter__()
 
     def bodies(self) -> list[Callable[[], Any]]:
         bodies: list[Callable[[], Any]] = [lambda i=i: self._play(i) for i in range(self.number)]
-        return [*bodies, lambda: self.roster.abort(KeyboardInterrupt())] if self.scenario.abort else bodies
+        return [*bodies, lambda: self.coordinator.abort(KeyboardInterrupt())] if self.scenario.abort else bodies
 
     def _reduce(self, messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
         if self.scenario.reduction_fails:
@@ -69,10 +69,10 @@ class _Scene:
 
     def _play(self, party: int) -> None:
         with ExitStack() as stack:
-            if self.enters_seats:
-                stack.enter_context(self.seats[party])
+            if self.enters_forwards:
+                stack.enter_context(self.handles[party])
             else:
-                stack.push(self.seats[party].__exit__)
+                stack.push(self.handles[party].__exit__)
             for token in self.scenario.scripts[party]:
                 if token == "!":
                     raise Failing(party)
@@ -88,9 +88,9 @@ class _Scene:
         """Compare what happened with what may happen; return it in one line."""
         scenario, expected = self.scenario, Expectation(self.scenario.scripts)
         assert not run.deadlock, "deadlock"
-        assert not self.roster._waiting, "somebody is still registered as waiting"
-        broken = self.roster._broken is not None
-        left_over = [len(mailbox.items) for mailbox in self.roster._mailboxes.values()]
+        assert not self.coordinator._waiting, "somebody is still registered as waiting"
+        broken = self.coordinator._broken is not None
+        left_over = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
         assert sum(left_over) == 0 or (broken and max(left_over) == 1), "an envelope that nobody took"
         for call in set(itertools.chain(*self.completed)):
             assert all(call in completed for completed in self.completed), f"{call} was completed by some only"
@@ -124,7 +124,7 @@ class _Scene:
         assert any(reason in text for reason in reasons), f"expected one of {reasons}, but got {text}"
 
     def _check_shown(self, parties: Sequence[Any]) -> None:
-        shown = self.roster.failure()
+        shown = self.coordinator.failure()
         originals = [i for i, outcome in enumerate(parties) if isinstance(outcome, Failing)]
         released = [i for i, outcome in enumerate(parties) if isinstance(outcome, ReplicaSyncError)]
         first = (originals + released)[:1]

@@ -1,15 +1,16 @@
 """Decide which thread of the exchange goes on: what the search through its interleavings runs on.
 
-The threads are real, but only one runs at a time: `Lock` and `SimpleQueue`, as `roster.py` imports them, are replaced
-by versions that ask the scheduler before they go on. A depth-first search replays every sequence of its choices.
+The threads are real, but only one runs at a time: `Lock` and `SimpleQueue`, as `coordinator.py` imports them, are
+replaced by versions that ask the scheduler before they go on. A depth-first search replays every sequence of its
+choices.
 
 NOTE [which steps are choices]: Whatever threads share, but for their mailboxes, is touched with the lock held only. So
 the sections under the lock are the steps, and what a thread does outside of them commutes with the steps of all others.
 A mailbox is emptied by its owner alone: taking what is there commutes too, and to find it empty is no step but to wait,
-or, where a scenario says so, to run out of time. Taking the seat writes only what is not read before its owner waits or
-leaves, but for the word of a timeout on who has started, so it is done first. What is left are choices: who enters the
-next section under the lock, and whose time runs out. With ``fine=True`` every operation of lock and queue is a choice,
-the release and the seat included; tests compare what comes out of both.
+or, where a scenario says so, to run out of time. Beginning a forward writes only what is not read before its owner
+waits or leaves, but for the word of a timeout on who has started, so it is done first. What is left are choices: who
+enters the next section under the lock, and whose time runs out. With ``fine=True`` every operation of lock and queue is
+a choice, the release and the beginning included; tests compare what comes out of both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from sync_batchnorm import errors, roster
+from sync_batchnorm import coordinator, errors
 
 _run: Run | None = None  # the one that is being executed
 
@@ -202,14 +203,14 @@ class _CooperativeQueue:
 
 @contextmanager
 def cooperative() -> Iterator[Pool]:
-    """Replace what `roster.py` waits with, and for speed the traceback that nobody reads."""
+    """Replace what `coordinator.py` waits with, and for speed the traceback that nobody reads."""
     pool = Pool()
-    saved = roster.Lock, roster.SimpleQueue, errors.traceback
-    roster.Lock, roster.SimpleQueue, errors.traceback = _CooperativeLock, _CooperativeQueue, _ShortTraceback
+    saved = coordinator.Lock, coordinator.SimpleQueue, errors.traceback
+    coordinator.Lock, coordinator.SimpleQueue, errors.traceback = _CooperativeLock, _CooperativeQueue, _ShortTraceback
     try:
         yield pool
     finally:
-        roster.Lock, roster.SimpleQueue, errors.traceback = saved
+        coordinator.Lock, coordinator.SimpleQueue, errors.traceback = saved
         pool.close()
 
 

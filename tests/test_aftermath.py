@@ -26,7 +26,7 @@ from sync_batchnorm import (
     ReplicaSyncError,
     patch_replication_callback,
 )
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
 
@@ -168,11 +168,11 @@ def test_error_of_the_caller_releases_the_replicas_of_a_forward_of_its_own():
 
 def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
     begun, drains = threading.Event(), threading.Event()
-    drain = Roster.drain
+    drain = Coordinator.drain
 
-    def drain_for_long(roster: Roster, seconds: float) -> None:
+    def drain_for_long(coordinator: Coordinator, seconds: float) -> None:
         drains.set()
-        drain(roster, 1000.0)  # Much longer than the watchdog waits.
+        drain(coordinator, 1000.0)  # Much longer than the watchdog waits.
 
     def is_busy(model: Scripted, x: Tensor) -> None:
         begun.set()
@@ -190,12 +190,12 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
             with contextlib.suppress(ReplicaSyncError):
                 self.replicas[0](*inputs)
 
-    monkeypatch.setattr(Roster, "drain", drain_for_long)
+    monkeypatch.setattr(Coordinator, "drain", drain_for_long)
     parallel = patch_replication_callback(Interrupted(scripted((0, "before", is_busy)), R))
     try:
         with pytest.raises(KeyboardInterrupt):
             parallel(*batch())
-        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._sync_seat.roster)
+        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._sync_handle.coordinator)
     finally:
         drains.set()
         parallel.thread.join()

@@ -20,8 +20,14 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, recompute
-from sync_batchnorm.functional import merge_messages, sync_moments
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SyncMaster,
+    convert_model,
+    merge_messages,
+    recompute,
+    sync_moments,
+)
 from sync_batchnorm.recompute import keep, recall
 
 

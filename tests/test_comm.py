@@ -10,7 +10,7 @@ import pytest
 
 from sync_batchnorm import ReplicaSyncError, SlavePipe, SyncMaster
 from sync_batchnorm.comm import joining
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import Coordinator
 
 
 def everything(messages):
@@ -79,7 +79,7 @@ def test_registering_after_use_begins_anew(used):
     if used == "master":
         together(lambda: old.run_slave("old"), lambda: master.run_master("old"))
     else:
-        old._roster.timeout = 0.01
+        old._coordinator.timeout = 0.01
         with pytest.raises(TimeoutError):
             old.run_slave("old")
     slave = master.register_slave(1)
@@ -116,7 +116,7 @@ def test_reduction_that_does_not_answer_everybody_is_refused(results):
 def test_broken_exchange_stays_broken():
     master = SyncMaster(everything)
     slave = master.register_slave(1)
-    slave._roster.abort(OSError())
+    slave._coordinator.abort(OSError())
     for _ in range(2):
         with pytest.raises(ReplicaSyncError, match="got OSError in its thread; this replica was only released"):
             slave.run_slave(0)
@@ -125,10 +125,10 @@ def test_broken_exchange_stays_broken():
 
 
 def test_names_of_a_forward_are_taken_where_it_is_made():
-    roster = Roster(["cpu", "cpu"], timeout=0.01)
-    with joining(roster, 0, "layer"):
+    coordinator = Coordinator(["cpu", "cpu"], timeout=0.01)
+    with joining(coordinator, 0, "layer"):
         master = SyncMaster(everything)
-    with joining(roster, 1, "layer"):
+    with joining(coordinator, 1, "layer"):
         slave = master.register_slave(1)
     assert repr(master) == "SyncMaster(layer, 1 slaves)"
     assert repr(slave) == "SlavePipe(1, layer)"
@@ -137,17 +137,17 @@ def test_names_of_a_forward_are_taken_where_it_is_made():
 
 
 def test_names_of_a_forward_end_with_it():
-    with joining(Roster(), 0, "layer"):
+    with joining(Coordinator(), 0, "layer"):
         pass
     assert repr(SyncMaster(everything)) == "SyncMaster(a SyncMaster of its own, 0 slaves)"
 
 
 def test_registering_after_use_begins_anew_in_the_same_forward_too():
-    roster = Roster(["cpu", "cpu"])
-    with joining(roster, 0, "layer"):
+    coordinator = Coordinator(["cpu", "cpu"])
+    with joining(coordinator, 0, "layer"):
         master = SyncMaster(everything)
     for _ in range(2):
-        with joining(roster, 1, "layer"):
+        with joining(coordinator, 1, "layer"):
             slave = master.register_slave(1)
         together(lambda slave=slave: slave.run_slave("slave"), lambda: master.run_master("own"))
     assert repr(master) == "SyncMaster(layer, 1 slaves)"
@@ -156,10 +156,10 @@ def test_registering_after_use_begins_anew_in_the_same_forward_too():
 def test_master_kept_from_forward_to_forward_takes_the_slaves_of_each():
     master = SyncMaster(everything)  # made in the constructor of a module
     for number in (4, 2, 3):
-        roster = Roster(["cpu"] * number)
+        coordinator = Coordinator(["cpu"] * number)
         slaves = []
         for replica in range(1, number):
-            with joining(roster, replica, "layer"):
+            with joining(coordinator, replica, "layer"):
                 slaves.append(master.register_slave(replica))
         results = together(lambda: master.run_master(0), *[lambda s=s: s.run_slave(s.identifier) for s in slaves])
         assert [identifier for identifier, _ in results] == list(range(number))
@@ -185,4 +185,4 @@ def test_messages_of_a_completed_call_are_not_kept():
     master = SyncMaster(everything)
     slave = master.register_slave(1)
     together(lambda: [slave.run_slave(i) for i in range(3)], lambda: [master.run_master(i) for i in range(3)])
-    assert master._circle.meetings == {}
+    assert master._sync_group.exchanges == {}

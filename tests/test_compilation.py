@@ -10,8 +10,7 @@ from helpers import assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster
-from sync_batchnorm.functional import merge_messages, sync_moments
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 
 pytestmark = [
     pytest.mark.watchdog(60),  # the compiler is imported, and takes its time

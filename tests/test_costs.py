@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sync_batchnorm import moments
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import Coordinator
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 on_every_kernel = pytest.mark.parametrize("kernel", list(KERNELS), indirect=True)
@@ -102,13 +102,13 @@ class TwoCalls(nn.Module):
 @pytest.mark.usefixtures("kernel")
 def test_each_call_of_a_layer_is_one_meeting(replicas, monkeypatch):
     _, parallel = twins(TwoCalls(), ["cpu"] * replicas)
-    meet, met = Roster.meet, []
+    meet, met = Coordinator.exchange, []
 
-    def note_and_meet(roster, circle, *args):
-        met.append(circle.name)
-        return meet(roster, circle, *args)
+    def note_and_meet(coordinator, sync_group, *args):
+        met.append(sync_group.name)
+        return meet(coordinator, sync_group, *args)
 
-    monkeypatch.setattr(Roster, "meet", note_and_meet)
+    monkeypatch.setattr(Coordinator, "exchange", note_and_meet)
     output = parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
     output.backward(torch.randn_like(output))
     assert sorted(met) == ["first"] * replicas + ["second"] * replicas

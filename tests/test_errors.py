@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from sync_batchnorm import ReplicaSyncError
-from sync_batchnorm.errors import Caught, ReplicaTimeoutError, is_caused_by
+from sync_batchnorm.errors import CapturedError, ReplicaTimeoutError, is_caused_by
 
 
 class NeedsTwo(Exception):
@@ -40,7 +40,7 @@ def caught(error, replica=1):
     try:
         raise error
     except BaseException as raised:
-        return Caught(raised, replica, "cpu")
+        return CapturedError(raised, replica, "cpu")
 
 
 def test_rebuilt_exception_has_type_text_and_traceback_of_the_replica():
@@ -101,7 +101,7 @@ def test_caught_exception_keeps_nothing_of_its_frames(kind):
     try:
         fail()
     except BaseException as error:
-        kept = Caught(error, 0, "cpu")
+        kept = CapturedError(error, 0, "cpu")
     gc.collect()
     assert things[0]() is None
     assert kept.replica_id == 0

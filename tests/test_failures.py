@@ -229,7 +229,7 @@ def test_reduction_that_fails_reaches_the_caller(wrap, monkeypatch):
         raise FloatingPointError("the reduction")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sync_batchnorm.messages._have_one_weight", fails)
+        patch.setattr("sync_batchnorm.functional._have_one_weight", fails)
         with pytest.raises(FloatingPointError, match="the reduction"):
             parallel(*batch())
     assert_next_forward_is_right(parallel, (0, 0))

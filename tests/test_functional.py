@@ -11,10 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 from sync_batchnorm.autograd import EpsRule
-from sync_batchnorm.functional import merge_messages, sync_batch_norm, sync_moments
-from sync_batchnorm.running import RunningStatistics
+from sync_batchnorm.functional import RunningStatistics, sync_batch_norm
 
 
 class Whitening(nn.Module):

@@ -9,8 +9,7 @@ import pytest
 from interleavings import Scenario, explore, explore_all, interrupted, plain
 from scheduler import cooperative
 
-from sync_batchnorm.circle import Meeting
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import Coordinator, Exchange
 
 
 @pytest.mark.watchdog(60)
@@ -49,20 +48,20 @@ def test_three_parties_are_right_in_every_order():
 def test_choosing_at_every_operation_finds_no_other_outcome(scenario):
     with cooperative() as pool:
         coarse, fine = explore(scenario, pool), explore(scenario, pool, fine=True)
-    # Taking the seat is no choice in the coarse search: only a timeout tells whether somebody has started.
+    # Taking the handle is no choice in the coarse search: only a timeout tells whether somebody has started.
     fine = {outcome.replace("which has not started", "which is running") for outcome in fine}
     assert coarse.keys() == fine
 
 
 def test_search_finds_a_deadlock_that_nobody_notices(monkeypatch):
-    monkeypatch.setattr(Roster, "_find_deadlock", lambda *args: None)
+    monkeypatch.setattr(Coordinator, "_find_deadlock", lambda *args: None)
     with pytest.raises(AssertionError, match="deadlock"):
         explore_all([Scenario(("ab", "ba"))])
 
 
 def test_search_finds_a_release_that_comes_too_early_to_be_heard(monkeypatch):
     """The peer leaves before the other waits: seen only by who looks back when it begins to wait."""
-    monkeypatch.setattr(Roster, "_is_gone", lambda self, peer, replica_id: False)
+    monkeypatch.setattr(Coordinator, "_is_gone", lambda self, peer, replica_id: False)
     with pytest.raises(AssertionError, match="deadlock"):
         explore_all([Scenario(("a", ""))])
 
@@ -82,25 +81,25 @@ def test_search_finds_a_timeout_that_races_with_a_delivery(monkeypatch):
             self._break(RuntimeError, "expected nothing, but got a timeout")
         return RuntimeError("expected nothing, but got a timeout")
 
-    monkeypatch.setattr(Roster, "_wait", does_not_look_again)
-    monkeypatch.setattr(Roster, "_broken_by_timeout", broken_by_timeout, raising=False)
+    monkeypatch.setattr(Coordinator, "_wait", does_not_look_again)
+    monkeypatch.setattr(Coordinator, "_broken_by_timeout", broken_by_timeout, raising=False)
     with pytest.raises(AssertionError):
         explore_all([Scenario(("a", "a"), timeouts=1)])
 
 
 def test_search_finds_a_result_that_goes_to_the_wrong_call(monkeypatch):
-    original = Roster._arrive
+    original = Coordinator._arrive
 
-    def always_the_first_call(self, circle, identifier, message):
-        circle.calls[identifier] = 0
-        return original(self, circle, identifier, ("stale", message))
+    def always_the_first_call(self, sync_group, identifier, message):
+        sync_group.calls[identifier] = 0
+        return original(self, sync_group, identifier, ("stale", message))
 
-    monkeypatch.setattr(Roster, "_arrive", always_the_first_call)
+    monkeypatch.setattr(Coordinator, "_arrive", always_the_first_call)
     with pytest.raises(AssertionError, match="but got"):
         explore_all([Scenario(("aa", "aa"))])
 
 
 def test_search_finds_a_peer_that_is_never_released(monkeypatch):
-    monkeypatch.setattr(Meeting, "needed", lambda self: [])
+    monkeypatch.setattr(Exchange, "needed", lambda self: [])
     with pytest.raises(AssertionError, match="deadlock"):
         explore_all([Scenario(("aa", "a"))])

@@ -15,49 +15,39 @@ TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob(
 # What each file may import from the package, in an order in which every file comes after what it imports.
 IMPORTS = {
     "errors": set(),
-    "circle": set(),
-    "roster": {"circle", "errors"},
-    "comm": {"circle", "roster"},
-    "profiling": {"circle", "roster"},
+    "coordinator": {"errors"},
+    "comm": {"coordinator"},
+    "profiling": {"coordinator"},
+    "compilation": set(),
+    "local_parallel": {"compilation", "errors"},
+    "recompute": set(),
+    "replicate": {"comm", "compilation", "coordinator", "errors", "local_parallel", "profiling", "recompute"},
     "moments": set(),
     "normalization": {"moments"},
     "distributed": set(),
-    "recompute": set(),
-    "running": set(),
-    "autograd": {"distributed", "moments", "normalization", "recompute", "running"},
-    "messages": {"autograd", "distributed", "moments", "normalization", "running"},
-    "compilation": set(),
+    "autograd": {"distributed", "local_parallel", "moments", "normalization", "recompute"},
     "functional": {
         "autograd",
         "comm",
         "compilation",
         "distributed",
-        "messages",
+        "local_parallel",
+        "moments",
         "normalization",
         "recompute",
-        "running",
     },
-    "trees": set(),
-    "local_parallel": {"compilation", "errors", "trees"},
-    "caller": set(),
-    "draws": {"recompute"},
-    "replicate": {"caller", "comm", "compilation", "draws", "errors", "local_parallel", "profiling", "roster"},
-    "batchnorm": {"autograd", "comm", "compilation", "distributed", "functional", "replicate", "running"},
-    "check": {"batchnorm", "distributed", "replicate"},
-    "convert": {"batchnorm", "local_parallel", "replicate"},
-    "selfcheck": {"convert", "replicate"},
+    "batchnorm": {"autograd", "comm", "compilation", "distributed", "functional", "local_parallel", "replicate"},
+    "selfcheck": {"batchnorm", "replicate"},
 }
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
-# Imports in a function, against the direction, when the function is called.
-LATE_IMPORTS = {("batchnorm", "convert")}
-
-WITHOUT_TORCH = ["errors", "circle", "roster", "comm"]
+WITHOUT_TORCH = ["errors", "coordinator", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
-    "roster": {"Empty", "Lock", "SimpleQueue"},
-    "convert": {"Lock"},  # around the names in torch.nn that are replaced for a while
+    "autograd": {"Lock"},  # around what several backwards of one call share
+    "coordinator": {"Empty", "Lock", "SimpleQueue"},
+    "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
 }
 HARMLESS = {"TIMEOUT_MAX", "current_thread", "main_thread"}
@@ -86,14 +76,6 @@ def own_imports(nodes):
     return found
 
 
-def functions_in(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-
-
-def late_imports(tree):
-    return own_imports(node for function in functions_in(tree) for node in ast.walk(function))
-
-
 def test_every_file_has_its_place():
     assert set(TREES) - ENTRANCES <= set(IMPORTS)
 
@@ -107,9 +89,7 @@ def test_the_order_of_the_files_has_no_circle():
 
 @pytest.mark.parametrize("file", sorted(set(TREES) - ENTRANCES))
 def test_imports_go_in_one_direction(file):
-    late = late_imports(TREES[file])
-    assert own_imports(ast.walk(TREES[file])) - late <= IMPORTS[file]
-    assert {(file, name) for name in late - IMPORTS[file]} <= LATE_IMPORTS
+    assert own_imports(ast.walk(TREES[file])) <= IMPORTS[file]  # also in functions
 
 
 def test_documented_table_has_every_file_behind_those_that_it_imports():
@@ -150,8 +130,7 @@ def test_public_names_are_listed_and_there(file):
 
 
 def test_package_has_the_public_names_of_its_files():
-    files = [importlib.import_module(f"sync_batchnorm.{file}") for file in set(TREES) - ENTRANCES - {"functional"}]
-    # What `functional` has to offer is for authors of layers of their own, who import it from there.
+    files = [importlib.import_module(f"sync_batchnorm.{file}") for file in set(TREES) - ENTRANCES]
     assert set(sync_batchnorm.__all__) == {name for module in files for name in module.__all__}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import sync_batchnorm
 
 ROOT = Path(__file__).parents[1]
 USER = ROOT / "tests" / "typing_user.py"
@@ -120,9 +123,19 @@ def test_torch_is_the_only_requirement(metadata):
     assert [line.partition(">=")[0] for line in required] == ["torch"]
 
 
-def test_version_is_the_newest_of_the_changelog(metadata):
+def test_version_is_that_of_the_package_and_the_newest_of_the_changelog(metadata):
     changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
-    assert changelog.split("\n## ")[1].split()[0] == metadata["Version"]
+    assert changelog.split("\n## ")[1].split()[0] == metadata["Version"] == sync_batchnorm.__version__
+
+
+def test_import_asks_for_what_the_metadata_require(metadata):
+    said = re.findall(r"expected (Python|torch) ([\d.]+) or newer", (ROOT / "sync_batchnorm/__init__.py").read_text())
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    torch_bound = required[0].removeprefix("torch>=").split(".")
+    assert set(said) == {
+        ("Python", metadata["Requires-Python"].removeprefix(">=")),
+        ("torch", ".".join(torch_bound[:2])),
+    }
 
 
 def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadata, tmp_path):
@@ -133,6 +146,7 @@ def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadat
 
 def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_path):
     code = shutil.copy(USER, tmp_path)
+    pytest.importorskip("mypy", reason="mypy cannot be installed for this Python")
     # The cache is that of the usual type check, which has read torch if it ran before.
     cache = ROOT / ".mypy_cache"
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", cache]

@@ -8,7 +8,7 @@ from conftest import KERNELS, every_kernel
 from helpers import run_parts, twins
 from torch import nn
 
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import Coordinator
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 RATIOS = [0.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation
@@ -247,22 +247,22 @@ class Order:
 
     def __init__(self, order, monkeypatch):
         self.order, self.changed, self.arrived = order, threading.Condition(), []
-        meet, arrive = Roster.meet, Roster._arrive
+        meet, arrive = Coordinator.exchange, Coordinator._arrive
 
-        def wait_and_meet(roster, circle, identifier, *args):
+        def wait_and_meet(coordinator, sync_group, identifier, *args):
             with self.changed:
                 self.changed.wait_for(lambda: self.order[len(self.arrived) % len(self.order)] == identifier)
-            return meet(roster, circle, identifier, *args)
+            return meet(coordinator, sync_group, identifier, *args)
 
-        def arrive_and_tell(roster, circle, identifier, message):
-            meeting = arrive(roster, circle, identifier, message)
+        def arrive_and_tell(coordinator, sync_group, identifier, message):
+            meeting = arrive(coordinator, sync_group, identifier, message)
             with self.changed:
                 self.arrived.append(identifier)
                 self.changed.notify_all()
             return meeting
 
-        monkeypatch.setattr(Roster, "meet", wait_and_meet)
-        monkeypatch.setattr(Roster, "_arrive", arrive_and_tell)
+        monkeypatch.setattr(Coordinator, "exchange", wait_and_meet)
+        monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
 
 
 @pytest.mark.parametrize("kernel", ["joined", "separate", "exact"], indirect=True)

@@ -15,9 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, schedule
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, execute_replication_callbacks, profiling
-from sync_batchnorm.circle import MASTER, Circle
-from sync_batchnorm.profiling import RecordedRoster, roster_of_forward
-from sync_batchnorm.roster import Roster
+from sync_batchnorm.coordinator import MASTER, Coordinator, SyncGroup
+from sync_batchnorm.profiling import ProfiledCoordinator, coordinator_of_forward
 
 HINT = "sync_batchnorm: replicas, in threads that are recorded with profile_all_threads=True only"
 
@@ -104,18 +103,18 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
 
 def exchange(first: int) -> list[Span]:
     """Let two replicas meet, of which `first` waits already when the other one comes; return the spans."""
-    roster = RecordedRoster(["cpu"] * 2)
-    circle = Circle("layer")
-    roster.admit(circle, MASTER, 0)
-    roster.admit(circle, 1, 1)
+    coordinator = ProfiledCoordinator(["cpu"] * 2)
+    sync_group = SyncGroup("layer")
+    coordinator.admit(sync_group, MASTER, 0)
+    coordinator.admit(sync_group, 1, 1)
 
     def run(replica: int) -> None:
-        roster.meet(circle, replica, None, None if replica else lambda messages: messages)
+        coordinator.exchange(sync_group, replica, None, None if replica else lambda messages: messages)
 
     with recording() as prof:
         thread = threading.Thread(target=run, args=(first,))
         thread.start()
-        while f"{first} waits in" not in repr(roster):
+        while f"{first} waits in" not in repr(coordinator):
             time.sleep(0)  # give way
         run(1 - first)
         thread.join()
@@ -253,13 +252,13 @@ def test_without_a_profiler_nothing_is_made(devs, made):
     assert not made
 
 
-def test_without_a_profiler_the_roster_is_the_usual_one():
-    assert type(roster_of_forward(["cpu"], 1.0)) is Roster
+def test_without_a_profiler_the_coordinator_is_the_usual_one():
+    assert type(coordinator_of_forward(["cpu"], 1.0)) is Coordinator
     with recording():
-        roster = roster_of_forward(["cpu"], 1.0)
-    assert type(roster) is RecordedRoster
-    assert roster.timeout == 1.0
-    assert repr(roster) == "RecordedRoster(0 has not started)"
+        coordinator = coordinator_of_forward(["cpu"], 1.0)
+    assert type(coordinator) is ProfiledCoordinator
+    assert coordinator.timeout == 1.0
+    assert repr(coordinator) == "ProfiledCoordinator(0 has not started)"
 
 
 def test_exchanges_of_other_modules_are_spans_too():

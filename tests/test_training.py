@@ -27,10 +27,11 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     SyncMaster,
     convert_model,
+    merge_messages,
     moments,
     normalization,
+    sync_moments,
 )
-from sync_batchnorm.functional import merge_messages, sync_moments
 
 pytestmark = every_kernel
 
@@ -111,7 +112,9 @@ def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
     # The convolutions round to `dtype`: what reaches a parameter differs by some of its last digits.
     assert_equal(output, expected, "output", 2 * TOLERANCES[dtype])
     for (name, ours), theirs in zip(parallel.module.named_parameters(), plain.parameters(), strict=True):
-        assert_equal(ours.grad, theirs.grad, name, 5 * TOLERANCES[dtype])
+        # That of a bias in front of a norm is zero but for rounding, to which the convolutions of torch 2.8 add more.
+        more = name in ("0.bias", "3.bias") and torch.__version__.startswith("2.8.")
+        assert_equal(ours.grad, theirs.grad, name, (10 if more else 5) * TOLERANCES[dtype])
     for (name, ours), theirs in zip(parallel.module.named_buffers(), plain.buffers(), strict=True):
         assert_equal(ours, theirs, name, 2 * TOLERANCES[dtype])
 

@@ -16,14 +16,21 @@ QUOTES = [" ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```"
 REPLICA = r"replica \d+( on device \w+(:\d)?)?"
 WAITING = rf"{REPLICA}( and {REPLICA})* waits?"
 LAYER = r"[\w.]+"
-MEETING = rf"{LAYER}, call \d+"
+EXCHANGE = rf"{LAYER}, call \d+"
 STATE = r"which (is running|has not started|left its forward|was given no input|waits in [^;]+)"
 NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
 STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
 TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
 
+LEFT = (
+    rf"expected every replica to call {LAYER} equally often, but got {REPLICA}, {STATE}, while {WAITING} "
+    rf"\({EXCHANGE}\); make every replica call every synchronized layer in every forward"
+)
+
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
+    "__name__": r"\w+(\.\w+)+",
+    "__version__": r"\d+\.\d+\.\d+",
     "' and '.join(drawn)": r"\w+(:\d)?",
     "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
     "changed": NAMES,
@@ -44,22 +51,25 @@ FIELDS = {
     "len(devices)": r"\d+",
     "len(found)": r"\d+",
     "len(mean)": r"\d+",
-    "list(circle.members)": r"\[\d+(, \d+)*\]",
+    "list(sync_group.members)": r"\[\d+(, \d+)*\]",
     "list(results)": r"\[\d+(, \d+)*\]",
-    "meeting": MEETING,
+    "exchange": EXCHANGE,
     "most": r"\d+",
     "names[0] or 'the module'": LAYER,
     "numbers": r"\[\d+(, \d+)+\]",
-    "places": rf"{REPLICA} in {MEETING}(, {REPLICA} in {MEETING})+",
+    "places": rf"{REPLICA} in {EXCHANGE}(, {REPLICA} in {EXCHANGE})+",
     "process_group": r"<\w+>",
     "self.name": LAYER,
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
     "structure": STRUCTURE,
     "structures[0]": STRUCTURE,
-    "text": rf"expected every replica to call {LAYER} equally often, but got {REPLICA}, {STATE}, while {WAITING} \({MEETING}\); "
-    "make every replica call every synchronized layer in every forward",
+    "sys.executable": r"[\w/.]+",
+    "sys.version.split()[0]": r"[\d.]+",
+    "text": LEFT,
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
+    "torch.__file__": r"[\w/.-]+",
+    "torch.__version__": r"[\w.+]+",
     "waiting": WAITING,
     "where": rf"{LAYER}, replica \d+",
     "who": REPLICA,
@@ -77,7 +87,7 @@ def field(value: ast.FormattedValue) -> str:
 
 
 def is_message(text: str) -> bool:
-    """Tell whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
+    """Return whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
     return (text.startswith("expected ") and ", but got " in text) or " trains in a replica " in text
 
 
@@ -124,4 +134,4 @@ def test_there_are_messages_to_compare():
 
 def test_reasons_of_the_check_are_those_of_the_page():
     for line in re.findall(r"^  module\.\S+ \(\w+\): (.*)$", PAGE, re.MULTILINE):
-        assert line in (ROOT / "sync_batchnorm" / "check.py").read_text()
+        assert line in (ROOT / "sync_batchnorm" / "batchnorm.py").read_text()

@@ -25,12 +25,13 @@ from sync_batchnorm import (
     assert_synchronized,
     convert_model,
     execute_replication_callbacks,
+    merge_messages,
     patch_replication_callback,
     patch_sync_batchnorm,
     revert_model,
     set_sbn_eps_mode,
+    sync_moments,
 )
-from sync_batchnorm.functional import sync_moments
 
 
 class Net(nn.Module):
@@ -72,10 +73,17 @@ class Counting(nn.Module):
 
 
 class Centered(nn.Module):
-    """A normalization of the user's own, on one device."""
+    """A normalization of the user's own."""
+
+    pipe: SyncMaster | SlavePipe | None = None
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
 
     def forward(self, input: Tensor) -> Tensor:
-        mean, var, count = sync_moments(input, None)
+        mean, var, count = sync_moments(input, self.pipe)
         assert_type(mean, Tensor)
         assert_type(var, Tensor)
         assert_type(count, int)

@@ -69,7 +69,7 @@ class Span:
 
 
 @dataclass
-class Meeting:
+class Exchange:
     """One call of one layer: the wait of each replica, from when it came, and what the master merged then."""
 
     layer: str
@@ -91,7 +91,7 @@ class Forward:
     """One forward of the wrapper: the span of each replica, and the meetings in their order."""
 
     replicas: dict[int, Span]
-    meetings: list[Meeting]
+    meetings: list[Exchange]
 
     @property
     def begin(self) -> float:
@@ -219,7 +219,7 @@ def read_profile(path: Path) -> list[Forward]:
     return forwards
 
 
-def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Meeting]:
+def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Exchange]:
     """Put together what belongs to one meeting: in each layer the first waits and the first merge, and so on."""
     waits: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))  # by layer and replica
     merges: dict[str, list[Span]] = defaultdict(list)  # by layer
@@ -232,7 +232,7 @@ def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Meeting]
                 elif what == "merging":
                     merges[layer].append(span)
     meetings = [
-        Meeting(layer, {replica: ahead[call] for replica, ahead in waits[layer].items() if call < len(ahead)}, merging)
+        Exchange(layer, {replica: ahead[call] for replica, ahead in waits[layer].items() if call < len(ahead)}, merging)
         for layer, calls in merges.items()
         for call, merging in enumerate(calls)
     ]
@@ -241,7 +241,7 @@ def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Meeting]
 
 def table_of(forwards: list[Forward]) -> dict[str, Row]:
     """Return a row for each layer, in the order of the first forward."""
-    by_layer: dict[str, list[Meeting]] = defaultdict(list)
+    by_layer: dict[str, list[Exchange]] = defaultdict(list)
     for forward in forwards:
         for meeting in forward.meetings:
             by_layer[meeting.layer].append(meeting)

@@ -41,7 +41,7 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
     for width in channels:
         mean, var, sums = torch.zeros(width).double(), torch.ones(width).double(), torch.zeros(2, width).double()
-        forward = least(lambda mean=mean, var=var: distributed.merge_moments(mean, var, 512, dist.group.WORLD))
+        forward = least(lambda mean=mean, var=var: distributed.merge_over_processes(mean, var, 512, dist.group.WORLD))
         backward = least(lambda sums=sums: distributed.all_reduced(sums, dist.group.WORLD))
         if rank == 0:
             print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)

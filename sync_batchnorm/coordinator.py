@@ -1,22 +1,22 @@
 """The replicas of one forward: who runs, who waits for whom, who left, and when all of it breaks.
 
-This is the only file that blocks, and it knows nothing of tensors. Every wait happens in one place, `Roster._wait`, on
-a mailbox that belongs to the waiting replica alone.
+This is the only file that blocks, and it knows nothing of tensors. Every wait happens in one place,
+`Coordinator._wait`, on a mailbox that belongs to the waiting replica alone.
 
-NOTE [who may break a meeting]: All state of a forward is guarded by the lock of its roster. A roster breaks at most
-once, and whoever finds the reason breaks it, at the moment it becomes true:
+NOTE [who may break an exchange]: All state of a forward is guarded by the lock of its coordinator. A coordinator breaks
+at most once, and whoever finds the reason breaks it, at the moment it becomes true:
 
-1. a replica that fails or is interrupted (`Roster.leave` with an error, `Roster.interrupt`), or the caller that no
-   longer waits for the replicas (`Roster.abort`);
-2. a replica that leaves while somebody waits for it (`Roster.leave`), or that starts to wait for somebody who has left;
-3. a replica that starts to wait for one that, over any number of others, waits for it (`Roster._find_deadlock`): a
-   meeting needs all its members, so any circle of waiting replicas can never be resolved;
-4. a replica whose time is up (`Roster._wait`).
+1. a replica that fails or is interrupted (`leave` with an error, `interrupt`), or the caller that no longer waits for
+   the replicas (`abort`);
+2. a replica that leaves while somebody waits for it (`leave`), or that starts to wait for somebody who has left;
+3. a replica that starts to wait for one that, over any number of others, waits for it (`_find_deadlock`): an exchange
+   needs all its members, so a cycle of replicas that wait for each other can never be resolved;
+4. a replica whose time is up (`Coordinator._wait`).
 
 Breaking empties `_waiting` and puts one envelope into the mailbox of each replica that was in it. Delivering a result
 takes the replica out of `_waiting` under the same lock. So until a break a mailbox never holds more than one envelope,
-a replica that got its result before the break returns it, and everybody learns of the break at the next meeting. A
-broken roster stays broken: the next forward makes its own.
+a replica that got its result before the break returns it, and everybody learns of the break at the next exchange. A
+broken coordinator stays broken: the next forward makes its own.
 
 NOTE [rounds]: Replicas may be called again, by whoever called `replicate` once for several batches. One that begins its
 second call must not be told that a peer left, if what that peer left was its first. So a replica is only gone for those
@@ -33,17 +33,62 @@ from time import monotonic
 from typing import Any
 
 from sync_batchnorm import errors
-from sync_batchnorm.circle import MASTER, Circle, Meeting
-from sync_batchnorm.errors import Caught, ReplicaSyncError, ReplicaTimeoutError
+from sync_batchnorm.errors import CapturedError, ReplicaSyncError, ReplicaTimeoutError
 
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 300.0
+MASTER = 0  # the identifier of every master
 
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Sequence[tuple[Hashable, Any]]]
 
 
-class Roster:
+class Exchange:
+    """One call of one layer: who has arrived, and with what."""
+
+    __slots__ = ("members", "messages", "name", "number")
+
+    def __init__(self, name: str, number: int, members: dict[Hashable, int]) -> None:
+        self.name = name
+        self.number = number
+        self.members = members
+        self.messages: dict[Hashable, Any] = {}
+
+    def __str__(self) -> str:
+        return f"{self.name}, call {self.number}"
+
+    def needed(self) -> list[int]:
+        """Return the replicas without which the exchange cannot end: those missing, or the master at work."""
+        missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
+        return missing or [self.members[MASTER]]
+
+
+class SyncGroup:
+    """The replicas that exchange through one `SyncMaster` during one forward. The first member is the master."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.members: dict[Hashable, int] = {}  # identifier -> replica
+        self.calls: dict[Hashable, int] = {}
+        self.exchanges: dict[int, Exchange] = {}  # the incomplete ones, by number of the call
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a member has called."""
+        return any(self.calls.values())
+
+    def add(self, identifier: Hashable, replica_id: int) -> None:
+        """Make `replica_id` a member, under the name `identifier`."""
+        if identifier in self.members:
+            raise ValueError(
+                f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
+                "register each slave once a forward, and leave 0 to the master"
+            )
+        self.members[identifier] = replica_id
+        self.calls[identifier] = 0
+
+
+class Coordinator:
     """The replicas of one forward: who runs, who waits for whom, who left, and whether it broke.
 
     Args:
@@ -60,12 +105,12 @@ class Roster:
         }
         self._rounds: dict[int, int] = {}  # how many calls each replica has begun, see NOTE [rounds]
         self._inside: set[int] = set()
-        self._waiting: dict[int, Meeting] = {}
+        self._waiting: dict[int, Exchange] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
         self._hidden = True  # until the caller gets an error, what broke it may have been caught in a replica
         self._departures: SimpleQueue[int] = SimpleQueue()  # who left after the break
-        self._failures: list[tuple[bool, int, Caught]] = []
+        self._failures: list[tuple[bool, int, CapturedError]] = []
 
     def __repr__(self) -> str:
         states = ", ".join(f"{replica} {self._state(replica)}" for replica in self._mailboxes)
@@ -76,10 +121,10 @@ class Roster:
         device = self._devices.get(replica_id)
         return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
 
-    def admit(self, circle: Circle, identifier: Hashable, replica_id: int) -> None:
-        """Make a replica, which may be one that is not listed, a member of `circle` under the name `identifier`."""
+    def admit(self, sync_group: SyncGroup, identifier: Hashable, replica_id: int) -> None:
+        """Make a replica, which may be one that is not listed, a member of `sync_group` under the name `identifier`."""
         with self._lock:
-            circle.add(identifier, replica_id)
+            sync_group.add(identifier, replica_id)
             self._mailboxes.setdefault(replica_id, SimpleQueue())
 
     def call(self, replica_ids: Collection[int]) -> None:
@@ -91,7 +136,7 @@ class Roster:
                     self._left[replica_id] = "was given no input"
 
     @contextmanager
-    def seat(self, replica_id: int) -> Iterator[None]:
+    def forward_of(self, replica_id: int) -> Iterator[None]:
         """Run the body as the forward of a replica: peers that wait for it learn at once when it ends, and how.
 
         A replica that calls itself in its forward stays until the outermost call ends.
@@ -114,7 +159,7 @@ class Roster:
     def leave(self, replica_id: int, error: BaseException | None = None) -> None:
         """Record that a replica is gone, and release everybody who would wait for it in vain."""
         # Made without the lock: it reads source files, and runs code of the user.
-        caught = None if error is None else Caught(error, replica_id, self._devices.get(replica_id, "unknown"))
+        caught = None if error is None else CapturedError(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
             self._inside.discard(replica_id)
             if self._broken is not None:
@@ -125,12 +170,12 @@ class Roster:
                 self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
                 return
             self._left[replica_id] = "left its forward"
-            for waiting, meeting in self._waiting.items():
-                if replica_id in meeting.needed() and self._is_gone(replica_id, waiting):
-                    return self._break(ReplicaSyncError, self._left_text(replica_id, meeting))
+            for waiting, exchange in self._waiting.items():
+                if replica_id in exchange.needed() and self._is_gone(replica_id, waiting):
+                    return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release everybody, because an exception took a replica out of a meeting; its seat will say the rest."""
+        """Release everybody, because an exception took a replica out of an exchange; its end says the rest."""
         with self._lock:
             self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
 
@@ -148,7 +193,7 @@ class Roster:
                 self._departures.get(timeout=max(0.0, deadline - monotonic()))
 
     def raise_if_hidden(self) -> None:
-        """Raise what broke this roster, if the replicas have returned as if nothing was.
+        """Raise what broke this coordinator, if the replicas have returned as if nothing was.
 
         Raises:
             ReplicaSyncError: if they caught it.
@@ -161,53 +206,55 @@ class Roster:
         raise error_type(errors.hidden_text(text))
 
     def has_caused(self, error: BaseException) -> bool:
-        """Tell whether `error` is what a replica raised, or led to, because it was released."""
+        """Return whether `error` is what a replica raised, or led to, because it was released."""
         with self._lock:
             return self._caused(error)
 
-    def failure(self) -> Caught | None:
+    def failure(self) -> CapturedError | None:
         """Return the failure to show, and forget all: originals before those they caused, then the lowest replica."""
         with self._lock:
             shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
             self._failures.clear()
         return shown
 
-    def meet(self, circle: Circle, identifier: Hashable, message: Any, callback: MasterCallback | None) -> Any:
-        """Exchange `message` with the other members of `circle`; block until the result is there.
+    def exchange(
+        self, sync_group: SyncGroup, identifier: Hashable, message: Any, callback: MasterCallback | None
+    ) -> Any:
+        """Exchange `message` with the other members of `sync_group`; block until the result is there.
 
         The master passes the `callback`, which runs in its thread once everybody has arrived.
         """
-        replica_id = circle.members[identifier]
+        replica_id = sync_group.members[identifier]
         with self._lock:
-            meeting = self._arrive(circle, identifier, message)
-            complete = len(meeting.messages) == len(circle.members)
+            exchange = self._arrive(sync_group, identifier, message)
+            complete = len(exchange.messages) == len(sync_group.members)
             if complete:
-                del circle.meetings[meeting.number]
+                del sync_group.exchanges[exchange.number]
                 if callback is None:
-                    self._deliver(circle.members[MASTER], None)
+                    self._deliver(sync_group.members[MASTER], None)
             if callback is None or not complete:
-                self._waiting[replica_id] = meeting
+                self._waiting[replica_id] = exchange
                 if not complete:
-                    self._find_deadlock(replica_id, meeting)
+                    self._find_deadlock(replica_id, exchange)
         if callback is None:
             return self._wait(replica_id)
         if not complete:
             self._wait(replica_id)
-        messages = [(member, meeting.messages[member]) for member in circle.members]
+        messages = [(member, exchange.messages[member]) for member in sync_group.members]
         try:
             results = dict(callback(messages))
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"The replicas met in {meeting}.")
+                error.add_note(f"The replicas met in {exchange}.")
             raise
-        if results.keys() != circle.members.keys():
+        if results.keys() != sync_group.members.keys():
             raise RuntimeError(
-                f"expected the master callback to return one result for each of {list(circle.members)}, "
-                f"but got results for {list(results)} ({meeting}); return a list of (identifier, result)"
+                f"expected the master callback to return one result for each of {list(sync_group.members)}, "
+                f"but got results for {list(results)} ({exchange}); return a list of (identifier, result)"
             )
         with self._lock:
             self._raise_if_broken()
-            for member, replica in circle.members.items():
+            for member, replica in sync_group.members.items():
                 if member != identifier:
                     self._deliver(replica, results[member])
         return results[identifier]
@@ -229,18 +276,18 @@ class Roster:
 
     # The lock is held by the caller of everything below.
 
-    def _arrive(self, circle: Circle, identifier: Hashable, message: Any) -> Meeting:
+    def _arrive(self, sync_group: SyncGroup, identifier: Hashable, message: Any) -> Exchange:
         self._raise_if_broken()
-        replica_id = circle.members[identifier]
+        replica_id = sync_group.members[identifier]
         if replica_id in self._waiting:
-            text = errors.second_thread_text(self.who(replica_id), str(self._waiting[replica_id]), circle.name)
+            text = errors.second_thread_text(self.who(replica_id), str(self._waiting[replica_id]), sync_group.name)
             raise RuntimeError(text)
-        number = circle.calls[identifier] = circle.calls[identifier] + 1
-        meeting = circle.meetings.get(number)
-        if meeting is None:
-            meeting = circle.meetings[number] = Meeting(circle.name, number, circle.members)
-        meeting.messages[identifier] = message
-        return meeting
+        number = sync_group.calls[identifier] = sync_group.calls[identifier] + 1
+        exchange = sync_group.exchanges.get(number)
+        if exchange is None:
+            exchange = sync_group.exchanges[number] = Exchange(sync_group.name, number, sync_group.members)
+        exchange.messages[identifier] = message
+        return exchange
 
     def _deliver(self, replica_id: int, value: Any) -> None:
         del self._waiting[replica_id]
@@ -263,18 +310,18 @@ class Roster:
         return self._broken is not None and errors.is_caused_by(error, self._broken[1])
 
     def _is_gone(self, peer: int, replica_id: int) -> bool:
-        """Tell whether `peer` will not come any more where `replica_id` waits, see NOTE [rounds]."""
+        """Return whether `peer` will not come any more where `replica_id` waits, see NOTE [rounds]."""
         return peer in self._left and self._rounds.get(peer, 0) >= self._rounds.get(replica_id, 0)
 
-    def _find_deadlock(self, replica_id: int, meeting: Meeting) -> None:
-        """Break if `replica_id`, which begins to wait in `meeting`, does so in vain."""
-        if not self._left and len(self._waiting) == len(meeting.messages):
-            return  # Nobody has left, and all who wait are in this meeting.
+    def _find_deadlock(self, replica_id: int, exchange: Exchange) -> None:
+        """Break if `replica_id`, which begins to wait in `exchange`, does so in vain."""
+        if not self._left and len(self._waiting) == len(exchange.messages):
+            return  # Nobody has left, and all who wait are in this exchange.
         seen: set[int] = set()
-        ahead = meeting.needed()
+        ahead = exchange.needed()
         gone = next((peer for peer in ahead if self._is_gone(peer, replica_id)), None)
         if gone is not None:
-            return self._break(ReplicaSyncError, self._left_text(gone, meeting))
+            return self._break(ReplicaSyncError, self._left_text(gone, exchange))
         while ahead:
             peer = ahead.pop()
             if peer == replica_id:
@@ -295,14 +342,14 @@ class Roster:
     def _places(self, replica_ids: Collection[int]) -> str:
         return ", ".join(f"{self.who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
 
-    def _wait_text(self, meeting: Meeting) -> str:
-        waiting = sorted(replica for replica, other in self._waiting.items() if other is meeting)
+    def _wait_text(self, exchange: Exchange) -> str:
+        waiting = sorted(replica for replica, other in self._waiting.items() if other is exchange)
         return f"{' and '.join(map(self.who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
 
-    def _left_text(self, replica_id: int, meeting: Meeting) -> str:
+    def _left_text(self, replica_id: int, exchange: Exchange) -> str:
         who, how = self.who(replica_id), self._left[replica_id]
-        return errors.left_text(meeting.name, who, how, self._wait_text(meeting), str(meeting))
+        return errors.left_text(exchange.name, who, how, self._wait_text(exchange), str(exchange))
 
-    def _timeout_text(self, meeting: Meeting) -> str:
-        late = " and ".join(f"{self.who(replica)}, which {self._state(replica)}" for replica in meeting.needed())
-        return errors.timeout_text(self.timeout, self._wait_text(meeting), late, str(meeting))
+    def _timeout_text(self, exchange: Exchange) -> str:
+        late = " and ".join(f"{self.who(replica)}, which {self._state(replica)}" for replica in exchange.needed())
+        return errors.timeout_text(self.timeout, self._wait_text(exchange), late, str(exchange))

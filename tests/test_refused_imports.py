@@ -1,0 +1,132 @@
+"""What an import says where it cannot work: one sentence, and nothing from inside of the package."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sync_batchnorm
+
+PACKAGE = Path(sync_batchnorm.__file__).parent
+OLDER_PYTHONS = [found for minor in range(6, 10) if (found := shutil.which(f"python3.{minor}"))]
+# Says of itself what the package asks.
+IN_OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; import sync_batchnorm'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder on the path with a copy of the package, and nothing else."""
+    shutil.copytree(PACKAGE, tmp_path / "sync_batchnorm", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def imported_in(folder: Path, code: str = "import sync_batchnorm", python: str = sys.executable) -> str:
+    """Import the package from `folder`, in a Python without installed packages; return what that prints to stderr."""
+    command = [python, "-B", "-S", "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    return result.stderr
+
+
+def add_torch(folder: Path, code: str) -> None:
+    """Put a torch into `folder` that has nothing but `code`."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(code)
+
+
+def assert_one_sentence(stderr: str, sentence: str) -> None:
+    """Check that nothing but `__init__.py` is in the traceback, no other error, and `sentence` at its end."""
+    assert stderr.rstrip().splitlines()[-1] == f"ImportError: {sentence}"
+    frames = [line for line in stderr.splitlines() if line.startswith("  File ") and "importlib" not in line]
+    assert len(frames) == 2
+    assert "<string>" in frames[0]
+    assert "__init__.py" in frames[1]
+    assert stderr.count("Traceback") == 1
+
+
+def python_sentence(version: str, executable: str) -> str:
+    return (
+        f"expected Python 3.10 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got Python {version} "
+        f"({executable}); run it with a newer Python"
+    )
+
+
+def test_older_python_is_refused(folder):
+    assert_one_sentence(imported_in(folder, IN_OLD_PYTHON), python_sentence("3.9.18", sys.executable))
+
+
+@pytest.mark.parametrize("python", OLDER_PYTHONS)
+def test_older_python_that_is_here_is_refused(folder, python):
+    found = subprocess.run([python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"{python} starts no Python: {found.stderr}")
+    stderr = imported_in(folder, python=python)
+    assert "expected Python 3.10 or newer" in stderr.splitlines()[-1]
+    assert f"but got Python {found.stdout.strip()} " in stderr.splitlines()[-1]
+
+
+def test_older_python_can_parse_the_file_that_refuses_it():
+    source = (PACKAGE / "__init__.py").read_text()
+    ast.parse(source, feature_version=(3, 7))  # the oldest that can be asked for
+    first = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    assert "version_info" in ast.unparse(first.test)
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    before = [ast.unparse(node) for node in imports if node.lineno < first.lineno]
+    assert before == ["import sys", "from importlib.util import find_spec"]
+
+
+def test_folder_inside_of_a_package_is_refused(folder):
+    (folder / "models").mkdir()
+    (folder / "sync_batchnorm").rename(folder / "models" / "sync_batchnorm")
+    assert_one_sentence(
+        imported_in(folder, "from models.sync_batchnorm.batchnorm import SynchronizedBatchNorm2d"),
+        f"expected sync_batchnorm {sync_batchnorm.__version__} at the top of the path of Python, but got "
+        "models.sync_batchnorm; install it, or move its folder out of the package that it is in, and import it as "
+        "sync_batchnorm",
+    )
+
+
+def test_missing_torch_is_named(folder):
+    assert_one_sentence(
+        imported_in(folder),
+        f"expected torch 2.8 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got a Python without torch "
+        f"({sys.executable}); run: pip install 'torch>=2.8'",
+    )
+
+
+@pytest.mark.parametrize("version", ["0.4.1", "1.13.1+cu117", "2.7.1"])
+def test_older_torch_is_refused(folder, version):
+    add_torch(folder, f"__version__ = {version!r}")
+    assert_one_sentence(
+        imported_in(folder),
+        f"expected torch 2.8 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got torch {version} "
+        f"({folder / 'torch' / '__init__.py'}); run: pip install --upgrade 'torch>=2.8'",
+    )
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.0a0+git1a2b3c4", "2.10.1+cpu", "3.0.0"])
+def test_newer_torch_is_not_refused(folder, version):
+    add_torch(folder, f"__version__ = {version!r}")
+    last = imported_in(folder).splitlines()[-1]
+    assert last.startswith(("ImportError: cannot import name", "ModuleNotFoundError: No module named 'torch."))
+
+
+def test_torch_that_cannot_be_loaded_speaks_for_itself(folder):
+    add_torch(folder, "raise ImportError('libcudart.so.12: cannot open shared object file')")
+    assert imported_in(folder).splitlines()[-1] == "ImportError: libcudart.so.12: cannot open shared object file"
+
+
+def test_copied_folder_works_and_knows_its_version(folder):
+    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # where that of the tests is
+    code = "import sync_batchnorm; print(sync_batchnorm.__file__, sync_batchnorm.__version__)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *packages])}
+    command = [sys.executable, "-B", "-S", "-c", code]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.stdout.split() == [str(folder / "sync_batchnorm" / "__init__.py"), sync_batchnorm.__version__]
