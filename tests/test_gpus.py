@@ -96,7 +96,7 @@ def input_gradients(outputs, inputs, grads, penalty):
     return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
 
 
-def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
+def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=run_parts):
     """Compare one step of replicas, with its forward, its backward or both on the streams, and of all on one GPU.
 
     Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
@@ -108,7 +108,7 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
     with contextlib.ExitStack() as stack:
         if where != "backward":
             stack.enter_context(on_streams(streams))
-        outputs = run_parts(parallel, parts)
+        outputs = run(parallel, parts)
         if where == "forward":
             stack.close()
         if where == "backward":
@@ -132,6 +132,35 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
     streams = side_streams(devices, side)
     for _ in range(2):  # The second finds the memory that the first has freed.
         assert_same_on_streams(plain, parallel, streams, where)
+
+
+def run_on_streams_of_their_own(parallel, parts):
+    """Do what `run_parts` does, with a stream for each replica, also where several share a GPU."""
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    streams = [torch.cuda.Stream(part.device) for part in parts]
+    outputs = [None] * len(parts)
+
+    def work(i):
+        with torch.cuda.stream(streams[i]):
+            outputs[i] = replicas[i](parts[i])
+
+    follow(streams, defaults(streams))
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    follow(defaults(streams), streams)
+    return used_here(outputs)
+
+
+# On distinct GPUs torch copies the parameters, on the default streams, and tells the allocator of no other.
+@pytest.mark.parametrize("penalty", [False, True], ids=["once", "penalty"])
+@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(2, 4) if devices.id.startswith("cuda0")])
+def test_replicas_may_have_streams_of_their_own(devices, penalty):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    for _ in range(3):
+        assert_same_on_streams(plain, parallel, [], "both", penalty, run_on_streams_of_their_own)
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -38,8 +38,8 @@ FIELDS = {
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
     "EPS_MODES": r"\('\w+', '\w+'\)",
-    "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of forward-mode "
-    "differentiation)",
+    "found": "(a call inside of a transform of torch.func, such as grad or vmap"
+    "|a tensor with a tangent, of forward-mode differentiation)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
     "how": STATE.removeprefix("which "),
