@@ -96,7 +96,7 @@ def input_gradients(outputs, inputs, grads, penalty):
     return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
 
 
-def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=run_parts):
+def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=run_parts, sizes=(4, 3, 2)):
     """Compare one step of replicas, with its forward, its backward or both on the streams, and of all on one GPU.
 
     Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
@@ -104,7 +104,7 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=r
     """
     devices = as_devices(parallel.device_ids)
     parts = [doubles(2 + i % 2, 3, 7, 6, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
-    grads = [torch.randn(len(part), 4, 3, 2, dtype=part.dtype, device=part.device) for part in parts]
+    grads = [torch.randn(len(part), *sizes, dtype=part.dtype, device=part.device) for part in parts]
     with contextlib.ExitStack() as stack:
         if where != "backward":
             stack.enter_context(on_streams(streams))
@@ -113,8 +113,11 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=r
             stack.close()
         if where == "backward":
             stack.enter_context(on_streams(streams))
-        found = input_gradients(outputs, parts, grads, penalty)
+        # On the default streams again: there the upstream gradients are made, and freed when the layer has them.
+        scaled = [output * 2 for output in outputs] if where == "forward" else outputs
+        found = input_gradients(scaled, parts, grads, penalty)
     outputs, found = used_here(outputs), used_here(found)
+    grads = [grad * 2 for grad in grads] if where == "forward" else grads
     first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
     expected = plain(torch.cat(first))
     wanted = input_gradients([expected], first, [torch.cat([grad.to(devices[0]) for grad in grads])], penalty)
@@ -155,12 +158,17 @@ def run_on_streams_of_their_own(parallel, parts):
 
 
 # On distinct GPUs torch copies the parameters, on the default streams, and tells the allocator of no other.
-@pytest.mark.parametrize("penalty", [False, True], ids=["once", "penalty"])
+@pytest.mark.parametrize(
+    ("sizes", "penalty"),
+    [((4, 3, 2), False), ((4, 3, 2), True), ((3, 7, 6), False)],
+    ids=["net", "net-with-penalty", "layer"],
+)
 @pytest.mark.parametrize("devices", [devices for devices in gpu_lists(2, 4) if devices.id.startswith("cuda0")])
-def test_replicas_may_have_streams_of_their_own(devices, penalty):
-    plain, parallel = twins(TwoLayers().double(), devices)
+def test_replicas_may_have_streams_of_their_own(devices, sizes, penalty):
+    net = TwoLayers() if sizes == (4, 3, 2) else nn.BatchNorm2d(3)
+    plain, parallel = twins(net.double(), devices)
     for _ in range(3):
-        assert_same_on_streams(plain, parallel, [], "both", penalty, run_on_streams_of_their_own)
+        assert_same_on_streams(plain, parallel, [], "forward", penalty, run_on_streams_of_their_own, sizes)
 
 
 @pytest.mark.parametrize("side", SIDES)
