@@ -220,6 +220,13 @@ def test_draws_of_replicas_that_share_a_generator_warn_under_a_checkpoint(device
         parallel(torch.randn(6, 4, device=device))
 
 
+def test_draws_of_a_single_replica_do_not_warn():
+    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
+    first = parallel.replicate(parallel.module, parallel.device_ids)[:1]
+    input = torch.randn(2, 4, requires_grad=True)
+    checkpoint(lambda x: parallel.parallel_apply(first, [(x,)], [{}])[0], input, use_reentrant=False)
+
+
 def test_draws_in_a_checkpoint_around_the_wrapper_warn():
     parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
     with pytest.warns(UserWarning, match="but got draws of 2 replicas from the one of cpu"):
