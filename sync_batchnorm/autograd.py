@@ -107,19 +107,27 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
+def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Save the tensors of one replica if it has hooks on saved tensors, see NOTE [who saves what].
+
+    Returns:
+        What the node returned that saves them. Up to torch 2.12, that node lives as long as this.
+    """
+    if not torch.is_grad_enabled() or not has_hooks():
+        return None
+    leaf = torch.empty(0, device="cpu", requires_grad=True)
+    saved: Tensor = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
+    return saved
+
+
 class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
-
-    # What the node returned that has, see NOTE [who saves what]. Up to torch 2.12, that node lives as long as this.
-    saved: Tensor | None = None
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.place = place_of(input)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
-        if self.records and has_hooks():
-            leaf = torch.empty(0, device="cpu", requires_grad=True)
-            self.saved = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
+        self.saved = save_for_hooks(input, weight)
 
 
 class Call:

@@ -40,6 +40,7 @@ from sync_batchnorm.local_parallel import as_device, is_local
 from sync_batchnorm.replicate import (
     CallbackContext,
     DataParallelWithCallback,
+    Derived,
     _Callbacks,
     is_in_replica,
     patch_replication_callback,
@@ -496,7 +497,7 @@ def _of_torch(cls: type[_BatchNorm], name: str) -> Any:
 
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
-    plain = _PLAIN.get(type(layer)) or vars(type(layer)).get("_unmixed")
+    plain = _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
     if plain is None:
         return False
     layer.__class__ = plain  # type: ignore[assignment]
@@ -510,7 +511,7 @@ def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
 
 def _revert_parallel(parallel: _Callbacks) -> bool:
     ours = type(parallel) is DataParallelWithCallback
-    plain = nn.DataParallel if ours else vars(type(parallel)).get("_unpatched")
+    plain = nn.DataParallel if ours else vars(type(parallel)).get("_original")
     if plain is None:
         return False
     swap_class(parallel, plain)
@@ -521,34 +522,19 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
     return True
 
 
-class _Mixed(_SynchronizedBatchNorm):
-    """Marks the classes that `_mixed` makes; a pickle names the user's class, from which they can be made again."""
-
-    _unmixed: type[_BatchNorm]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = tuple(super().__reduce_ex__(protocol))
-        return _bare_mixed, (self._unmixed,), *rest
-
-
 @functools.lru_cache(maxsize=256)
-def _mixed(cls: type[_BatchNorm]) -> type[_Mixed]:
+def _mixed(cls: type[_BatchNorm]) -> type[_SynchronizedBatchNorm]:
     """Return the synchronized subclass of `cls`, a class that has the forward of torch."""
     kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
         "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the arguments that it always took
-        "_unmixed": cls,
+        "_original": cls,
+        "_derive": staticmethod(_mixed),
     }
-    return types.new_class(
-        f"Synchronized{cls.__name__}", (_Mixed, *kinds[:1], cls), {}, lambda ns: ns.update(namespace)
-    )
-
-
-def _bare_mixed(cls: type[_BatchNorm]) -> _Mixed:
-    mixed = _mixed(cls)  # type: ignore[arg-type]
-    return mixed.__new__(mixed)
+    bases = (Derived, *(kinds[:1] or [_SynchronizedBatchNorm]), cls)
+    return types.new_class(f"Synchronized{cls.__name__}", bases, {}, lambda ns: ns.update(namespace))
 
 
 class _Names:

@@ -109,8 +109,8 @@ def aborted_text(error: BaseException) -> str:
 def hidden_text(text: str) -> str:
     """Say that replicas have caught the error of an exchange, and returned."""
     return (
-        "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and went "
-        "on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
+        "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and "
+        "went on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
         f"caught: {text}"
     )
 

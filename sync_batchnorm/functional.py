@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, moments, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, ReplicaTensors, hand_over, hand_over_packed
+from sync_batchnorm.autograd import Call, EpsRule, ReplicaTensors, hand_over, hand_over_packed, save_for_hooks
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import Place
@@ -215,26 +215,10 @@ def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
 
 def _merge(call: Call, messages: Sequence[Message]) -> None:
     """Answer all `messages`; only count, if there is not a single element."""
-    first, rule = messages[0], call.rule
     call.joined = _can_be_joined(call, messages)
-    if first.fused:
-        pair = _merge_on_cuda(call, messages) if any(m.mean_and_invstd for m in messages) else None
-    elif call.joined:
-        pair = _normalize_joined(call, messages)
-    else:
-        mean, var = _merge_local_moments(call, messages)
-        if call.group is not None:
-            mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.group)
-            _refuse_one(call, messages)
-        call.var = var
-        second = var if rule is None else rule.invstd(var)
-        call.clamped = None if rule is None else rule.clamped(var)
-        call.statistics[call.home] = Statistics(mean, second)
-        pair = torch.stack((mean, second))
-        if rule is None or operators_for(call.home.device) != "cpu":
-            pair = pair.to(statistics_dtype(first.input.dtype))
-            call.statistics[call.home] = Statistics(*pair.detach().unbind())
-    if pair is None or (isinstance(call.count, int) and call.count == 0 and rule is not None):
+    merge = _merge_on_cuda if messages[0].fused else _normalize_joined if call.joined else _merge_anywhere
+    pair = merge(call, messages)
+    if pair is None:
         call.count = 0
         return
     pairs = []
@@ -246,7 +230,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
         message.statistics = call.statistics[message.place]
-    if rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
+    if call.rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
         affine = None
         for message in messages:
             if affine is None or not call.one_weight:
@@ -256,6 +240,28 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
             message.affine = affine
             call.factors.append(affine.slope)
     _record(call, messages, pairs)
+
+
+def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
+    """Return mean and inverse standard deviation, or without a rule the variance, of all replicas and processes.
+
+    None if there is a rule, and not a single element.
+    """
+    mean, var = _merge_local_moments(call, messages)
+    if call.group is not None:
+        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.group)
+        _refuse_one(call, messages)
+    if call.rule is not None and isinstance(call.count, int) and call.count == 0:
+        return None
+    call.var = var
+    second = var if call.rule is None else call.rule.invstd(var)
+    call.clamped = None if call.rule is None else call.rule.clamped(var)
+    call.statistics[call.home] = Statistics(mean, second)
+    pair = torch.stack((mean, second))
+    if call.rule is None or operators_for(call.home.device) != "cpu":
+        pair = pair.to(statistics_dtype(messages[0].input.dtype))
+        call.statistics[call.home] = Statistics(*pair.detach().unbind())
+    return pair
 
 
 def _merge_local_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
@@ -285,9 +291,11 @@ def _merge_local_moments(call: Call, messages: Sequence[Message]) -> tuple[Tenso
     return mean, var
 
 
-def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor:
-    """Return mean and inverse standard deviation of all replicas; move the running statistics."""
+def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
+    """Return mean and inverse standard deviation of all replicas, if there are elements; move the running ones."""
     parts = [message for message in messages if message.mean_and_invstd is not None]
+    if not parts:
+        return None
     vectors = [v for m in parts for v in hand_over_packed(cast(Any, m.mean_and_invstd), m.place, call.home)]
     stacked = torch.stack(vectors)  # (2 * R, C)
     means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
@@ -442,9 +450,9 @@ class _Kept(NamedTuple):
     answer_requires_grad: bool
     elements: int = 0  # per channel, for mean and variance
 
-    def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None) -> Tensor:
         """Return `constant` as what the call returned, having saved what it saved: a function of `input`."""
-        ReplicaTensors(input, weight, bias)
+        save_for_hooks(input, weight)
         if self.answer_requires_grad and torch.is_grad_enabled():
             return recompute.refuse_gradient(constant, input)
         return constant
@@ -504,12 +512,12 @@ def sync_batch_norm(
     kept = _recall(pipe, owner)
     if kept is not None:
         if kept.statistics is None:
-            ReplicaTensors(input, weight, bias)  # which saves what the call has saved
+            save_for_hooks(input, weight)
             return _normalize_nothing(input, weight, bias, rule)
         with torch.no_grad():
             memory = memory_for_output(input)
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
-        return kept.repeated(memory, input, weight, bias)
+        return kept.repeated(memory, input, weight)
     if _is_recomputed(pipe):
         running = None
     exact = owner is not None and owner in _needs_exact
@@ -561,7 +569,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     _refuse_transforms(pipe, None, input)
     kept = _recall(pipe, None)
     if kept is not None and kept.statistics is not None:
-        pair = kept.repeated(torch.stack(kept.statistics), input, None, None)
+        pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe)
     message = Message(input, group=distributed.active_group(process_group))

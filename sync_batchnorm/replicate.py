@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
@@ -145,9 +145,21 @@ def refuse_stranger(layer: nn.Module) -> None:
     )
 
 
-def _bare(cls: type[ModuleT]) -> ModuleT:
+def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
     """Make the object that the rest of a pickle or copy fills."""
+    cls = cls if derive is None else derive(cls)
     return cls.__new__(cls)
+
+
+class Derived(nn.Module):
+    """Marks a class that is made from one of the user's, which a pickle names, to make it again."""
+
+    _original: type[nn.Module]
+    _derive: Callable[[Any], type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = tuple(super().__reduce_ex__(protocol))
+        return _bare, (self._original, self._derive), *rest
 
 
 def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -423,23 +435,10 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
     return data_parallel
 
 
-class _Patched(_Callbacks):
-    """Marks the classes that `_patched` makes; a pickle names the user's class, from which they can be made again."""
-
-    _unpatched: type[DataParallel[Any]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = tuple(super().__reduce_ex__(protocol))
-        return _bare_patched, (self._unpatched,), *rest
-
-
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    return type(cls.__name__, (_Unregistered, _Patched, cls), {"__module__": cls.__module__, "_unpatched": cls})
-
-
-def _bare_patched(cls: type[DataParallel[Any]]) -> DataParallel[Any]:
-    return _bare(_patched(cls))  # type: ignore[arg-type]
+    names = {"__module__": cls.__module__, "_original": cls, "_derive": staticmethod(_patched)}
+    return type(cls.__name__, (_Unregistered, Derived, _Callbacks, cls), names)
 
 
 def _checked_timeout(timeout: float) -> float:
