@@ -70,11 +70,6 @@ class EpsRule(NamedTuple):
         return None if self.mode == "plus" else var < self.eps
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Return the device of `tensor`, and the stream there that this thread uses."""
-    return current_place(tensor.device)
-
-
 def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
     """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, else a copy."""
     if source.device == target.device:
@@ -124,7 +119,7 @@ class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
     def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.place = place_of(input)
+        self.place = current_place(input.device)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
         self.saved = save_for_hooks(input, weight)
@@ -308,10 +303,10 @@ class _Backward:
         self.needs = [self.wants_inputs, *map(bool, asked)]
 
     def run(self) -> Gradients:
-        call, kind = self.call, operators_for(self.call.home.device)
-        if torch.is_grad_enabled() or kind == "other" or any(grad is not None for grad in self.pair_grads):
+        call, operators = self.call, operators_for(self.call.home.device)
+        if torch.is_grad_enabled() or operators == "other" or any(grad is not None for grad in self.pair_grads):
             self.differentiable()
-        elif kind == "cuda":
+        elif operators == "cuda":
             self.on_cuda()
         elif call.joined and self.together and len(self.parts) == len(call.places):
             self.joined()

@@ -177,10 +177,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
             return super().forward(input)
-        return self._synchronize(input, group)
+        return self._forward_synchronized(input, group)
 
     @uncompiled
-    def _synchronize(self, input: Tensor, group: distributed.Group | None) -> Tensor:
+    def _forward_synchronized(self, input: Tensor, group: distributed.Group | None) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
@@ -322,7 +322,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
-            a channel is refused only if it is the only one of all replicas.
+            per channel is refused only if it is the only one of all replicas.
         ValueError: also for a `process_group` that this process does not belong to.
         ReplicaSyncError: if the replicas cannot meet. If processes cannot, the error is that of `torch.distributed`.
     """
@@ -394,7 +394,7 @@ def convert_model(
             why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
             left.setdefault(why, []).append(name)
         elif isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm):
-            reason = _synchronize(child, eps_mode, group_size, process_group)
+            reason = _make_synchronized(child, eps_mode, group_size, process_group)
             if reason:
                 left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
     _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
@@ -449,7 +449,9 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
 
 
-def _synchronize(layer: _BatchNorm, eps_mode: str | None, group_size: int | None, process_group: Any) -> str | None:
+def _make_synchronized(
+    layer: _BatchNorm, eps_mode: str | None, group_size: int | None, process_group: Any
+) -> str | None:
     """Convert one layer, or return why it is left."""
     reason = _reason_to_leave(layer)
     if reason:
@@ -541,7 +543,7 @@ class _Names:
     """Where the three classes are looked up, and what stood there before the first of nested contexts."""
 
     places = (torch.nn, torch.nn.modules)
-    kinds = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
+    classes = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
     lock = threading.Lock()
     depth = 0
     before: tuple[tuple[Any, str, Any], ...] = ()
@@ -558,9 +560,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
     with _Names.lock:
         if not _Names.depth:
             names = {ours: plain.__name__ for ours, plain in _PLAIN.items()}
-            _Names.before = tuple((p, names[k], getattr(p, names[k])) for p in _Names.places for k in _Names.kinds)
+            _Names.before = tuple((p, names[k], getattr(p, names[k])) for p in _Names.places for k in _Names.classes)
             for place in _Names.places:
-                for kind in _Names.kinds:
+                for kind in _Names.classes:
                     setattr(place, names[kind], kind)
         _Names.depth += 1
     try:

@@ -128,7 +128,7 @@ class Coordinator:
             self._mailboxes.setdefault(replica_id, SimpleQueue())
 
     def call(self, replica_ids: Collection[int]) -> None:
-        """Tell that these replicas, and no others, are about to be called."""
+        """Note that these replicas, and no others, are about to be called."""
         with self._lock:
             for replica_id in self._mailboxes:
                 if replica_id not in replica_ids and replica_id not in self._inside:

@@ -94,7 +94,7 @@ def failed_text(who: str, error: BaseException) -> str:
     """Say that a replica failed: what its peers are told."""
     return (
         f"expected all replicas to finish, but got {type(error).__name__} in {who}; "
-        "mend that error, this replica was only released"
+        "fix that error, this replica was only released"
     )
 
 

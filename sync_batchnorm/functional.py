@@ -131,10 +131,10 @@ class Message(ReplicaTensors):
         super().__init__(input, weight, bias)
         self.input, self.weight, self.bias = input.detach(), weight, bias
         self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
-        kind = operators_for(input.device)
+        operators = operators_for(input.device)
         usual = rule is not None and rule.mode == "plus" and group is None
-        self.fused = usual and kind == "cuda"  # torch has an operator that merges, and moves the running statistics
-        self.small = usual and kind == "cpu" and 0 < input.numel() <= JOINED
+        self.fused = usual and operators == "cuda"  # torch has an operator that merges and moves the running statistics
+        self.small = usual and operators == "cpu" and 0 < input.numel() <= JOINED
         self.moments: Moments | None = None
         self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
         if not self.small:

@@ -413,7 +413,9 @@ class CallerState:
         accelerator = torch.accelerator.current_accelerator()
         device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in device_types if torch.is_autocast_enabled(kind)
+            (device_type, torch.get_autocast_dtype(device_type))
+            for device_type in device_types
+            if torch.is_autocast_enabled(device_type)
         ]
 
     def entered(self) -> AbstractContextManager[Any]:

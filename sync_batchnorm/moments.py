@@ -78,8 +78,8 @@ def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor |
     if input.numel() == 0:
         nothing = input.new_zeros(1, input.shape[1], dtype=dtype)
         return Moments(nothing, nothing, 0), None
-    kind, count = operators_for(input.device), channel_count(input.shape)
-    if kind == "cpu" and exact:
+    operators, count = operators_for(input.device), channel_count(input.shape)
+    if operators == "cpu" and exact:
         found, memory = _fast_moments(input)
         # What is not finite would spoil what is: without a shift, those channels are as torch has them.
         shift = torch.nan_to_num(found.mean.mean(0), 0.0, 0.0, 0.0)
@@ -88,9 +88,9 @@ def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor |
         if not bool(mean.isfinite().all()):  # The fast operator finds NaN where sums, and with them torch, find Inf.
             mean = torch.where(mean.isfinite(), mean, input.sum(reduced_dims(input), dtype=dtype) / count)
         return Moments(mean, var, part), memory
-    if kind == "cpu":
+    if operators == "cpu":
         return _fast_moments(input)
-    if kind == "cuda":
+    if operators == "cuda":
         mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     else:
         var, mean = torch.var_mean(input.to(dtype), reduced_dims(input), correction=0)

@@ -105,11 +105,11 @@ def normalize(
     """Write ``(input - mean) * invstd * weight + bias`` into `out`."""
     if input.numel() == 0:
         return
-    kind = operators_for(input.device)
-    if kind == "cpu":
+    operators = operators_for(input.device)
+    if operators == "cpu":
         affine = affine or make_affine(statistics, input.dtype, weight, bias)
         multiply_add(input, *affine, out=out)
-    elif kind == "cuda":
+    elif operators == "cuda":
         torch.batch_norm_elemt(input, weight, bias, *statistics, 0.0, out=out)
     else:
         mean, scale = statistics if weight is None else (statistics.mean, statistics.invstd * weight)
@@ -130,8 +130,8 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
     if grad_output.stride() != input.stride():
         # Of two formats that differ in the strides of sizes of one, the operator makes wrong sums (torch 2.13.0).
         usual = input.is_contiguous() or not _looks_channels_last(input)
-        kind = torch.contiguous_format if usual else _CHANNELS_LAST[input.dim()]
-        grad_output = grad_output.contiguous(memory_format=kind)
+        memory_format = torch.contiguous_format if usual else _CHANNELS_LAST[input.dim()]
+        grad_output = grad_output.contiguous(memory_format=memory_format)
     _, dot, total = batch_norm_backward(
         grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )

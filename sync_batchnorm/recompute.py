@@ -177,7 +177,7 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
         owner: whose calls these are: compared by identity.
         make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
     """
-    recording = _checkpoints().recording
+    recording = _checkpoints().recording if has_hooks() else []
     if not recording:
         return
     with torch.no_grad():  # What is made here is made once, and must save nothing for a backward.

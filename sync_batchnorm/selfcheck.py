@@ -155,10 +155,10 @@ def check_copy(source: str, target: str) -> tuple[bool, str]:
     for size in (64, 1 << 24):
         sent = torch.arange(size, dtype=torch.int32, device=source)
         expected = torch.arange(size, dtype=torch.int32, device=target)
-        _synchronize((source, target))
+        _wait_for((source, target))
         start = perf_counter()
         received = sent.to(target)
-        _synchronize((source, target))
+        _wait_for((source, target))
         seconds = perf_counter() - start
         wrong = int((received != expected).sum())
         if wrong:
@@ -229,10 +229,10 @@ def check_time(devices: Sequence[str]) -> str:
     try:
         for _ in range(8):
             for wrapper, found in zip(wrappers, times, strict=True):
-                _synchronize(devices)
+                _wait_for(devices)
                 start = perf_counter()
                 wrapper(input).backward(grad)
-                _synchronize(devices)
+                _wait_for(devices)
                 found.append(1000 * (perf_counter() - start))
     finally:
         torch.set_num_threads(num_threads)
@@ -240,7 +240,7 @@ def check_time(devices: Sequence[str]) -> str:
     return f"{synchronized:.2f} ms synchronized, {plain:.2f} ms not, {synchronized / plain:.2f} times, {shape}"
 
 
-def _synchronize(devices: Sequence[str]) -> None:
+def _wait_for(devices: Sequence[str]) -> None:
     for device in dict.fromkeys(devices):
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)

@@ -99,7 +99,7 @@ def test_reduction_that_fails_is_raised_by_the_master_and_releases_the_slaves():
     *released, raised = together(*[lambda s=s: s.run_slave(0) for s in slaves], lambda: master.run_master(0))
     assert isinstance(raised, ArithmeticError)
     assert all(isinstance(error, ReplicaSyncError) for error in released)
-    assert all("got ArithmeticError in replica 0; mend that error" in str(error) for error in released)
+    assert all("got ArithmeticError in replica 0; fix that error" in str(error) for error in released)
 
 
 @pytest.mark.parametrize("results", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)]])

@@ -122,7 +122,7 @@ def load(options: Options) -> Digits:
 
 
 def make_net() -> nn.Module:
-    """Return a net whose last batch norm sees maps of 2x2: with 2 samples, 8 values a channel."""
+    """Return a net whose last batch norm sees maps of 2x2: with 2 samples, 8 values per channel."""
 
     def block(in_channels: int, out_channels: int, stride: int) -> nn.Module:
         conv = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
