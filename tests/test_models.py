@@ -546,7 +546,7 @@ def test_error_that_is_swallowed_behind_the_call_of_another_wrapper_reaches_the_
     another = WRAPPERS["wrapper"](scripted())
     model = Swallowing().double()
     model.steps = {(1, "between"): fails}
-    with pytest.raises(ReplicaSyncError, match="expected errors of a meeting to leave the forward"):
+    with pytest.raises(ReplicaSyncError, match="expected errors of an exchange to leave the forward"):
         patch_replication_callback(CallsAnother(model, 3))(*batch())
 
 
