@@ -519,7 +519,7 @@ def sync_batch_norm(
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight)
     if _is_recomputed(pipe):
-        running = missed = None
+        running = None
     exact = owner is not None and owner in _needs_exact
     message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
     call = _exchange(pipe, message)

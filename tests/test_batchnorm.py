@@ -21,12 +21,14 @@ from torch import nn
 
 import sync_batchnorm
 from sync_batchnorm import (
+    DataParallelWithCallback,
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     SyncMaster,
     convert_model,
+    set_sbn_eps_mode,
 )
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel
 
@@ -246,6 +248,22 @@ def test_layer_for_any_number_of_dimensions_takes_them(shape):
     assert_equal(layer(data), plain(data.flatten(2) if len(shape) > 2 else data).view(shape))
     with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
         layer(doubles(3))
+
+
+@pytest.mark.parametrize("own", [None, "plus"])
+def test_default_of_eps_holds_for_layers_that_have_none_of_their_own(own):
+    data = 1e-3 * doubles(4, 3)
+    layers = [SynchronizedBatchNorm1d(3, eps_mode=mode).double() for mode in (own, own or "clamp")]
+    try:
+        set_sbn_eps_mode("clamp")
+        outputs = [DataParallelWithCallback(layer, ["cpu"] * 2)(data) for layer in layers]
+    finally:
+        set_sbn_eps_mode("plus")
+    assert_equal(*outputs)
+    again = DataParallelWithCallback(layers[0], ["cpu"] * 2)(data)
+    assert_equal(again, nn.BatchNorm1d(3).double()(data))
+    with pytest.raises(ValueError, match="expected eps_mode to be one of"):
+        set_sbn_eps_mode("minus")
 
 
 def test_repr_shows_the_options_that_are_given():

@@ -96,6 +96,12 @@ def test_innermost_wrapper_decides():
         assert_synchronized(model)
 
 
+def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_own():
+    model = nn.ModuleDict({"net": DataParallelWithCallback(_net(), ["cpu"] * 2), "network": _net()})
+    with pytest.raises(RuntimeError, match=r"2 that would not:\n  network\.1 .*: no wrapper is around it"):
+        assert_synchronized(model)
+
+
 def test_converted_and_wrapped_model_passes():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.DataParallel(nn.BatchNorm1d(4)))
     assert_synchronized(DataParallelWithCallback(convert_model(model), ["cpu"] * 2))

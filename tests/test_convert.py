@@ -268,6 +268,7 @@ def test_options_left_out_leave_no_attribute():
         ({"eps_mode": "max"}, ValueError, "expected eps_mode to be one of"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
         ({"group_size": 2.0}, TypeError, "expected group_size as a number of replicas"),
+        ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
     ],
 )
 def test_bad_options_are_refused_before_anything_changes(options, error, text):
@@ -407,6 +408,7 @@ def test_a_subclass_without_computation_of_its_own_is_synchronized_and_comes_bac
     before = anatomy(layer)
     convert_model(layer)
     assert isinstance(layer, cls)
+    assert [isinstance(layer, ours) for _, ours in KINDS] == [isinstance(plain, theirs) for theirs, _ in KINDS]
     assert type(layer).__name__ == f"Synchronized{cls.__name__}"
     assert anatomy(layer) == before
     synchronized_step(layer, plain, 3, 4, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -268,34 +269,38 @@ def test_drain_waits_for_those_inside_but_not_for_ever():
 
 
 def test_drain_ends_when_the_last_of_those_inside_has_left():
-    coordinator = Coordinator(["cpu"] * 3)
-    inside, drained, leave = threading.Barrier(3), threading.Event(), [threading.Event() for _ in range(2)]
+    coordinator = Coordinator(["cpu"] * 2)
+    inside, leave = threading.Barrier(3), [threading.Event() for _ in range(2)]
+
+    class Departures(SimpleQueue):
+        """Lets the last replica leave when the drain asks for a second departure."""
+
+        asked = 0
+
+        def get(self, timeout):
+            self.asked += 1
+            if self.asked == 2:
+                leave[1].set()
+            return super().get(timeout=timeout)
 
     def stays(replica):
         with coordinator.forward_of(replica):
             inside.wait()
             leave[replica].wait()
 
-    def drains():
-        coordinator.drain(1000.0)  # Much longer than the watchdog waits: it is the departures that end it.
-        drained.set()
-
     threads = [threading.Thread(target=stays, args=(replica,)) for replica in range(2)]
     for thread in threads:
         thread.start()
     inside.wait()
-    with coordinator.forward_of(2):
-        pass  # leaves before the break
+    coordinator._departures = Departures()
     coordinator.abort(KeyboardInterrupt())
-    threads.append(threading.Thread(target=drains))
-    threads[2].start()
     leave[0].set()
     threads[0].join()
-    assert not drained.is_set()
+    coordinator.drain(1000.0)  # Much longer than the watchdog waits: it is the departures that end it.
+    left = "1 left its forward" in repr(coordinator)
     leave[1].set()
-    for thread in threads:
-        thread.join()
-    assert drained.is_set()
+    threads[1].join()
+    assert left
 
 
 def test_departures_are_noted_from_the_break_on():

@@ -132,7 +132,7 @@ def test_calls_leave_nothing_behind_that_later_ones_stumble_over(devices, before
 
 
 class Conditional(nn.Module):
-    """Makes a parameter of its layer from the first row of the input: another one in each replica."""
+    """Makes a parameter of its layer from the first row of the input, where that begins with a positive number."""
 
     def __init__(self, name):
         super().__init__()
@@ -140,23 +140,28 @@ class Conditional(nn.Module):
         self.scale = nn.Parameter(torch.randn(3))
 
     def forward(self, input):
-        setattr(self.bn, self.name, getattr(self.bn, self.name) * (self.scale * input[0]).exp())
+        if input[0, 0] > 0:
+            setattr(self.bn, self.name, getattr(self.bn, self.name) * (self.scale * input[0]).exp())
         return self.bn(input)
 
 
+@pytest.mark.parametrize("makers", ["all", "first", "others"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
-def test_parameters_that_each_replica_makes_are_its_own(devices, name):
+def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
     # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
     plain, parallel = twins(Conditional(name).double(), devices)
     rows = 3
-    data = doubles(len(devices) * rows, 3, devices=devices).requires_grad_()
+    data = doubles(len(devices) * rows, 3, devices=devices).abs()
+    data[:rows] *= -1 if makers == "others" else 1
+    data[rows:] *= -1 if makers == "first" else 1
+    data.requires_grad_()
     again = data.detach().clone().requires_grad_()
     output, grad = parallel(data), torch.randn_like(data)
     firsts = again[::rows].repeat_interleave(rows, 0)
     normalized = F.batch_norm(again, None, None, training=True)
     weight, bias = plain.bn.weight, plain.bn.bias
-    factor = (plain.scale * firsts).exp()
+    factor = (plain.scale * firsts * (firsts[:, :1] > 0)).exp()
     expected = normalized * weight * factor + bias if name == "weight" else normalized * weight + bias * factor
     assert_equal(output, expected)
     output.backward(grad)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import CUDA_COUNT, device_lists
 from helpers import (
     TwoLayers,
     are_distinct_gpus,
@@ -21,7 +21,7 @@ from simulated_gpus import is_simulated
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.local_parallel import as_device, is_local
+from sync_batchnorm.local_parallel import as_device, is_local, parallel_apply
 
 
 class Shapes(nn.Module):
@@ -86,6 +86,51 @@ def test_scalar_arguments_are_refused():
         ValueError, match=r"but got \[\(4,\), \(\)\], which make \[2, 0\] of 2; give every tensor a row"
     ):
         DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.zeros(4), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"but got \[\(\)\], which make \[0\] of 2"):
+        DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
+
+
+def test_chunks_that_are_cut_by_hand_are_views_also_after_a_forward():
+    parallel, data = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2), torch.zeros(4, 1)
+    parallel(data)
+    chunks, _ = parallel.scatter((data,), {}, parallel.device_ids)
+    assert all(chunk._is_view() for (chunk,) in chunks)  # Nobody would tell `data` of changes to them.
+
+
+def test_parameter_that_no_replica_uses_has_no_gradient():
+    class Unused(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.unused = nn.Parameter(torch.zeros(3))
+
+    plain, parallel = twins(Unused().double(), ["cpu"] * 3)
+    assert_same_step(plain, parallel, doubles(6, 3))
+
+
+def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail():
+    threads = []
+    begun = threading.Event()
+
+    def fails_at_once():
+        threads.append(threading.current_thread())
+        begun.set()
+        raise LookupError("of the first")
+
+    def fails_later():
+        begun.wait()
+        threads[0].join()
+        raise ValueError("of the second")
+
+    with pytest.raises(LookupError, match="of the first"):
+        parallel_apply([fails_at_once, fails_later], [(), ()], [{}, {}], [torch.device("cpu")] * 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("devices", [[0, 0, 1], [1, 0, 1, 0]], ids=str)
+def test_some_replicas_may_share_a_gpu(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devices))
 
 
 def test_single_device_takes_tensors_of_any_sizes():

@@ -18,7 +18,7 @@ from helpers import (
     doubles,
     twins,
 )
-from scripted import WRAPPERS, Scripted, batch, scripted
+from scripted import WRAPPERS, OwnForward, Scripted, batch, scripted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +28,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     assert_synchronized,
     convert_model,
+    patch_replication_callback,
 )
 
 
@@ -217,6 +218,13 @@ def test_draws_of_replicas_that_share_a_generator_warn_under_a_checkpoint(device
         return
     with pytest.warns(UserWarning, match=f"but got draws of {len(devices)} replicas from the one of {device}; a"):
         parallel(torch.randn(6, 4, device=device))
+
+
+def test_draws_of_a_single_replica_do_not_warn():
+    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
+    first = parallel.replicate(parallel.module, parallel.device_ids)[:1]
+    input = torch.randn(2, 4, requires_grad=True)
+    checkpoint(lambda x: parallel.parallel_apply(first, [(x,)], [{}])[0], input, use_reentrant=False)
 
 
 def test_draws_in_a_checkpoint_around_the_wrapper_warn():
@@ -478,6 +486,13 @@ def test_plain_wrapper_inside_a_wrapper_is_refused_before_anything_runs():
     assert net[1].num_batches_tracked == 0
 
 
+def test_plain_wrapper_without_devices_inside_a_wrapper_runs_its_module():
+    inner = nn.DataParallel(nn.Linear(3, 3).double())
+    inner.__dict__.update(dim=0, device_ids=[], output_device=None)  # as where there is no GPU
+    data = doubles(4, 3)
+    assert_equal(DataParallelWithCallback(inner, ["cpu"] * 2)(data), inner.module(data))
+
+
 def convert_and_keep(net):
     convert_model(net[1])
     return net
@@ -512,7 +527,40 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
     parallel(*batch())
 
 
-def test_wrapper_that_skips_a_batch_by_itself_may_do_so():
+def test_error_that_is_swallowed_behind_the_call_of_another_wrapper_reaches_the_caller():
+    class Swallowing(Scripted):
+        def forward(self, x, replica):
+            try:
+                return super().forward(x, replica)
+            except RuntimeError:
+                return x
+
+    class CallsAnother(OwnForward):
+        def forward(self, *inputs):
+            another(*inputs)
+            return super().forward(*inputs)
+
+    def fails(model, x):
+        raise RuntimeError("out of memory")
+
+    another = WRAPPERS["wrapper"](scripted())
+    model = Swallowing().double()
+    model.steps = {(1, "between"): fails}
+    with pytest.raises(ReplicaSyncError, match="expected errors of an exchange to leave the forward"):
+        patch_replication_callback(CallsAnother(model, 3))(*batch())
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["failing", "swallowing"])
+def test_wrapper_that_skips_a_batch_by_itself_may_do_so(swallows):
+    class Swallowing(Scripted):
+        def forward(self, x, replica):
+            try:
+                return super().forward(x, replica)
+            except RuntimeError:
+                if not swallows:
+                    raise
+                return x
+
     class Skipping(DataParallelWithCallback):
         def forward(self, *inputs):
             try:
@@ -523,7 +571,9 @@ def test_wrapper_that_skips_a_batch_by_itself_may_do_so():
     def fails(model, x):
         raise RuntimeError("out of memory")
 
-    parallel = Skipping(scripted((1, "between", fails)), ["cpu"] * 3)
+    model = Swallowing().double()
+    model.steps = {(1, "between"): fails}
+    parallel = Skipping(model, ["cpu"] * 3)
     assert parallel(*batch()) is None
 
 

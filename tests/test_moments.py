@@ -319,6 +319,37 @@ def test_gradients_are_those_of_autograd(devices, weighted, kind):
             assert_equal(actual, next(expected))
 
 
+STRIDES = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(x.shape),
+    "expanded": lambda x: x[:, :, :1, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("of_input", [kind for kind in STRIDES if kind != "expanded"])
+@pytest.mark.parametrize("of_grad", STRIDES)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 6, 7, 1), (4, 6, 1, 7), *ONE], ids=str)
+def test_sums_of_a_gradient_of_any_strides_are_right(shape, of_grad, of_input):
+    input, grad = STRIDES[of_input](doubles(*shape)), STRIDES[of_grad](doubles(*shape))
+    mean, invstd = doubles(shape[1]), doubles(shape[1]).exp()
+    normalized = (input - moments.per_channel(mean, input)) * moments.per_channel(invstd, input)
+    total, dot = normalization.gradient_sums(grad, input, mean, invstd)
+    assert_equal(total, grad.sum((0, 2, 3)))
+    assert_equal(dot, (grad * normalized).sum((0, 2, 3)))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_what_float32_rounds_to(dtype, memory_format):
+    input, grad = (doubles(4, 3, 5, 6).to(dtype, memory_format=memory_format) for _ in range(2))
+    factor, affine = torch.rand(3), normalization.Affine(torch.randn(3), torch.randn(3))
+    for upstream in (grad, None):
+        wide = None if upstream is None else upstream.float()
+        expected = normalization.input_gradient(wide, input.float(), factor, affine)
+        assert torch.equal(normalization.input_gradient(upstream, input, factor, affine), expected.to(dtype))
+
+
 @pytest.mark.parametrize("devices", DEVICE)
 def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices):
     input, totals = doubles(4, 3, 2, devices=devices), doubles(2, 3, devices=devices)

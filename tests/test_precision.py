@@ -206,6 +206,20 @@ def test_parameter_gradients_keep_the_digits_of_a_large_mean(size, ratio, memory
     assert errors.ours_bias <= 2 * errors.rounding * elements
 
 
+@pytest.mark.parametrize("replica", [0, 1])
+def test_gradient_of_the_weight_of_one_replica_keeps_the_digits_of_a_large_mean(replica):
+    data = (noise(*SIZES["large"]) + 1e6 * channels(8)).float()
+    _, parallel = twins(nn.BatchNorm2d(8), ["cpu"] * 2)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    outputs = parallel.parallel_apply(replicas, [(part,) for part in data.chunk(2)], [{}, {}])
+    upstream = [1 + torch.randn_like(output) for output in outputs]
+    (found,) = torch.autograd.grad(outputs, replicas[replica].weight, upstream)
+    var, mean = torch.var_mean(data.double(), (0, 2, 3), correction=0, keepdim=True)
+    normalized = (data.double() - mean) * (var + 1e-5).rsqrt()
+    expected = (normalized.chunk(2)[replica] * upstream[replica]).sum((0, 2, 3))
+    assert worst(found, expected) <= 2 * ROUNDING * upstream[replica][:, 0].numel()
+
+
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6], ids=lambda ratio: f"{ratio:g}")
 def test_backward_of_the_joined_batch_loses_no_digits_to_a_large_mean(ratio, memory_format):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_same_step, doubles, twins
+from scripted import OneThread
 from torch import nn
 
 from sync_batchnorm import (
@@ -16,6 +17,7 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
+from sync_batchnorm.replicate import is_in_replica
 
 
 class Registering(nn.Module):
@@ -121,6 +123,18 @@ class ForwardingModule(Forwarding):
         return self.module(input)
 
 
+def test_thread_that_has_run_a_replica_is_in_none():
+    class Looking(nn.Module):
+        def forward(self, input):
+            seen.append(is_in_replica())
+            return input
+
+    seen = []
+    patch_replication_callback(OneThread(Looking(), 2))(torch.randn(4, 3))
+    assert seen == [True, True]
+    assert not is_in_replica()
+
+
 def test_patched_wrapper_that_forwards_what_is_set_leaves_its_module_alone():
     parallel = ForwardingWrapper(nn.Linear(2, 2))
     parallel.label = "mine"
@@ -185,6 +199,14 @@ def test_replicas_run_in_the_modes_of_the_caller(mode, patched):
     assert modes()[:2] == (True, False)
 
 
+def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making():
+    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
+    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
+    with torch.no_grad(), MODES["bfloat16"]():
+        parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
+        assert parallel.module.seen == [modes()] * 2
+
+
 class OwnForward(DataParallelWithCallback):
     """A wrapper of a user's own, which goes through the four steps by itself."""
 
@@ -219,6 +241,15 @@ def test_patched_subclass_computes_what_ours_computes(devices):
     plain, ours = twins(TwoLayers().double(), devices)
     theirs = patch_replication_callback(Renamed(ours.module, devices if devices != ["cpu"] else None))
     assert_same_step(plain, theirs, doubles(4, 3, 6, 6, devices=devices))
+
+
+def test_object_is_patched_once():
+    for parallel in (DataParallelWithCallback(nn.Linear(2, 2), timeout=7.0), Renamed(nn.Linear(2, 2))):
+        patch_replication_callback(parallel, timeout=7.0)
+        cls = type(parallel)
+        patch_replication_callback(parallel, timeout=8.0)
+        assert type(parallel) is cls
+        assert parallel._sync_timeout == 7.0
 
 
 def test_patched_subclass_stays_what_it_is():

@@ -46,6 +46,11 @@ def test_trees_are_cut_as_their_tensors_are(kind, rows):
     assert equal(scatter(TREES[kind](x), [CPU] * 4, 0), expected)
 
 
+def test_empty_containers_are_the_own_of_each_replica():
+    first, second = scatter({"x": torch.zeros(4), "list": []}, [CPU] * 2, 0)
+    assert first["list"] is not second["list"]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
 def test_gathering_undoes_scattering(kind):
     tree = TREES[kind](torch.randn(5, 2))

@@ -22,6 +22,11 @@ NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
 STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
 TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
 
+LEFT = (
+    rf"expected every replica to call {LAYER} equally often, but got {REPLICA}, {STATE}, while {WAITING} "
+    rf"\({EXCHANGE}\); make every replica call every synchronized layer in every forward"
+)
+
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
     "__name__": r"\w+(\.\w+)+",
@@ -33,7 +38,8 @@ FIELDS = {
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
     "EPS_MODES": r"\('\w+', '\w+'\)",
-    "found": "(a call inside of a transform of torch.func, such as grad or vmap|a tensor with a tangent, of .+)",
+    "found": "(a call inside of a transform of torch.func, such as grad or vmap"
+    "|a tensor with a tangent, of forward-mode differentiation)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
     "how": STATE.removeprefix("which "),
@@ -59,7 +65,7 @@ FIELDS = {
     "structures[0]": STRUCTURE,
     "sys.executable": r"[\w/.]+",
     "sys.version.split()[0]": r"[\d.]+",
-    "text": "expected .+",
+    "text": LEFT,
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
     "torch.__file__": r"[\w/.-]+",
