@@ -76,10 +76,12 @@ class TwoLayers(nn.Module):
         return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(input)))))
 
 
-def twins(module: nn.Module, devices: Sequence[Any], **options: Any) -> tuple[nn.Module, DataParallelWithCallback]:
+def twins(
+    module: nn.Module, devices: Sequence[Any], timeout: float = 5.0, **options: Any
+) -> tuple[nn.Module, DataParallelWithCallback]:
     """Return `module` on one device and a synchronized copy of it on `devices`, with equal random parameters."""
     plain = randomize(module).to(as_devices(devices)[0])
-    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=5.0, **options)
+    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=timeout, **options)
     return plain, parallel
 
 

@@ -115,7 +115,11 @@ finally:
 @pytest.mark.watchdog(60)
 @pytest.mark.parametrize(
     ("name", "seconds"),
-    [("wrapper", None), ("own-parallel_apply", 0.5), ("own-forward", 0.5)],
+    [
+        ("wrapper", None),
+        pytest.param("own-parallel_apply", 0.5, marks=pytest.mark.slow),
+        pytest.param("own-forward", 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_control_c_while_replicas_wait_ends_the_program(name, seconds):
     """A replica stands still, for ever or, where its threads are the user's and keep the process, for a moment."""

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 
+SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
+
 pytestmark = [
-    pytest.mark.watchdog(60),  # the compiler is imported, and takes its time
+    pytest.mark.watchdog(2 * SECONDS),
     # The compiler looks at `grad` of the parameters of replicas, which are no leaves, here and without this library.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
@@ -79,10 +81,10 @@ class Checkpoint(Body):
         return checkpoint(self.body, input * 2, use_reentrant=False) * 3
 
 
-@pytest.mark.parametrize("net", [WholeForward, FunctionThatItCalls, GradientsToo], ids=lambda net: net.__name__)
+@pytest.mark.parametrize("net", [WholeForward, FunctionThatItCalls, pytest.param(GradientsToo, marks=pytest.mark.slow)])
 def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
     # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
-    plain, parallel = twins(net().double(), ["cpu"] * 4)
+    plain, parallel = twins(net().double(), ["cpu"] * 4, timeout=SECONDS)
     for training in (True, True, False, True):
         plain.train(training)
         parallel.train(training)
@@ -100,7 +102,7 @@ def test_layer_is_compiled_once_and_not_in_every_forward():
             return torch.tanh(self.bn(self.conv(input) * 2))
 
     compiled = []
-    _, parallel = twins(Counted(), ["cpu"] * 2)
+    _, parallel = twins(Counted(), ["cpu"] * 2, timeout=SECONDS)
     for _ in range(3):
         parallel(torch.randn(4, 3, 4, 5))
     before = len(compiled)
@@ -111,7 +113,7 @@ def test_layer_is_compiled_once_and_not_in_every_forward():
 
 
 def test_checkpoint_in_a_compiled_forward_is_exact_and_counted_once():
-    plain, parallel = twins(Checkpoint().double(), ["cpu"] * 2)
+    plain, parallel = twins(Checkpoint().double(), ["cpu"] * 2, timeout=SECONDS)
     for _ in range(2):
         data = doubles(6, 3, 4, 5)
         grad = doubles(6, 4, 4, 5)
@@ -147,7 +149,7 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
         def forward(self, input):
             return torch.relu(self.bn(self.conv(input)))
 
-    _, parallel = twins(Whole(), ["cpu"] * 2)
+    _, parallel = twins(Whole(), ["cpu"] * 2, timeout=SECONDS)
     with pytest.raises(Exception, match="got fullgraph=True; leave that out, or compile the parts between"):
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()

@@ -777,7 +777,7 @@ torch.save(net(torch.load(sys.argv[2])), sys.argv[3])
 
 
 @pytest.mark.watchdog(60.0)
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reverted_model_loads_where_the_library_is_missing(wrapped, tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SyncBatchNorm(4))
     net = convert_model(nn.DataParallel(net) if wrapped else net, eps_mode="clamp", group_size=2)

@@ -6,6 +6,7 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -173,27 +174,37 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
     assert distributed.active_group(None) is None
 
 
-def printed_by_the_example(*launcher: str, replicas: int = 1) -> str:
-    """Return what the example prints in the processes that `launcher` starts."""
-    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), "--epochs", "1", "--batch", "96"]
-    command = [sys.executable, *launcher, *example, "--replicas", str(replicas)]
+EXAMPLE = ["--epochs", "1", "--batch", "96"]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
+    """Run the example in this process, with a number of replicas, and return what it prints."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    example = importlib.import_module("train_digits_ddp")
+
+    def printed(replicas: int) -> str:
+        example.main([*EXAMPLE, "--replicas", str(replicas)])
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.mark.watchdog(60)
+def test_example_prints_the_same_digits_with_replicas_and_without(printed):
+    alone = printed(1)
+    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
+    assert printed(2) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(SECONDS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_example_prints_the_same_digits_in_two_processes_as_in_one(printed, replicas):
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE, "--replicas", str(replicas)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *torchrun, "--nproc-per-node", "2", *example]
     run = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS)
     text = run.stdout.decode() or run.stderr.decode()
-    return re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE)  # as torch 2.8 prints
-
-
-@pytest.fixture(scope="module")
-def alone() -> str:
-    """What the example prints in one process."""
-    return printed_by_the_example()
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-
-
-@pytest.mark.watchdog(SECONDS)
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_example_prints_the_same_digits_in_two_processes_as_in_one(alone, replicas):
-    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
-    assert printed_by_the_example(*TORCHRUN, "--nproc-per-node", "2", replicas=replicas) == alone
+    assert re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE) == printed(1)  # as torch 2.8 prints

@@ -29,7 +29,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     command = [sys.executable, str(DIGITS), *TINY, "--output", str(folder)]
     # The package that is tested here, wherever it was imported from.
     environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     return finished, folder / "train_digits.png"
 
 

@@ -28,7 +28,7 @@ TINY = {
 RUNS = {"one device", "unsynchronized", "synchronized"}
 
 
-@pytest.fixture(scope="module", params=["train_gan", pytest.param("segment_digits", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in TINY])
 def tiny_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """One run of an example from a shell, with warnings as errors."""
     return TinyRun(request.param, tmp_path_factory.mktemp(request.param) / "new" / "folder")

@@ -7,14 +7,13 @@ from collections import Counter
 import pytest
 from schedules import Schedule, play, switching_often
 
-COUNT = 300
-
 
 @pytest.mark.watchdog(120)
-def test_random_schedules_end_as_they_must():
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)], ids=str)
+def test_random_schedules_end_as_they_must(seeds):
     with switching_often():
-        ended = Counter(play(seed) for seed in range(COUNT))
-    assert ended.total() == COUNT
+        ended = Counter(play(seed) for seed in seeds)
+    assert ended.total() == len(seeds)
     # All kinds of ends are among them, so that none is left out unseen.
     assert set(ended) == {
         "no error",
