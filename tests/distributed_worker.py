@@ -34,6 +34,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    assert_synchronized,
     convert_model,
     recompute,
     sync_moments,
@@ -431,6 +432,19 @@ def sync_moments_spans_processes() -> None:
     (mean * a + var * b).sum().mul(SIZE).backward()
     (actual_mean * a + actual_var * b).sum().backward()
     assert_equal(part.grad, cut(whole.grad))
+
+
+@check(2, 3)
+def layers_that_processes_synchronize_need_no_wrapper() -> None:
+    assert_synchronized(nn.Sequential(SynchronizedBatchNorm2d(3)))
+
+
+@check(2, 3)
+def moments_of_nothing_are_zero_in_all_processes() -> None:
+    mean, var, count = sync_moments(torch.zeros(0, 3, 4), None)
+    assert not mean.any()
+    assert not var.any()
+    assert count == 0
 
 
 # When processes communicate, and with whom.

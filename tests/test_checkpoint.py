@@ -584,8 +584,8 @@ class Normalization(nn.Module):
             self.pipe = ctx.master.register_slave(copy_id)
 
     def normalize(self, input):
-        mean, var, _ = sync_moments(torch.tanh(input), self.pipe)
-        return (torch.tanh(input) - mean) * (var + 1).rsqrt()
+        mean, var, count = sync_moments(torch.tanh(input), self.pipe)
+        return torch.tanh((torch.tanh(input) - mean) * (var + 1).rsqrt() * count)
 
     def forward(self, input):
         return checkpoint(self.normalize, input, use_reentrant=False, **self.options)
