@@ -75,7 +75,8 @@ def is_repetition(item: pytest.Item) -> bool:
     return params.get("kernel", "joined") != "joined" and (one_device or params.get("training") is False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if is_repetition(item)])
     items[:] = [item for item in items if not is_repetition(item)]
 
 
