@@ -227,6 +227,13 @@ def test_draws_of_a_single_replica_do_not_warn():
     checkpoint(lambda x: parallel.parallel_apply(first, [(x,)], [{}])[0], input, use_reentrant=False)
 
 
+def test_draws_beside_a_checkpoint_that_lives_on_do_not_warn():
+    input = torch.randn(6, 4)
+    output = DataParallelWithCallback(Dropping(0.0), ["cpu"] * 2)(input)
+    DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)(input)
+    output.backward(torch.randn_like(output))
+
+
 def test_draws_in_a_checkpoint_around_the_wrapper_warn():
     parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
     with pytest.warns(UserWarning, match="but got draws of 2 replicas from the one of cpu"):
