@@ -634,7 +634,7 @@ def checkpointed_replicas_equal_one_process() -> None:
 def span_of_a_merge_holds_the_collective() -> None:
     model = DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm2d(3)), ["cpu"] * 2)
     every_thread = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as prof:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, experimental_config=every_thread) as prof:
         model(torch.randn(4, 3, 4, 4))
     (merging,) = [event for event in prof.events() if event.name == "sync_batchnorm: 0, merging"]
     (collective,) = [event for event in prof.events() if event.name == "c10d::allgather_"]

@@ -56,7 +56,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             shutil.copy(ROOT / name, sources)
     output_of([sys.executable, "-c", BUILD.format("build_sdist"), dist], sources)
     (archive,) = dist.glob("*.tar.gz")
-    shutil.unpack_archive(archive, sources / "unpacked")
+    shutil.unpack_archive(archive, sources / "unpacked", filter="data")
     (unpacked,) = (sources / "unpacked").iterdir()
     output_of([sys.executable, "-c", BUILD.format("build_wheel"), dist], unpacked)
     yield dist

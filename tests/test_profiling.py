@@ -32,6 +32,7 @@ def recording(**options: Any) -> profile:
     """Return a profiler that records all threads, on the CPU."""
     return profile(
         activities=[ProfilerActivity.CPU],
+        acc_events=True,  # torch 2.12 warns without it
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
         **options,
     )
@@ -282,7 +283,7 @@ def test_callbacks_without_the_wrapper_are_recorded_too():
 
 def test_profiler_of_the_caller_alone_is_told_what_it_leaves_out():
     parallel = wrapped(TwoLayers(), ["cpu"] * 2)
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         parallel(doubles(4, 3, 8, 8))
         parallel(doubles(1, 3, 8, 8))  # on the module itself, in this thread
     assert [event.name for event in prof.events() if event.name.startswith("sync_batchnorm: ")] == [HINT]
@@ -293,7 +294,7 @@ def test_profiler_of_the_caller_alone_is_told_what_it_leaves_out():
 )
 def test_torch_without_a_private_name_has_a_wrapper_that_works(owner, name, monkeypatch):
     parallel = wrapped(TwoLayers(), ["cpu"] * 2)
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         monkeypatch.delattr(owner, name)
         parallel(doubles(4, 3, 8, 8))
         monkeypatch.undo()

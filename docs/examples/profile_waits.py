@@ -178,7 +178,7 @@ def make_profile(options: Options) -> Path:
     for _ in range(WARMUP):
         step()
     every_thread = _ExperimentalConfig(profile_all_threads=True)  # also those of the replicas
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as prof:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, experimental_config=every_thread) as prof:
         for _ in range(options.steps):
             step()
     path = options.picture.with_suffix(".json")
