@@ -32,9 +32,8 @@ def recording(**options: Any) -> profile:
     """Return a profiler that records all threads, on the CPU."""
     return profile(
         activities=[ProfilerActivity.CPU],
-        acc_events=True,  # torch 2.12 warns without it
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        **options,
+        **({"acc_events": True} | options),  # torch 2.12 warns without it
     )
 
 
