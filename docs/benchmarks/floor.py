@@ -21,7 +21,7 @@ class MeetingBatchNorm2d(nn.BatchNorm2d):
             self.meet = ctx.sync_master.register_slave(copy_id).run_slave
 
     def forward(self, input: Tensor) -> Tensor:
-        self.exchange(None)
+        self.meet(None)
         return super().forward(input)
 
 
