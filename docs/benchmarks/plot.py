@@ -96,6 +96,15 @@ def precision(axes: Axes) -> None:
     axes.set_ylabel("relative error of the variance")
 
 
+def free_threading(axes: Axes) -> None:
+    rows = tables("free_threading")[0]
+    names = [f"{who}{lock}" for lock in ("", " without the lock") for who in ("BatchNorm2d", "ours")]
+    heights = {name: [float(row[f"{name}, ms"]) for row in rows] for name in names}
+    bars(axes, [f"{row['shape']}\n{row['replicas']} replicas" for row in rows], heights)
+    axes.set_yscale("log")
+    axes.set_ylabel("forward and backward of one layer, ms")
+
+
 PICTURES: dict[str, Callable[[Axes], None]] = {
     "layer": layer,
     "network": network,
@@ -103,13 +112,14 @@ PICTURES: dict[str, Callable[[Axes], None]] = {
     "wrapper": lines("wrapper", "replicas", ["without callbacks, ms", "53 synchronized layers, ms"], "ms"),
     "exchange": exchange,
     "precision": precision,
+    "free_threading": free_threading,
 }
 
 
 def main() -> None:
     """Write a picture beside each page."""
     for name, draw in PICTURES.items():
-        figure, axes = plt.subplots(figsize=(10 if name in ("layer", "exchange") else 6, 3.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(10 if name in ("layer", "exchange", "free_threading") else 6, 3.6), layout="constrained")
         draw(axes)
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7)
