@@ -119,7 +119,9 @@ PICTURES: dict[str, Callable[[Axes], None]] = {
 def main() -> None:
     """Write a picture beside each page."""
     for name, draw in PICTURES.items():
-        figure, axes = plt.subplots(figsize=(10 if name in ("layer", "exchange", "free_threading") else 6, 3.6), layout="constrained")
+        figure, axes = plt.subplots(
+            figsize=(10 if name in ("layer", "exchange", "free_threading") else 6, 3.6), layout="constrained"
+        )
         draw(axes)
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7)
