@@ -36,7 +36,7 @@ def recorded_in_part() -> AbstractContextManager[Any]:
     """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
     if _profiler_runs():
         # Private to torch: what records this thread, if it does not record all. Without it nothing is said.
-        profiler_type: Any = getattr(torch._C._autograd, "_profiler_type", None)
+        profiler_type: Any = getattr(getattr(torch._C, "_autograd", None), "_profiler_type", None)
         if profiler_type is not None and profiler_type().name == "KINETO":
             return _span("replicas, in threads that are recorded with profile_all_threads=True only")
     return nullcontext()

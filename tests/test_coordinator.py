@@ -14,7 +14,7 @@ from sync_batchnorm.coordinator import MASTER, Coordinator, SyncGroup
 TAKE_ALL = lambda messages: [(identifier, messages) for identifier, _ in messages]  # noqa: E731
 
 
-def circle_of(coordinator, name="layer", replicas=(0, 1)):
+def group_of(coordinator, name="layer", replicas=(0, 1)):
     sync_group = SyncGroup(name)
     for replica in replicas:
         coordinator.admit(sync_group, MASTER if replica == replicas[0] else replica or "replica 0", replica)
@@ -48,7 +48,7 @@ class Waiting:
 
 def test_repr_says_what_everybody_does():
     coordinator = Coordinator(["cpu"] * 4)
-    sync_group = circle_of(coordinator)
+    sync_group = group_of(coordinator)
     waiting = Waiting(coordinator, sync_group, 0)
     coordinator.leave(2)
     assert (
@@ -64,7 +64,7 @@ def test_repr_says_what_everybody_does():
 
 def test_replica_that_leaves_releases_who_waits():
     coordinator = Coordinator(["cpu", "cuda:0"])
-    waiting = Waiting(coordinator, circle_of(coordinator), 0)
+    waiting = Waiting(coordinator, group_of(coordinator), 0)
     coordinator.leave(1)
     assert str(waiting.outcome()) == (
         "expected every replica to call layer equally often, but got replica 1 on device cuda:0, which left its "
@@ -76,12 +76,12 @@ def test_replica_that_leaves_releases_who_waits():
 def test_replica_that_waits_for_one_that_left_is_told_at_once():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator.leave(1)
-    assert "replica 1 on device cpu, which left" in str(Waiting(coordinator, circle_of(coordinator), 0).outcome())
+    assert "replica 1 on device cpu, which left" in str(Waiting(coordinator, group_of(coordinator), 0).outcome())
 
 
 def test_only_those_who_wait_for_the_one_that_left_are_named():
     coordinator = Coordinator(["cpu"] * 4)
-    waiting = [Waiting(coordinator, circle_of(coordinator, "layer", pair), pair[0]) for pair in ((0, 1), (2, 3))]
+    waiting = [Waiting(coordinator, group_of(coordinator, "layer", pair), pair[0]) for pair in ((0, 1), (2, 3))]
     coordinator.leave(1)
     for replica in waiting:
         assert "which left its forward, while replica 0 on device cpu waits (layer" in str(replica.outcome())
@@ -89,7 +89,7 @@ def test_only_those_who_wait_for_the_one_that_left_are_named():
 
 def test_replica_that_leaves_after_its_last_call_breaks_nothing():
     coordinator = Coordinator(["cpu"] * 2)
-    sync_group = circle_of(coordinator)
+    sync_group = group_of(coordinator)
     waiting = Waiting(coordinator, sync_group, 1)
     assert coordinator.exchange(sync_group, MASTER, "from 0", TAKE_ALL) == [(0, "from 0"), (1, "from 1")]
     assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
@@ -101,7 +101,7 @@ def test_replica_that_leaves_after_its_last_call_breaks_nothing():
 
 def test_circle_over_three_layers_is_found():
     coordinator = Coordinator(["cpu"] * 3)
-    sync_groups = [circle_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
+    sync_groups = [group_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
     waiting = [Waiting(coordinator, sync_groups[i], i) for i in range(3)]
     texts = {str(replica.outcome()) for replica in waiting}
     assert texts == {
@@ -113,7 +113,7 @@ def test_circle_over_three_layers_is_found():
 
 def test_chain_of_waiting_replicas_is_no_circle():
     coordinator = Coordinator(["cpu"] * 3)
-    first, second = circle_of(coordinator, "a", (0, 1)), circle_of(coordinator, "b", (1, 2))
+    first, second = group_of(coordinator, "a", (0, 1)), group_of(coordinator, "b", (1, 2))
     waiting = [Waiting(coordinator, first, 0), Waiting(coordinator, second, 1)]
     assert "broken" not in repr(coordinator)
     coordinator.exchange(second, 2, "from 2", None)
@@ -124,7 +124,7 @@ def test_chain_of_waiting_replicas_is_no_circle():
 
 def test_callback_that_meets_those_who_wait_for_it_is_a_circle():
     coordinator = Coordinator(["cpu"] * 2)
-    outer, inner = circle_of(coordinator, "outer"), circle_of(coordinator, "inner")
+    outer, inner = group_of(coordinator, "outer"), group_of(coordinator, "inner")
     waiting = Waiting(coordinator, outer, 1)
     with pytest.raises(ReplicaSyncError, match=r"to reach the same layer, but got replica 0 .* in inner, call 1, "):
         coordinator.exchange(outer, MASTER, 0, lambda messages: coordinator.exchange(inner, MASTER, 0, TAKE_ALL))
@@ -133,7 +133,7 @@ def test_callback_that_meets_those_who_wait_for_it_is_a_circle():
 
 def test_groups_do_not_wait_for_each_other():
     coordinator = Coordinator(["cpu"] * 4)
-    sync_groups = [circle_of(coordinator, "layer", pair) for pair in ((0, 1), (2, 3))]
+    sync_groups = [group_of(coordinator, "layer", pair) for pair in ((0, 1), (2, 3))]
     waiting = Waiting(coordinator, sync_groups[0], 0)
     for replica in (2, 3):
         coordinator.leave(replica)
@@ -144,9 +144,9 @@ def test_groups_do_not_wait_for_each_other():
 
 def test_second_thread_of_a_replica_is_refused():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, circle_of(coordinator, "stem"), 1)
+    waiting = Waiting(coordinator, group_of(coordinator, "stem"), 1)
     with pytest.raises(RuntimeError) as caught:
-        coordinator.exchange(circle_of(coordinator, "head"), 1, None, None)
+        coordinator.exchange(group_of(coordinator, "head"), 1, None, None)
     assert str(caught.value) == (
         "expected one thread of a replica to exchange at a time, but got replica 1 on device cpu calling head while it "
         "waits in stem, call 1; call synchronized layers from one thread of each replica"
@@ -158,7 +158,7 @@ def test_second_thread_of_a_replica_is_refused():
 def test_timeout_names_who_came_and_who_did_not():
     coordinator = Coordinator(["cpu"] * 3, timeout=0.01)
     with coordinator.forward_of(2), pytest.raises(TimeoutError) as caught:
-        coordinator.exchange(circle_of(coordinator, "layer", (0, 1, 2)), MASTER, None, TAKE_ALL)
+        coordinator.exchange(group_of(coordinator, "layer", (0, 1, 2)), MASTER, None, TAKE_ALL)
     assert str(caught.value).startswith(
         "expected all replicas within 0.01 seconds, but got a timeout while replica 0 on device cpu waits for replica "
         "1 on device cpu, which has not started and replica 2 on device cpu, which is running (layer, call 1); "
@@ -170,12 +170,12 @@ def test_first_reason_is_the_one_that_everybody_gets():
     coordinator.leave(0, ValueError())
     coordinator.abort(OSError())
     with pytest.raises(ReplicaSyncError, match="got ValueError in replica 0"):
-        coordinator.exchange(circle_of(coordinator), 1, None, None)
+        coordinator.exchange(group_of(coordinator), 1, None, None)
 
 
 def test_break_that_was_interrupted_is_finished_by_the_next():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, circle_of(coordinator), 0)
+    waiting = Waiting(coordinator, group_of(coordinator), 0)
     coordinator._broken = (ReplicaSyncError, "the first reason")  # Ctrl-C came right after this
     coordinator.abort(KeyboardInterrupt())
     assert str(waiting.outcome()) == "the first reason"
@@ -185,7 +185,7 @@ def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_hig
     coordinator = Coordinator(["cpu"] * 4)
     coordinator.leave(3, ValueError("original"))
     with pytest.raises(ReplicaSyncError) as caught:
-        coordinator.exchange(circle_of(coordinator), MASTER, None, TAKE_ALL)
+        coordinator.exchange(group_of(coordinator), MASTER, None, TAKE_ALL)
     coordinator.leave(0, caught.value)
     coordinator.leave(2, ValueError("another original"))
     failure = coordinator.failure()
@@ -204,7 +204,7 @@ def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original(
 
 def test_replica_that_begins_its_next_round_does_not_miss_one_that_has_not_begun_it():
     coordinator = Coordinator(["cpu"] * 2)
-    sync_group = circle_of(coordinator)
+    sync_group = group_of(coordinator)
     for replica in (0, 1):
         with coordinator.forward_of(replica):
             pass
@@ -218,7 +218,7 @@ def test_replica_that_begins_its_next_round_does_not_miss_one_that_has_not_begun
 
 def test_replica_that_leaves_its_first_round_is_waited_for_in_the_second():
     coordinator = Coordinator(["cpu"] * 2)
-    sync_group = circle_of(coordinator)
+    sync_group = group_of(coordinator)
     with coordinator.forward_of(0):
         pass
     with coordinator.forward_of(1), coordinator.forward_of(0):
@@ -235,7 +235,7 @@ def test_replica_that_is_still_inside_when_others_are_called_again_has_not_left(
     with coordinator.forward_of(1):
         coordinator.call([0])
         assert "1 is running" in repr(coordinator)
-        waiting = Waiting(coordinator, circle_of(coordinator), 0)
+        waiting = Waiting(coordinator, group_of(coordinator), 0)
         assert "broken" not in repr(coordinator)
         coordinator.abort(OSError())
     assert isinstance(waiting.outcome(), ReplicaSyncError)
@@ -260,7 +260,7 @@ def test_caught_error_of_an_inner_call_is_no_failure():
 def test_drain_waits_for_those_inside_but_not_for_ever():
     coordinator = Coordinator(["cpu"] * 2)
     with coordinator.forward_of(1):
-        waiting = Waiting(coordinator, circle_of(coordinator), 0)
+        waiting = Waiting(coordinator, group_of(coordinator), 0)
         coordinator.abort(KeyboardInterrupt())
         waiting.outcome()
         coordinator.drain(0.01)
@@ -313,7 +313,7 @@ def test_departures_are_noted_from_the_break_on():
 
 def test_result_that_comes_after_the_break_reaches_nobody():
     coordinator = Coordinator(["cpu"] * 2)
-    sync_group = circle_of(coordinator)
+    sync_group = group_of(coordinator)
     waiting = Waiting(coordinator, sync_group, 1)
 
     def merges_too_late(messages):
