@@ -51,7 +51,7 @@ from sync_batchnorm import distributed, normalization
 from sync_batchnorm.local_parallel import Place, current_place
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
-from sync_batchnorm.recompute import has_hooks, without_hooks
+from sync_batchnorm.recompute import without_hooks
 
 __all__: list[str] = []
 
@@ -102,14 +102,12 @@ class _Save(torch.autograd.Function):
         return leaf
 
 
-def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Save the tensors of one replica if it has hooks on saved tensors, see NOTE [who saves what].
+def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor:
+    """Save the tensors of one replica, which has hooks on saved tensors, see NOTE [who saves what].
 
     Returns:
         What the node returned that saves them. Up to torch 2.12, that node lives as long as this.
     """
-    if not torch.is_grad_enabled() or not has_hooks():
-        return None
     leaf = torch.empty(0, device="cpu", requires_grad=True)
     saved: Tensor = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
     return saved
@@ -118,11 +116,12 @@ def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor | None:
 class ReplicaTensors:
     """The part of a replica in a call: where it computes, its tensors, and whether it has saved them itself."""
 
-    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, has_hooks: bool) -> None:
         self.place = current_place(input.device)
         self.tensors = {"input": input, "weight": weight, "bias": bias}
         self.records = torch.is_grad_enabled()
-        self.saved = save_for_hooks(input, weight)
+        self.has_hooks = has_hooks  # on saved tensors, in the thread of the replica
+        self.saved = save_for_hooks(input, weight) if has_hooks else None
 
 
 class Call:
@@ -172,8 +171,8 @@ class Call:
                     self.slots.append((name, i))
                     tensors.append(tensor)
             to_save += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
-        # Nothing of this belongs to a replica with hooks, so none is called.
-        with torch.enable_grad(), without_hooks() if has_hooks() else nullcontext():
+        # Nothing of this belongs to a replica with hooks, so none is called; this is the thread of the master.
+        with torch.enable_grad(), without_hooks() if replicas[0].has_hooks else nullcontext():
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
         return results
 
@@ -458,9 +457,7 @@ class _Backward:
             grad_second = grad_second * -0.5 * at[home][1] ** 3
         if call.clamped is not None:
             grad_second = grad_second.masked_fill(call.clamped, 0)
-        through = torch.stack((grad_mean, 2 * grad_second)) / (
-            call.count if isinstance(call.count, Tensor) else max(call.count, 1)
-        )
+        through = torch.stack((grad_mean, 2 * grad_second)) / call.count
         for i, place, _, input, _ in self.parts:
             if ("input", i) in self.wanted:
                 with place.entered():

@@ -107,6 +107,7 @@ class Message(ReplicaTensors):
         running: the buffers to update; only in the message of the master.
         common: whether weight and bias are those of the wrapped module, and so those of all replicas.
         exact: whether to make exact statistics at once, see NOTE [fast and exact statistics].
+        has_hooks: whether this thread has hooks on saved tensors.
     """
 
     # The answer, in the graph, and what to normalize with: None if there is not a single element in all replicas. An
@@ -127,9 +128,11 @@ class Message(ReplicaTensors):
         *,
         common: bool = False,
         exact: bool = False,
+        has_hooks: bool = False,
     ) -> None:
-        super().__init__(input, weight, bias)
+        super().__init__(input, weight, bias, has_hooks)
         self.input, self.weight, self.bias = input.detach(), weight, bias
+        self.elements = channel_count(input.shape)  # per channel
         self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
         operators = operators_for(input.device)
         usual = rule is not None and rule.mode == "plus" and group is None
@@ -171,7 +174,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         )
     call = Call(contents, contents[0].rule, contents[0].group)
     call.one_weight = _have_one_weight(contents)
-    call.count = sum(channel_count(message.input.shape) for message in contents)
+    call.count = sum(message.elements for message in contents)
     if call.group is None:
         _refuse_one(call, contents)
     with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
@@ -208,8 +211,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
     if isinstance(call.count, int) and call.count == 1:
-        sizes = [message.input.shape for message in messages]
-        single = next((size for size in sizes if channel_count(size)), sizes[0])
+        single = next((message for message in messages if message.elements), messages[0]).input.shape
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
 
 
@@ -221,11 +223,11 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
     if pair is None:
         call.count = 0
         return
-    pairs = []
-    for k, place in enumerate(call.pair_places):
+    pairs = [pair]
+    for place in call.pair_places[1:]:
         here = hand_over(pair, call.home, place)
         with place.entered():
-            pairs.append(here.clone() if k and here is pair else here)
+            pairs.append(here.clone() if here is pair else here)
             if place not in call.statistics:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
     for message in messages:
@@ -300,7 +302,7 @@ def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
     stacked = torch.stack(vectors)  # (2 * R, C)
     means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
     eps = cast(EpsRule, call.rule).eps
-    counts = counts_on(*call.home, tuple(channel_count(m.input.shape) for m in parts), stacked.dtype)
+    counts = counts_on(*call.home, tuple(m.elements for m in parts), stacked.dtype)
     running, momentum = messages[0].running, 0.0
     buffers: list[Tensor | None] = [None, None]
     # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
@@ -319,15 +321,9 @@ def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
 
 def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
     first = messages[0]
-    shape, strides, dtype = first.input.shape[1:], first.input.stride()[1:], first.input.dtype
-    return (
-        len(messages) > 1
-        and call.one_weight
-        and all(tensor is None or tensor.dtype == dtype for tensor in (first.weight, first.bias))
-        and all(
-            m.small and m.records == first.records and m.input.shape[1:] == shape and m.input.stride()[1:] == strides
-            for m in messages
-        )
+    shape, strides = first.input.shape[1:], first.input.stride()[1:]
+    return call.one_weight and all(
+        m.small and m.input.shape[1:] == shape and m.input.stride()[1:] == strides for m in messages
     )
 
 
@@ -453,15 +449,9 @@ class _Kept(NamedTuple):
     def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None) -> Tensor:
         """Return `constant` as what the call returned, having saved what it saved: a function of `input`."""
         save_for_hooks(input, weight)
-        if self.answer_requires_grad and torch.is_grad_enabled():
+        if self.answer_requires_grad:
             return recompute.refuse_gradient(constant, input)
         return constant
-
-
-def _recall(pipe: Pipe | None, owner: object) -> _Kept | None:
-    """Return what the call has left that this one repeats, in a recomputation."""
-    kept: _Kept | None = recompute.recall(pipe or owner) if recompute.has_hooks() else None
-    return kept
 
 
 def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: EpsRule) -> Tensor:
@@ -509,7 +499,8 @@ def sync_batch_norm(
             and for tensors with a tangent.
     """
     _refuse_transforms(pipe, owner, input, weight, bias)
-    kept = _recall(pipe, owner)
+    has_hooks = recompute.has_hooks()
+    kept: _Kept | None = recompute.recall(pipe or owner) if has_hooks else None
     if kept is not None:
         if kept.statistics is None:
             save_for_hooks(input, weight)
@@ -521,7 +512,7 @@ def sync_batch_norm(
     if _is_recomputed(pipe):
         running = None
     exact = owner is not None and owner in _needs_exact
-    message = Message(input, weight, bias, rule, group, running, common=common, exact=exact)
+    message = Message(input, weight, bias, rule, group, running, common=common, exact=exact, has_hooks=has_hooks)
     call = _exchange(pipe, message)
     if message.running is not None:  # Only now: a call that broke while it was merged is not counted.
         _batch_statistics(call, call.home).move(message.running)
@@ -536,7 +527,8 @@ def sync_batch_norm(
     if output is None:
         output = _normalize_nothing(input, weight, bias, rule)
     requires_grad = output.requires_grad
-    recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
+    if has_hooks:
+        recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
     return output
 
 
@@ -567,14 +559,16 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
             and for tensors with a tangent.
     """
     _refuse_transforms(pipe, None, input)
-    kept = _recall(pipe, None)
+    has_hooks = recompute.has_hooks()
+    kept: _Kept | None = recompute.recall(pipe) if has_hooks else None
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe)
-    message = Message(input, group=distributed.active_group(process_group))
+    message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)
     requires_grad = pair.requires_grad
-    recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
+    if has_hooks:
+        recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
     return pair[0].clone(), pair[1].clone(), count  # for their users alone, who may change them in place

@@ -59,9 +59,8 @@ _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of
 class _RefuseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], *_: Tensor) -> Tensor:
-        return constant[
-            0
-        ]  # not as an argument: what is returned would be a view, which cannot be changed in checkpoints
+        # In a tuple: an argument that is returned would be a view, which cannot be changed in place.
+        return constant[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
@@ -177,13 +176,11 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
         owner: whose calls these are: compared by identity.
         make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
     """
-    recording = _checkpoints().recording if has_hooks() else []
-    if not recording:
-        return
-    with torch.no_grad():  # What is made here is made once, and must save nothing for a backward.
+    recording = _checkpoints().recording
+    if recording:
         result = make_result()
-    for frame in recording:
-        _kept.setdefault(frame, []).append((owner, result))
+        for frame in recording:
+            _kept.setdefault(frame, []).append((owner, result))
 
 
 def recall(owner: object) -> Any:

@@ -193,7 +193,7 @@ def _replica_class(cls: type[nn.Module]) -> type[nn.Module]:
             except Exception:
                 raise
             except BaseException as error:
-                if not handle.watched or threading.current_thread() is threading.main_thread():
+                if not handle.watched:
                     raise
                 # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
                 raise ReplicaSyncError(f"{type(error).__name__} in replica {handle.replica_id}") from None
