@@ -244,8 +244,7 @@ class Coordinator:
         try:
             results = dict(callback(messages))
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"The replicas met in {exchange}.")
+            errors.add_note(error, f"The replicas met in {exchange}.")
             raise
         if results.keys() != sync_group.members.keys():
             raise RuntimeError(

@@ -72,6 +72,14 @@ def _without_frames(error: BaseException) -> BaseException:
     return twin if type(twin) is type(error) else error.with_traceback(None)
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Add a line to what is printed of `error`; on Python 3.10 to its text, unless its type makes that by itself."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args == (str(error),):
+        error.args = (f"{error}\n{note}",)
+
+
 def is_caused_by(error: BaseException | None, text: str) -> bool:
     """Return whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
     seen: set[int] = set()
