@@ -54,8 +54,8 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) ->
     bit by bit. It is zero where no process has an element.
 
     Returns:
-        mean, variance, and the number of elements; on an accelerator as a tensor, so that the host does not wait for
-        it, unless it might be one, which has no variance.
+        mean, variance, and the number of elements: as a tensor, so that the host does not wait for it, unless it might
+        be one, which has no variance, or none.
 
     Raises:
         ValueError: on the CPU, if the processes differ in channels, and the backend has let that pass.
@@ -75,7 +75,7 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) ->
     mean = (means * shares).sum(0)
     deviations = means - mean
     var = (torch.addcmul(variances, deviations, deviations) * shares).sum(0)
-    return mean, var, total if count > 1 and mean.device.type != "cpu" else int(total)
+    return mean, var, total if count > 1 else int(total)
 
 
 def all_reduced(tensor: Tensor, group: Group) -> Tensor:

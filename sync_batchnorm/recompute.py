@@ -203,7 +203,7 @@ _CPU = torch.device("cpu")
 @contextmanager
 def warn_of_shared_draws(devices: Sequence[torch.device]) -> Iterator[None]:
     """Run the body, which calls one replica on each of `devices`, and warn if they draw where they are checkpointed."""
-    if not torch.is_grad_enabled() or len(devices) < 2:
+    if len(devices) < 2:
         yield
         return
     # All threads share the generator of the CPU, wherever their replicas compute.

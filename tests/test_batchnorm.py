@@ -188,6 +188,21 @@ def test_wrong_input_is_refused_in_the_words_of_torch(devices, layer, kind):
     assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
 
 
+class ToCpu(nn.Module):
+    def forward(self, input):
+        return input.cpu()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "bare"])
+def test_input_on_another_device_is_refused_in_the_words_of_torch(affine):
+    plain, parallel = twins(nn.Sequential(ToCpu(), nn.BatchNorm1d(3, affine=affine)), [0, 0])
+    data = torch.randn(4, 3, device="cuda")
+    expected = outcome(lambda: plain(data))
+    assert expected is not None
+    assert outcome(lambda: parallel(data)) == expected
+
+
 @pytest.mark.parametrize("eps", [0.0, -1.0])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_eps_that_is_not_positive_is_refused_where_torch_refuses_it(devices, eps):

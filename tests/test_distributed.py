@@ -153,6 +153,21 @@ def test_layer_of_a_world_that_is_gone_is_alone():
     assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("counts", "kind"), [((2, 3), torch.Tensor), ((1, 3), int), ((1, 0), int), ((0, 1), int)])
+def test_host_waits_for_the_count_only_where_it_may_be_one(monkeypatch, counts, kind):
+    def all_gather(gathered, packed, group):
+        for row, count in zip(gathered, counts, strict=True):
+            row.copy_(packed)[1] = count
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    vectors = torch.randn(2, 3, dtype=torch.float64, device="cuda").unbind()
+    *_, count = distributed.merge_over_processes(*vectors, counts[0], None)
+    assert type(count) is kind
+    assert int(count) == sum(counts)
+
+
 class _Mute(dist.ProcessGroup):
     """A backend that has no collective at all."""
 

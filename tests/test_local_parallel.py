@@ -20,7 +20,7 @@ from helpers import (
 from simulated_gpus import is_simulated
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, local_parallel
 from sync_batchnorm.local_parallel import as_device, is_local, parallel_apply
 
 
@@ -131,6 +131,18 @@ def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail():
 def test_some_replicas_may_share_a_gpu(devices):
     plain, parallel = twins(TwoLayers().double(), devices)
     assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devices))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+def test_replicas_that_share_one_of_several_gpus_count_changes_by_themselves():
+    replicas = local_parallel.replicate(nn.Linear(2, 2).cuda(), as_devices([0, 1, 0, 1]), False)
+    for first, second in (replicas[::2], replicas[1::2]):
+        assert second.weight.data_ptr() == first.weight.data_ptr()
+        version = first.weight._version
+        with torch.no_grad():
+            second.weight.mul_(2)
+        assert (first.weight._version, second.weight._version) == (version, 1)
 
 
 def test_single_device_takes_tensors_of_any_sizes():
@@ -352,21 +364,27 @@ def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
 
 
 class CountingThreads(nn.Module):
-    """Notes how many intra-op threads a replica has."""
+    """Notes how many intra-op threads a replica has, from when its caller has its own again."""
 
-    def __init__(self):
+    def __init__(self, restored):
         super().__init__()
-        self.counts = []
+        self.restored, self.counts = restored, []
 
     def forward(self, input):
+        self.restored.wait()
         self.counts.append(torch.get_num_threads())
         return input
 
 
 @pytest.mark.parametrize(("available", "share"), [(1, 1), (2, 1), (3, 1), (4, 2)])
-def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share):
-    before = torch.get_num_threads()
-    parallel = DataParallelWithCallback(CountingThreads(), ["cpu"] * 2)
+def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share, monkeypatch):
+    def restore(cores):
+        original(cores)
+        restored.set()
+
+    before, original, restored = torch.get_num_threads(), local_parallel._Cores.restore, threading.Event()
+    monkeypatch.setattr(local_parallel._Cores, "restore", restore)
+    parallel = DataParallelWithCallback(CountingThreads(restored), ["cpu"] * 2)
     later = []
     try:
         torch.set_num_threads(available)

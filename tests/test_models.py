@@ -240,6 +240,12 @@ def test_draws_in_a_checkpoint_around_the_wrapper_warn():
         checkpoint(parallel, torch.randn(6, 4, requires_grad=True), use_reentrant=False)
 
 
+def test_draws_without_gradients_warn_where_a_checkpoint_draws_again():
+    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
+    with pytest.warns(UserWarning, match="but got draws of 2 replicas from the one of cpu"):
+        checkpoint(torch.no_grad()(parallel), torch.randn(6, 4, requires_grad=True), use_reentrant=False)
+
+
 def test_warnings_point_to_the_call_of_the_wrapper():
     net = ClampingFirst()
     net.bn.compile(backend="eager")
