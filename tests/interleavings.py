@@ -134,7 +134,7 @@ class _Scene:
 class Expectation:
     """What must come of scripts, whatever the order: all calls that all have in common complete, and none else.
 
-    Every meeting needs all parties, so the calls that can complete are the longest common prefix of the scripts.
+    Every exchange needs all parties, so the calls that can complete are the longest common prefix of the scripts.
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ def wrapped(module: nn.Module, devices: Any, **options: Any) -> DataParallelWith
     return DataParallelWithCallback(convert_model(module.double().to(device), **options), devices, timeout=5.0)
 
 
-def test_each_meeting_is_a_span_with_the_name_of_its_layer(devs):
+def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
     parallel = wrapped(Nested(), devs)
     with recording() as prof:
         parallel(doubles(12, 3, 5, 5, devices=devs))
@@ -93,11 +93,11 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     assert len(replicas) == 3
     assert caller not in replicas
     master = next(thread for thread, span in replicas.items() if span.name.startswith("replica 0 "))
-    meetings = [span for span in spans if span.name.endswith((", waiting", ", merging"))]
-    for span in meetings:
+    waits_and_merges = [span for span in spans if span.name.endswith((", waiting", ", merging"))]
+    for span in waits_and_merges:
         assert replicas[span.thread].start <= span.start <= span.end <= replicas[span.thread].end
-    assert {span.thread for span in meetings if span.name.endswith(", merging")} == {master}
-    waits = Counter(span.thread for span in meetings if span.name.endswith(", waiting"))
+    assert {span.thread for span in waits_and_merges if span.name.endswith(", merging")} == {master}
+    waits = Counter(span.thread for span in waits_and_merges if span.name.endswith(", waiting"))
     assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
