@@ -194,7 +194,7 @@ def test_eps_that_is_not_positive_is_refused_where_torch_refuses_it(devices, eps
     plain, parallel = twins(nn.BatchNorm1d(3, eps=eps), devices)
     data = torch.randn(4, 3, device=as_devices(devices)[0])
     expected = outcome(lambda: plain(data))
-    assert expected is not None or torch.__version__ < (2, 13)  # an older torch may take it
+    assert expected is not None or torch.__version__ < (2, 13)  # an older torch may accept it
     assert outcome(lambda: parallel(data)) == expected
 
 

@@ -85,7 +85,7 @@ def test_exact_statistics_take_memory_to_center_the_input(kind, taken):
     data = torch.randn(4, 8, 150, 150).contiguous(memory_format=FORMATS[kind]) + 1000
     parallel(data)
     parallel.module.counts.clear()
-    parallel(data)  # The layer knows by now.
+    parallel(data)  # The layer asks for exact statistics at once now.
     assert parallel.module.counts == [taken, taken]
 
 

@@ -128,7 +128,7 @@ def constant_first_samples():
 
 
 def far_first_samples():
-    """The shift of the sums about a shift is taken from the first sample: here it is the one that misleads."""
+    """Half of the samples are far from the rest, the first one too: it is no good shift for a sum of squares."""
     data = noise(8, 8, 40, 40)
     data[::2] += 1e4
     return data

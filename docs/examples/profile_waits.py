@@ -1,8 +1,8 @@
 """Which layer waits for which replica: read from a profile, printed as a table, and drawn.
 
 A small net trains for some steps on replicas of which one is slow, under `torch.profiler`, and the profile is exported.
-What is said here is read from that file, so it can be one of your own: ``--profile FILE``. (Of layers without a
-`group_size`: replicas that meet in groups are not told apart.)
+The table and the picture are made from that file, so it can be one of your own: ``--profile FILE``. (Only for layers
+without a `group_size`: exchanges of several groups are not told apart.)
 
 Run it with ``--help`` for the options.
 """
@@ -70,7 +70,7 @@ class Span:
 
 @dataclass
 class Exchange:
-    """One call of one layer: the wait of each replica, from when it came, and what the master merged then."""
+    """One call of one layer by all replicas: the wait of each, from when it arrived, and the merge of the master."""
 
     layer: str
     waits: dict[int, Span]
@@ -104,12 +104,12 @@ class Forward:
 
 @dataclass
 class Row:
-    """What there is to say about a layer."""
+    """What the table says about a layer."""
 
     blamed: int  # the replica for which the others waited longest, over all exchanges
     times_last: int
     exchanges: int
-    mean_waits: dict[int, float]  # for whoever came last, in milliseconds, by replica
+    mean_waits: dict[int, float]  # for the last one to arrive, in milliseconds, by replica
 
 
 def parse_options(arguments: list[str] | None) -> Options:
@@ -204,7 +204,7 @@ def read_profile(path: Path) -> list[Forward]:
     forwards: list[Forward] = []
     for span in spans:
         if re.match(r"replica \d+", span.name):
-            # Replicas that meet run at one time.
+            # Replicas of one forward run at the same time.
             if not forwards or span.start > forwards[-1].end:
                 forwards.append(Forward({}, []))
             forwards[-1].replicas[int(span.name.split()[1])] = span
@@ -220,7 +220,7 @@ def read_profile(path: Path) -> list[Forward]:
 
 
 def find_exchanges(replicas: dict[int, Span], spans: list[Span]) -> list[Exchange]:
-    """Put together what belongs to one exchange: in each layer the first waits and the first merge, and so on."""
+    """Put together the spans of each exchange: in each layer the first waits and the first merge, and so on."""
     waits: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))  # by layer and replica
     merges: dict[str, list[Span]] = defaultdict(list)  # by layer
     for replica, whole in replicas.items():

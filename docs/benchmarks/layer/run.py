@@ -63,7 +63,7 @@ def main() -> None:
         "--allocator",
         choices=["keeps", "returns"],
         default="keeps",
-        help="what becomes of freed memory: see harness.py",
+        help="whether it keeps freed memory or returns it to the system: see harness.py",
     )
     options = parser.parse_args()
     if options.existing is not None and options.device != "cpu":
