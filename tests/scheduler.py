@@ -58,7 +58,7 @@ def _always() -> bool:
 
 
 class Run:
-    """One execution: it repeats `choices`, then takes the first option each time; `options` counts those of each choice."""
+    """One execution: it repeats `choices`, then takes first options; `options` counts what each choice offered."""
 
     def __init__(self, bodies: Sequence[Callable[[], Any]], choices: Sequence[int], timeouts: int, fine: bool) -> None:
         self.parties = [_Party(body) for body in bodies]
