@@ -1,6 +1,6 @@
 """Time one layer, forward and backward: ours, `nn.BatchNorm2d` and the existing library, on CPU replicas or one GPU.
 
-The layers stand in a row of `--layers`, so that the cost of starting threads is shared; the figures are for one layer.
+`--layers` of them run in a row, so that the cost of starting threads is shared; the figures are for one layer.
 A fourth contender, `nn.BatchNorm2d` after an exchange of empty messages, is the least that synchronization can cost.
 """
 
