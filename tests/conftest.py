@@ -28,7 +28,7 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # whether thi
 
 # Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-with suppress(ImportError):  # which the tests that need it then say
+with suppress(ImportError):  # the tests that need it skip or fail by themselves
     import_torchvision()
 # Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def is_repetition(item: pytest.Item) -> bool:
-    """Return whether another kernel has the same test: on one device, and in eval mode, none of them is used."""
+    """Return whether the test repeats that of another kernel: on one device, and in eval mode, no kernel is used."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     devices = params.get("devs", params.get("devices"))
     one_device = isinstance(devices, list) and len(devices) == 1
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection look at what is there before the first test: several tests collect."""
+    """Keep what exists before the first test out of garbage collections, of which several tests run some."""
     gc.collect()
     gc.freeze()
 
@@ -103,7 +103,7 @@ def threads_of_python() -> set[threading.Thread]:
     """Return the threads that run and that Python has started.
 
     Autograd keeps a thread for each GPU until the process ends. It is listed once it has run Python code, cannot be
-    joined, and is of no test's making.
+    joined, and belongs to no test.
     """
     return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
@@ -132,10 +132,10 @@ def _seeded() -> None:
 
 
 KERNELS = {
-    "joined": {},  # small inputs go to the master, which joins them: what the usual tests use
-    "separate": {"functional.JOINED": 0},  # each replica makes the statistics of its own input
-    "exact": {"functional.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and makes them about the mean
-    "general": {"functional.JOINED": 0, "moments.FUSED": ()},  # what devices other than CPU and CUDA use
+    "joined": {},  # the master joins the inputs, which are small in most tests
+    "separate": {"functional.JOINED": 0},  # each replica computes the statistics of its own input
+    "exact": {"functional.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and those of the input minus its mean
+    "general": {"functional.JOINED": 0, "moments.FUSED": ()},  # the operators for devices other than CPU and CUDA
 }
 
 
@@ -148,13 +148,13 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def kernels(*slow: str) -> list[pytest.MarkDecorator]:
-    """Return marks of a test that runs with every kernel; with those that are named in the whole suite only."""
+    """Return the marks of a test that runs with every kernel, but with the `slow` ones in the whole suite only."""
     values = [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in KERNELS]
     return [pytest.mark.parametrize("kernel", values, indirect=True), pytest.mark.usefixtures("kernel")]
 
 
-every_kernel = kernels()  # for tests of the numbers
-usual_kernels = kernels("exact", "general")  # for tests of all else
+every_kernel = kernels()  # for tests of numbers
+usual_kernels = kernels("exact", "general")  # for all other tests
 
 
 def device_lists(*sizes: int) -> list[Any]:

@@ -667,7 +667,7 @@ def ddp_training_equals_one_process() -> None:
         plain = randomize(conv_net())
         options = {} if broadcast_buffers else {"broadcast_buffers": False}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Torch 2.13 has another name for it; older ones have not.
+            warnings.simplefilter("ignore", FutureWarning)  # Torch 2.13 has another name for it; older versions do not.
             ddp = DistributedDataParallel(convert_model(copy.deepcopy(plain)), bucket_cap_mb=1e-4, **options)
         assert_same_training(plain, ddp)
 
@@ -843,7 +843,7 @@ def the_converter_of_torch_takes_our_layers() -> None:
         converted(torch.randn(2, 3, 4, 4))
 
 
-# Failures. They leave a world behind that is of no use, so they have one of their own, and this order.
+# Failures. A failure leaves its world unusable, so these have worlds of their own, and this order.
 
 
 def refusal(body: Callable[[], object]) -> str:
@@ -855,7 +855,7 @@ def refusal(body: Callable[[], object]) -> str:
 
 
 def train_beside_eval(folder: Path) -> str:
-    """A process in eval does not come; the others wait as long as `torch.distributed` lets them."""
+    """A process in eval mode does not exchange; the others wait until `torch.distributed` times out."""
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=2))
     layer = SynchronizedBatchNorm2d(3, process_group=group).train(RANK == 0)
@@ -867,7 +867,7 @@ def train_beside_eval(folder: Path) -> str:
 
 
 def channels_differ(folder: Path) -> str:
-    """Gloo ends the process that gets more than it expects, the first one."""
+    """Gloo ends the process that receives more than it expects, which is the first one."""
     layer = SynchronizedBatchNorm2d(3 + RANK)
     return refusal(lambda: layer(torch.randn(2, 3 + RANK, 4, 4)))
 

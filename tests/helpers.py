@@ -53,7 +53,7 @@ def graph_of(output: Tensor) -> list[Any]:
 def saved_bytes(output: Tensor) -> int:
     """Return the bytes of the distinct tensors that the graph behind `output` has saved.
 
-    Read from its nodes: hooks on saved tensors would change the way that a synchronized layer takes.
+    Read from its nodes: hooks on saved tensors would change what a synchronized layer does.
     """
     sizes: dict[int, int] = {}
     for node in graph_of(output):
@@ -117,7 +117,7 @@ def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
 
 
 def as_torch_names(device_ids: Sequence[Any], replica: int) -> str:
-    """Return the device of a replica as the text of an error has it: on distinct GPUs that is torch's, a number."""
+    """Return the device of a replica as the text of an error has it: on distinct GPUs it is torch's, a number."""
     device = as_devices(device_ids)[replica]
     return str(device.index if are_distinct_gpus(device_ids) else device)
 
@@ -129,9 +129,9 @@ def assert_same_gradient(
     what: str = "",
     tolerance: float | None = None,
 ) -> None:
-    """Compare the gradients of a parameter, replicated over `device_ids`, and of that of the reference.
+    """Compare the gradient of a parameter, replicated over `device_ids`, with that of the parameter of the reference.
 
-    Where the reference has none, neither may the other have one. On distinct GPUs it may be zero: the backward of
+    Where the reference has none, the other must have none either. On distinct GPUs it may be zero: the backward of
     `torch.nn.parallel._functions.Broadcast` makes the gradients of all parameters at once, and so fills in zeros for
     the ones that the loss does not depend on, in plain `torch.nn.DataParallel` too.
     """
@@ -158,7 +158,7 @@ def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | 
 def assert_same_step(
     plain: nn.Module, parallel: nn.Module, input: Tensor, grad: Tensor | None = None, tolerance: float | None = None
 ) -> None:
-    """Run one forward and one backward, with a random upstream gradient, on both; compare all there is."""
+    """Run one forward and one backward, with a random upstream gradient, on both; compare all results."""
     inputs = [input.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
     expected, actual = plain(inputs[0]), parallel(inputs[1])
     assert_equal(actual, expected, "output", tolerance)

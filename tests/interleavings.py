@@ -37,7 +37,7 @@ class Scenario:
 
 
 class _Scene:
-    """A scenario on the stage: a coordinator, its parties, and what they got."""
+    """A scenario that is executed: its coordinator, its parties, and what they got."""
 
     def __init__(self, scenario: Scenario, fine: bool) -> None:
         self.scenario = scenario
@@ -132,9 +132,9 @@ class _Scene:
 
 
 class Expectation:
-    """What must come of scripts, whatever the order: all calls that all have in common complete, and none else.
+    """What scripts must lead to, in whatever order they run: the calls that all have in common complete, and no others.
 
-    Every meeting needs all parties, so the calls that can complete are the longest common prefix of the scripts.
+    Every exchange needs all parties, so the calls that can complete are the longest common prefix of the scripts.
     """
 
     def __init__(self, scripts: Sequence[str]) -> None:

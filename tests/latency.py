@@ -1,7 +1,7 @@
 """Print how long it takes from a failure in a replica to the error in the caller, over all kinds of failures.
 
 ``python tests/latency.py`` (with the package installed) goes through every kind, place, replica and wrapper of
-`test_failures.py`; the time starts where the replica does what it should not, and ends where the caller catches.
+`test_failures.py`; the time starts when the replica begins to fail, and ends when the caller catches the error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
         times = []
         for name, place, step in matrix():
             if wrapper == "own-forward" and name.startswith(("KeyboardInterrupt", "SystemExit")):
-                continue  # There they end a thread of the user's own.
+                continue  # There they only end a thread of the user's own.
             for replica in range(R):
                 for _ in range(options.repeat):
                     times.append((seconds_to_error(wrapper, replica, place, step), name, replica))

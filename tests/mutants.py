@@ -1,8 +1,8 @@
 """Break the package in one line at a time, and run the tests that must notice: ``python tests/mutants.py``.
 
-The mutants stand in `mutants.txt`, which says how they are written. Each is applied to a copy of the repository, never
-to the files themselves. Prints each mutant with its end; exits with 1 if one has survived without a reason, and with 2
-if tests do not run, or fail without a mutant.
+The mutants are in `mutants.txt`, which explains its format. Each is applied to a copy of the repository, never
+to the files themselves. Prints each mutant with its outcome; exits with 1 if one has survived without a reason, and
+with 2 if tests do not run, or fail without a mutant.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _run_pytest(root: Path, tests: Sequence[str], options: Sequence[str]) -> Non
 
 
 def fails_without_mutants(mutants: Sequence[Mutant], jobs: int) -> str:
-    """Return what the tests say that fail in any case, and would kill every mutant; empty if there are none."""
+    """Return the output of tests that fail without a mutant, and so would kill every mutant; empty if all pass."""
     together: dict[tuple[str, ...], set[str]] = defaultdict(set)  # tests, by their options
     for mutant in mutants:
         together[mutant.options].update(mutant.tests)
@@ -116,7 +116,7 @@ def fails_without_mutants(mutants: Sequence[Mutant], jobs: int) -> str:
 def end_of(mutant: Mutant) -> tuple[str, str]:
     """Return how a mutant ends, and the output of tests that did not run."""
     code, output = run(mutant.tests, (*mutant.options, "-n", "0"), mutant, SECONDS)
-    if code in (None, 2, 3, 4, 5):  # out of time; of pytest: interrupted, an error of its own, misused, without a test
+    if code in (None, 2, 3, 4, 5):  # out of time; for pytest: interrupted, internal error, wrong usage, no tests
         return "NOT RUN", output or "They take too long."
     if code == 0:
         return ("explained" if mutant.reason else "SURVIVED"), ""

@@ -4,13 +4,13 @@ The threads are real, but only one runs at a time: `Lock` and `SimpleQueue`, as 
 replaced by versions that ask the scheduler before they go on. A depth-first search replays every sequence of its
 choices.
 
-NOTE [which steps are choices]: Whatever threads share, but for their mailboxes, is touched with the lock held only. So
-the sections under the lock are the steps, and what a thread does outside of them commutes with the steps of all others.
-A mailbox is emptied by its owner alone: taking what is there commutes too, and to find it empty is no step but to wait,
-or, where a scenario says so, to run out of time. Beginning a forward writes only what is not read before its owner
-waits or leaves, but for the word of a timeout on who has started, so it is done first. What is left are choices: who
-enters the next section under the lock, and whose time runs out. With ``fine=True`` every operation of lock and queue is
-a choice, the release and the beginning included; tests compare what comes out of both.
+NOTE [which steps are choices]: Threads use what they share, except for their mailboxes, only with the lock held. So the
+sections under the lock are the steps, and what a thread does outside of them commutes with the steps of all others.
+Only its owner takes from a mailbox: to take what is there commutes too, and a thread that finds its mailbox empty
+waits, or, where a scenario says so, runs out of time. To begin a forward writes only what nobody reads before its owner
+waits or leaves, except that the text of a timeout says who has started; so it is done first. The remaining steps are
+choices: who enters the next section under the lock, and whose time runs out. With ``fine=True`` every operation of lock
+and queue is a choice, including release of the lock and beginning of a forward; tests compare the outcomes of both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Baton:
 
 
 class _Party:
-    """One thread of a run: it goes only when it has the turn."""
+    """One thread of a run: it runs only when it has the turn."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         self.body = body
@@ -58,7 +58,7 @@ def _always() -> bool:
 
 
 class Run:
-    """One execution: `choices` are repeated, beyond them the first option is taken; `options` counts what there was."""
+    """One execution: it repeats `choices`, then takes first options; `options` counts what each choice offered."""
 
     def __init__(self, bodies: Sequence[Callable[[], Any]], choices: Sequence[int], timeouts: int, fine: bool) -> None:
         self.parties = [_Party(body) for body in bodies]
@@ -71,7 +71,7 @@ class Run:
         self._done = _Baton()
 
     def execute(self, pool: Pool) -> list[Any]:
-        """Return what became of each party: what its body returned, or the exception that it raised."""
+        """Return the outcome of each party: what its body returned, or the exception that it raised."""
         global _run
         _run = self
         try:
@@ -93,7 +93,7 @@ class Run:
         self._hand_over(party)
 
     def step(self, ready: Callable[[], bool] = _always, is_local: bool = False, may_time_out: bool = False) -> bool:
-        """Let the scheduler decide who goes on; return once it is the caller, and whether its time ran out."""
+        """Let the scheduler decide who goes on; return, once it is the caller, whether its time ran out."""
         party = self._current
         if party is None:
             raise RuntimeError("expected a step inside of a run")

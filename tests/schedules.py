@@ -1,12 +1,12 @@
-"""Random schedules of replicas that fail at random, and what must come of each.
+"""Random schedules of replicas that fail at random, and what each must lead to.
 
 ``python tests/schedules.py --count 10000 --seed 0`` runs as many as you like, and prints how they ended.
 
-A schedule says for each replica which layers it calls, in which order, and how it ends. NOTE [what must come of it]: A
-meeting needs all replicas, so the calls that complete are the longest prefix that all replicas have in common. Nobody
-waits in vain before that prefix is complete, so nothing can stop it, and a replica that fails by itself right after it
-does fail, whatever has stopped the others by then. Only where replicas leave and others wait in different layers, time
-decides which of the two is told.
+A schedule says for each replica which layers it calls, in which order, and how it ends. NOTE [what must happen]: An
+exchange needs all replicas, so the calls that complete are the longest prefix that the calls of all replicas have in
+common. No wait breaks before that prefix is complete, and a replica that fails by itself right after it does fail,
+whatever has broken the waits of the others by then. Only where some replicas leave and others wait in different layers,
+timing decides which of the two reasons the error names.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Schedule:
         return [layers[0] for layers in together]
 
     def causes(self) -> list[str]:
-        """Return what the error may say, as patterns; none if nothing fails. See NOTE [what must come of it]."""
+        """Return what the error may say, as patterns; none if nothing fails. See NOTE [what must happen]."""
         common = len(self.common())
         own: list[str] = []
         left: list[int] = []
@@ -158,7 +158,7 @@ def switching_often() -> Iterator[None]:
 
 
 def play(seed: int) -> str:
-    """Run the schedule of `seed` and then a good forward on the same wrapper; compare both with what must come of them.
+    """Run the schedule of `seed` and then a good forward on the same wrapper; compare both with what they must lead to.
 
     Return how it ended: the word for a message, or "no error".
     """

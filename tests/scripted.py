@@ -48,7 +48,7 @@ class Scripted(nn.Module):
 
 
 class TorchStyle(nn.DataParallel):
-    """A subclass with four steps of its own, as far as the CPU needs them; its threads are those of torch."""
+    """A subclass with four steps of its own, as far as the CPU needs them; its threads are like those of torch."""
 
     def __init__(self, module: nn.Module, number: int) -> None:
         nn.Module.__init__(self)

@@ -122,7 +122,7 @@ finally:
     ],
 )
 def test_control_c_while_replicas_wait_ends_the_program(name, seconds):
-    """A replica stands still, for ever or, where its threads are the user's and keep the process, for a moment."""
+    """A replica blocks, for ever or, where the threads are the user's own and keep the process alive, for a moment."""
     program = SIGINT_PROGRAM.format(tests=str(ROOT / "tests"), seconds=seconds, name=name, place="between")
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -145,7 +145,7 @@ def test_error_of_the_caller_releases_the_replicas_of_a_forward_of_its_own():
     released: list[BaseException] = []
 
     class GivesUp(TorchStyle):
-        """Starts all replicas but the last, and fails before it has looked after them."""
+        """Starts all replicas but the last, and fails before it waits for them."""
 
         def forward(self, *inputs: Any) -> Any:
             x, replica = inputs

@@ -1,4 +1,4 @@
-"""The autograd node of a call: the graph around it, what that keeps, and every way to go backward through it."""
+"""The autograd node of a call: the graph around it, what that keeps alive, and its backward in all its forms."""
 
 import threading
 import weakref

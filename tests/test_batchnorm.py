@@ -50,8 +50,8 @@ def outcome(function):
 
 
 @pytest.fixture
-def meetings(monkeypatch):
-    """Count the meetings of replicas in a list."""
+def exchanges(monkeypatch):
+    """A list that gets one item for each exchange of replicas."""
     counted = []
     run_master = SyncMaster.run_master
     monkeypatch.setattr(SyncMaster, "run_master", lambda self, msg: (counted.append(self), run_master(self, msg))[1])
@@ -81,10 +81,10 @@ def test_single_value_beside_an_empty_replica_is_refused(devices, sizes):
 
 
 @pytest.mark.parametrize("rows", [6, 1])
-def test_eval_is_that_of_torch_and_meets_nobody(devs, meetings, rows):
+def test_eval_is_that_of_torch_and_meets_nobody(devs, exchanges, rows):
     plain, parallel = twins(TwoLayers().double(), devs)
     assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
-    assert len(meetings) == (2 if len(devs) > 1 else 0)
+    assert len(exchanges) == (2 if len(devs) > 1 else 0)
     before = copy.deepcopy(parallel.state_dict())
     data = doubles(rows, 3, 6, 6, devices=devs)
     for module in (plain.eval(), parallel.eval()):
@@ -93,26 +93,26 @@ def test_eval_is_that_of_torch_and_meets_nobody(devs, meetings, rows):
         assert_same_step(plain, parallel, data)
     with torch.no_grad():
         assert_equal(parallel(data), plain(data))
-    assert len(meetings) == (2 if len(devs) > 1 else 0)
+    assert len(exchanges) == (2 if len(devs) > 1 else 0)
     assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
 
 
-def test_frozen_layers_in_a_training_model_meet_nobody(devs, meetings):
+def test_frozen_layers_in_a_training_model_meet_nobody(devs, exchanges):
     plain, parallel = twins(TwoLayers().double(), devs)
     for module in (plain, parallel.module):
         module.bn1.eval()
     assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
-    assert len(meetings) == (1 if len(devs) > 1 else 0)
+    assert len(exchanges) == (1 if len(devs) > 1 else 0)
 
 
-def test_layer_without_running_statistics_is_local_in_eval(devs, meetings):
+def test_layer_without_running_statistics_is_local_in_eval(devs, exchanges):
     plain, parallel = twins(nn.BatchNorm1d(3, track_running_stats=False).double(), devs)
     data = doubles(4 * len(devs), 3, devices=devs)
     assert_same_step(plain, parallel, data)
-    del meetings[:]
+    del exchanges[:]
     expected = torch.cat([plain.eval()(chunk) for chunk in data.chunk(len(devs))])
     assert_equal(parallel.eval()(data), expected)
-    assert not meetings
+    assert not exchanges
     assert parallel.module.running_mean is parallel.module.num_batches_tracked is None
 
 
@@ -209,7 +209,7 @@ def test_eps_that_is_not_positive_is_refused_where_torch_refuses_it(devices, eps
     plain, parallel = twins(nn.BatchNorm1d(3, eps=eps), devices)
     data = torch.randn(4, 3, device=as_devices(devices)[0])
     expected = outcome(lambda: plain(data))
-    assert expected is not None or torch.__version__ < (2, 13)  # an older torch may take it
+    assert expected is not None or torch.__version__ < (2, 13)  # an older torch may accept it
     assert outcome(lambda: parallel(data)) == expected
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing without reentrant autograd repeats what was computed, and counts it once."""
+"""Non-reentrant activation checkpointing repeats what was computed, and counts it once."""
 
 import copy
 import functools
@@ -344,7 +344,7 @@ def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
 
 
 def with_forces(net, x):
-    x = x * 1.0  # The chunks of all replicas come from one node, by which autograd would reach the peer's segment.
+    x = x * 1.0  # The chunks of all replicas come from one node, through which autograd would reach the peer's segment.
     y = net.run(net.segment, x)
     (force,) = torch.autograd.grad(y, x, torch.cos(x.detach()), create_graph=True)
     return torch.cat((y, force), 1)

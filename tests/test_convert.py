@@ -281,7 +281,7 @@ def test_bad_options_are_refused_before_anything_changes(options, error, text):
         convert_model(nn.Identity(), **options)
 
 
-# What hangs on a layer
+# Hooks, parameters and attributes of a layer
 
 
 def test_hooks_of_every_kind_are_kept_and_called():

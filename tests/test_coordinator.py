@@ -330,7 +330,7 @@ def test_error_that_takes_long_to_print_does_not_hold_up_the_others():
 
     class Slow(Exception):
         def __str__(self):
-            coordinator.leave(2)  # would stand still if the lock was held
+            coordinator.leave(2)  # would block if the lock was held
             return "slow"
 
     coordinator.leave(1, Slow())

@@ -1,4 +1,4 @@
-"""What a layer costs, counted: bytes that it saves and allocates, meetings, and the tensors that replicas exchange."""
+"""What a layer costs, counted: bytes that it saves and allocates, exchanges, and the tensors that replicas send."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_exact_statistics_take_memory_to_center_the_input(kind, taken):
     data = torch.randn(4, 8, 150, 150).contiguous(memory_format=FORMATS[kind]) + 1000
     parallel(data)
     parallel.module.counts.clear()
-    parallel(data)  # The layer knows by now.
+    parallel(data)  # The layer asks for exact statistics at once now.
     assert parallel.module.counts == [taken, taken]
 
 
@@ -109,22 +109,22 @@ class TwoCalls(nn.Module):
 @pytest.mark.parametrize("replicas", [2, 3])
 @on_every_kernel
 @pytest.mark.usefixtures("kernel")
-def test_each_call_of_a_layer_is_one_meeting(replicas, monkeypatch):
+def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     _, parallel = twins(TwoCalls(), ["cpu"] * replicas)
-    meet, met = Coordinator.exchange, []
+    exchange, layers = Coordinator.exchange, []
 
-    def note_and_meet(coordinator, sync_group, *args):
-        met.append(sync_group.name)
-        return meet(coordinator, sync_group, *args)
+    def note_and_exchange(coordinator, sync_group, *args):
+        layers.append(sync_group.name)
+        return exchange(coordinator, sync_group, *args)
 
-    monkeypatch.setattr(Coordinator, "exchange", note_and_meet)
+    monkeypatch.setattr(Coordinator, "exchange", note_and_exchange)
     output = parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
     output.backward(torch.randn_like(output))
-    assert sorted(met) == ["first"] * replicas + ["second"] * replicas
+    assert sorted(layers) == ["first"] * replicas + ["second"] * replicas
 
 
-def meetings(model, batch, monkeypatch):
-    """Return the number of exact statistics that are made in a step."""
+def statistics_made(model, batch, monkeypatch):
+    """Return for each computation of local statistics in a forward whether exact ones were asked for."""
     made, local_moments = [], moments.local_moments
     monkeypatch.setattr(moments, "local_moments", lambda x, exact=False: made.append(exact) or local_moments(x, exact))
     model(batch)
@@ -135,5 +135,5 @@ def meetings(model, batch, monkeypatch):
 def test_layer_that_needed_exact_statistics_asks_for_them_at_once(monkeypatch):
     _, parallel = twins(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), ["cpu"] * 2)
     far = torch.randn(2, 4, 200, 200) + 1000
-    assert meetings(parallel, far, monkeypatch) == [False, False, True, True, False, False]
-    assert meetings(parallel, far, monkeypatch) == [True, True, False, False]
+    assert statistics_made(parallel, far, monkeypatch) == [False, False, True, True, False, False]
+    assert statistics_made(parallel, far, monkeypatch) == [True, True, False, False]

@@ -67,7 +67,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
-    """What every check had to say, in each process of a world of a size: nothing if it succeeded."""
+    """The outcome of every check in each process of a world of the given size: empty if it succeeded."""
 
     @functools.cache
     def results_of(size: int) -> list[dict[str, str]]:
@@ -112,7 +112,7 @@ def test_training_beside_a_process_in_eval_ends_with_the_timeout_of_torch(failur
 
 
 def test_channels_that_differ_between_processes_end_all_of_them(failures):
-    # Gloo ends the process that gets more than it expects. The other one has a broken connection, or too little.
+    # Gloo ends the process that receives more than it expects. The other one has a broken connection, or too few bytes.
     assert failures.codes[0]
     words = r"Received data size doesn't match expected size|op\.preamble\.length <= op\.nbytes"  # torch 2.13 and 2.8
     assert re.search(words, failures.stderr(0))

@@ -1,4 +1,4 @@
-"""What the pages say is so: their code runs, their links lead somewhere, and the reference has every public name."""
+"""What the pages say is true: their code runs, their links lead somewhere, and the reference has every public name."""
 
 from __future__ import annotations
 

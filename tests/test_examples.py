@@ -112,7 +112,7 @@ def test_digits_example_in_float32_claims_no_equality(digits, tmp_path, capsys):
     ("options", "sentence"),
     [
         (["--replicas", "1"], "expected at least 2 replicas, but got 1"),
-        (["--batch", "3"], "expected a batch of 4 samples (one a replica) to 1437"),
+        (["--batch", "3"], "expected a batch of 4 samples (one per replica) to 1437"),
         (["--batch", "1438"], "but got 1438"),
         (["--epochs", "0"], "expected --epochs of at least 1, but got 0"),
         (["--devices", "toaster"], "expected devices of this machine, but got 'toaster'"),

@@ -277,7 +277,7 @@ ONE_JVP = threading.Lock()
 
 
 def jvp_of_one_thread(bn, x):
-    """Take the jvp while no other thread does: torch has its levels of tangents once for the whole process."""
+    """Compute the jvp while no other thread does: torch keeps the levels of tangents once for the whole process."""
     with ONE_JVP:
         return torch.func.jvp(bn, (x,), (x,))[1]
 
@@ -316,7 +316,7 @@ def test_tangents_are_refused_and_not_lost(name, grad_mode):
     plain, parallel = twins(Transformed(lambda bn, x: bn(x)).double(), ["cpu"] * 2)
     data, tangent = doubles(6, 3), doubles(6, 3)
     with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
-        assert_equal(parallel(data), plain(data))  # a level alone is no reason
+        assert_equal(parallel(data), plain(data))  # a level alone is no reason to refuse
         if name == "weight":
             bn = parallel.module.bn
             weight = bn._parameters.pop("weight").detach()

@@ -67,7 +67,7 @@ def current(streams):
 
 @contextlib.contextmanager
 def on_streams(streams):
-    """Make the streams current, after what the default streams have to do; and let these follow in the end."""
+    """Make the streams current, after the work of the default streams, which wait for them at the end."""
     follow(streams, defaults(streams))
     with current(streams):
         yield
@@ -97,7 +97,7 @@ def input_gradients(outputs, inputs, grads, penalty):
 
 
 def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=run_parts, sizes=(4, 3, 2)):
-    """Compare one step of replicas, with its forward, its backward or both on the streams, and of all on one GPU.
+    """Compare a step of replicas, whose forward, backward or both run on the streams, with one of all parts on one GPU.
 
     Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
     broadcast reads what another GPU has made on the default stream there, without waiting for it.

@@ -63,7 +63,7 @@ def test_search_finds_a_deadlock_that_nobody_notices(monkeypatch):
 
 
 def test_search_finds_a_release_that_comes_too_early_to_be_heard(monkeypatch):
-    """The peer leaves before the other waits: seen only by who looks back when it begins to wait."""
+    """The peer leaves before the other waits: only a replica that checks for it when it begins to wait can tell."""
     monkeypatch.setattr(Coordinator, "_is_gone", lambda self, peer, replica_id: False)
     with pytest.raises(AssertionError, match="deadlock"):
         explore_all([Scenario(("a", ""))])

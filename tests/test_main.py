@@ -1,4 +1,4 @@
-"""The self-check: what it reports, how it ends, and what becomes of checks that hang; GPUs are played by programs."""
+"""The self-check: what it reports, how it ends, and what happens to checks that hang; programs imitate GPUs."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_checks_run_as_a_program_of_their_own():
     copied, broadcast, parity = run([Item(kind, ("cpu", "cpu")) for kind in kinds], soon(100.0), module)
     assert copied.ok
     assert copied.result.endswith(" GB/s")
-    assert not broadcast.ok  # NCCL knows no CPU, and the error is the result.
+    assert not broadcast.ok  # NCCL does not support the CPU; the error is the result.
     assert parity.ok
 
 

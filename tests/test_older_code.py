@@ -1,4 +1,4 @@
-"""What code does that was written for a copied folder of the older library: here it trains as on one device."""
+"""Code that was written for a copied folder of the older library trains here as on one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sync_batchnorm.local_parallel import AnyDeviceDataParallel
 
 
 def base_of(devices: Sequence[Any]) -> type[nn.DataParallel]:
-    """Return the class of which wrappers of a project's own are made: that of torch wants distinct GPUs."""
+    """Return the base class for wrappers of a project's own: that of torch needs distinct GPUs."""
     return nn.DataParallel if are_distinct_gpus(devices) else AnyDeviceDataParallel
 
 

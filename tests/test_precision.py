@@ -128,7 +128,7 @@ def constant_first_samples():
 
 
 def far_first_samples():
-    """The shift of the sums about a shift is taken from the first sample: here it is the one that misleads."""
+    """Half of the samples are far from the rest, the first one too: it is no good shift for a sum of squares."""
     data = noise(8, 8, 40, 40)
     data[::2] += 1e4
     return data
@@ -257,25 +257,25 @@ class TestEveryKernel:
 
 
 class Order:
-    """Lets replicas arrive in their meetings in a chosen order: each waits until the one before it has arrived."""
+    """Lets replicas arrive in their exchanges in a chosen order: each waits until the one before it has arrived."""
 
     def __init__(self, order, monkeypatch):
         self.order, self.changed, self.arrived = order, threading.Condition(), []
-        meet, arrive = Coordinator.exchange, Coordinator._arrive
+        exchange, arrive = Coordinator.exchange, Coordinator._arrive
 
-        def wait_and_meet(coordinator, sync_group, identifier, *args):
+        def wait_and_exchange(coordinator, sync_group, identifier, *args):
             with self.changed:
                 self.changed.wait_for(lambda: self.order[len(self.arrived) % len(self.order)] == identifier)
-            return meet(coordinator, sync_group, identifier, *args)
+            return exchange(coordinator, sync_group, identifier, *args)
 
         def arrive_and_tell(coordinator, sync_group, identifier, message):
-            meeting = arrive(coordinator, sync_group, identifier, message)
+            arrived = arrive(coordinator, sync_group, identifier, message)
             with self.changed:
                 self.arrived.append(identifier)
                 self.changed.notify_all()
-            return meeting
+            return arrived
 
-        monkeypatch.setattr(Coordinator, "exchange", wait_and_meet)
+        monkeypatch.setattr(Coordinator, "exchange", wait_and_exchange)
         monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
 
 

@@ -100,12 +100,12 @@ def test_example_ends_well_and_blames_the_slow_replica(tiny_run):
 
 def test_profile_is_read_to_the_digit(example, two_forwards):
     forwards = example.read_profile(two_forwards)
-    assert [[meeting.layer for meeting in forward.meetings] for forward in forwards] == [["a", "b"]] * 2
+    assert [[exchange.layer for exchange in forward.exchanges] for forward in forwards] == [["a", "b"]] * 2
     table = example.table_of(forwards)
     assert list(table) == ["a", "b"]
     for layer, blamed, waits in (("a", 1, {0: 5.0, 1: 0.0}), ("b", 0, {0: 0.0, 1: 1.0})):
         row = table[layer]
-        assert (row.blamed, row.times_last, row.meetings) == (blamed, 2, 2)
+        assert (row.blamed, row.times_last, row.exchanges) == (blamed, 2, 2)
         assert row.mean_waits == pytest.approx(waits)
 
 
@@ -146,7 +146,7 @@ def test_example_answers_a_bad_option_with_a_sentence(example, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"traceEvents": []}', "ValueError.*no meeting of replicas is in it; record all threads"),
+        ('{"traceEvents": []}', "ValueError.*it has no exchange of replicas; record all threads"),
         ("no json", "JSONDecodeError"),
         ("{}", "KeyError.*traceEvents"),
     ],

@@ -67,12 +67,12 @@ def wrapped(module: nn.Module, devices: Any, **options: Any) -> DataParallelWith
     return DataParallelWithCallback(convert_model(module.double().to(device), **options), devices, timeout=5.0)
 
 
-def test_each_meeting_is_a_span_with_the_name_of_its_layer(devs):
+def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
     parallel = wrapped(Nested(), devs)
     with recording() as prof:
         parallel(doubles(12, 3, 5, 5, devices=devs))
     names = names_of(prof)
-    if len(devs) == 1:  # The module itself runs, and meets nobody.
+    if len(devs) == 1:  # The module itself runs, without an exchange.
         assert not names
         return
     expected = {f"replica {i} on device {device}": 1 for i, device in enumerate(parallel.device_ids)}
@@ -93,16 +93,16 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     assert len(replicas) == 3
     assert caller not in replicas
     master = next(thread for thread, span in replicas.items() if span.name.startswith("replica 0 "))
-    meetings = [span for span in spans if span.name.endswith((", waiting", ", merging"))]
-    for span in meetings:
+    waits_and_merges = [span for span in spans if span.name.endswith((", waiting", ", merging"))]
+    for span in waits_and_merges:
         assert replicas[span.thread].start <= span.start <= span.end <= replicas[span.thread].end
-    assert {span.thread for span in meetings if span.name.endswith(", merging")} == {master}
-    waits = Counter(span.thread for span in meetings if span.name.endswith(", waiting"))
+    assert {span.thread for span in waits_and_merges if span.name.endswith(", merging")} == {master}
+    waits = Counter(span.thread for span in waits_and_merges if span.name.endswith(", waiting"))
     assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
 def exchange(first: int) -> list[Span]:
-    """Let two replicas meet, of which `first` waits already when the other one comes; return the spans."""
+    """Let two replicas exchange, of which `first` already waits when the other one arrives; return the spans."""
     coordinator = ProfiledCoordinator(["cpu"] * 2)
     sync_group = SyncGroup("layer")
     coordinator.admit(sync_group, MASTER, 0)
@@ -130,7 +130,7 @@ def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first):
     of_master, (of_slave,) = waits.pop(master), waits.values()
     assert of_master.end <= merging.start
     assert of_slave.end >= merging.end
-    # Whoever comes first waits from then on, whatever the other one does until it comes.
+    # Whoever arrives first waits from then on, whatever the other one does until it arrives.
     assert (of_master.start < of_slave.start) == (first == 0)
 
 

@@ -15,7 +15,7 @@ import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
 OLDER_PYTHONS = [found for minor in range(6, 10) if (found := shutil.which(f"python3.{minor}"))]
-# Says of itself what the package asks.
+# Pretends to be an older Python, in the two attributes that the package reads.
 IN_OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; import sync_batchnorm'
 
 

@@ -99,7 +99,7 @@ def test_modules_may_have_a_setattr_of_their_own(devs):
 
 
 class Forwarding(nn.Module):
-    """Sets on the module that it stands for what is set on it."""
+    """Sets attributes on the module that it stands for instead of on itself."""
 
     own = ("module", "device_ids", "output_device", "dim", "src_device_obj")
 

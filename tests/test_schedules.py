@@ -1,4 +1,4 @@
-"""Random schedules of replicas come to what they must; ``python tests/schedules.py`` runs more of them."""
+"""Random schedules of replicas end as they must; ``python tests/schedules.py`` runs more of them."""
 
 from __future__ import annotations
 

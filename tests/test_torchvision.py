@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _one_thread_a_replica() -> Iterator[None]:
-    """Three replicas whose operators have threads of their own wait for each other's: it took 27 times as long."""
+    """With several threads per operator, three replicas wait for each other's threads: it took 27 times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -463,7 +463,7 @@ def test_recurrent_nets_and_complex_parameters_go_along(devices):
 
 
 class ConditionalNorm(nn.Module):
-    """Scale and shift by learned functions of a class, around the statistics of all replicas."""
+    """A norm with the statistics of all replicas, whose weight and bias are learned functions of a class."""
 
     pipe = None
 

@@ -1,4 +1,4 @@
-"""What is claimed of torch and Python is what the table of the contributing page says has passed."""
+"""The versions of torch and Python that are claimed are those that passed, by the table of the contributing page."""
 
 from __future__ import annotations
 

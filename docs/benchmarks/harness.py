@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator of glibc keep what is freed, as torch's tuning guide advises to have it by another allocator.
+    """Let the allocator of glibc keep freed memory, as the allocators that torch's tuning guide recommends do.
 
     Otherwise every activation may be a mapping of its own, and page faults hide what a layer costs.
     """
@@ -144,7 +144,7 @@ def training_step(model: Callable[[Tensor], Tensor], input: Tensor, grad: Tensor
 
 
 def interleave(steps: dict[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Time all contenders in turn, so that whatever else the machine does meets all of them."""
+    """Time all contenders in turn, so that whatever else the machine does affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(warmup + rounds):
         for name, step in steps.items():
@@ -155,7 +155,7 @@ def interleave(steps: dict[str, Callable[[], float]], rounds: int, warmup: int =
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Return the median of the ratios of neighbours in time."""
+    """Return the median of the ratios of steps that ran one after the other."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
@@ -200,7 +200,7 @@ def serve(step: Callable[[], float]) -> None:
 
 
 def environment() -> str:
-    """Say what the figures were taken on."""
+    """Return as text what the figures were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "

@@ -15,11 +15,11 @@ HERE = Path(__file__).parent
 Table = list[dict[str, str]]
 
 
-def tables(name: str) -> list[Table]:
-    """Return the tables of a page, each as a list of rows by column."""
+def tables(page: str) -> list[Table]:
+    """Return the tables of a page, each as a list of rows, which are dictionaries by column title."""
     found: list[Table] = []
     header: list[str] = []
-    for line in (HERE / name / "README.md").read_text().splitlines():
+    for line in (HERE / page / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
         if not cells:
             header = []
@@ -44,7 +44,7 @@ def layer(axes: Axes) -> None:
     rows = [row for row in tables("layer")[0] if row["replicas"] == "2"]
     ours = [float(row["ours, ms"]) for row in rows]
     existing = [ms / float(row["ours / existing"]) for ms, row in zip(ours, rows, strict=True)]
-    heights = {name: [float(row[f"{name}, ms"]) for row in rows] for name in ("BatchNorm2d", "with a meeting")}
+    heights = {name: [float(row[f"{name}, ms"]) for row in rows] for name in ("BatchNorm2d", "with an exchange")}
     bars(axes, [f"{row['shape']}\n{row['format']}" for row in rows], heights | {"ours": ours, "existing": existing})
     axes.set_yscale("log")
     axes.set_ylabel("forward and backward of one layer, ms")
@@ -52,7 +52,7 @@ def layer(axes: Axes) -> None:
 
 def network(axes: Axes) -> None:
     rows = tables("network")[0]
-    names = {"synchronized": "ratio", "meetings alone": "ratio with meetings alone"}
+    names = {"synchronized": "ratio", "exchanges alone": "ratio with exchanges alone"}
     heights = {label: [float(row[name]) for row in rows] for label, name in names.items()}
     bars(axes, [f"{row['network']}\n{row['format']}" for row in rows], heights)
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -60,11 +60,11 @@ def network(axes: Axes) -> None:
     axes.set_ylabel("step, by that without synchronization")
 
 
-def lines(name: str, x: str, ys: list[str], ylabel: str) -> Callable[[Axes], None]:
-    """Return what draws columns of the first table of a page against another one."""
+def lines(page: str, x: str, ys: list[str], ylabel: str) -> Callable[[Axes], None]:
+    """Return a function that draws the columns `ys` of the first table of a page against the column `x`."""
 
     def draw(axes: Axes) -> None:
-        rows = tables(name)[0]
+        rows = tables(page)[0]
         places = [float(row[x]) for row in rows]
         for y in ys:
             axes.plot(places, [float(row[y]) for row in rows], "o-", label=y)
@@ -76,8 +76,8 @@ def lines(name: str, x: str, ys: list[str], ylabel: str) -> Callable[[Axes], Non
     return draw
 
 
-def exchange(axes: Axes) -> None:
-    rows = tables("exchange")[0]
+def processes(axes: Axes) -> None:
+    rows = tables("exchange")[1]
     labels = [f"{row['processes']} processes\n{row['channels']} channels" for row in rows]
     bars(axes, labels, {name: [float(row[f"{name}, us"]) for row in rows] for name in ("forward", "backward")})
     axes.set_ylabel("exchange of one layer, us")
@@ -106,27 +106,26 @@ def free_threading(axes: Axes) -> None:
 
 
 PICTURES: dict[str, Callable[[Axes], None]] = {
-    "layer": layer,
-    "network": network,
-    "meeting": lines("meeting", "replicas", ["us a meeting, median"], "us"),
-    "wrapper": lines("wrapper", "replicas", ["without callbacks, ms", "53 synchronized layers, ms"], "ms"),
-    "exchange": exchange,
-    "precision": precision,
-    "free_threading": free_threading,
+    "layer/layer": layer,
+    "network/network": network,
+    "exchange/replicas": lines("exchange", "replicas", ["us per exchange, median"], "us"),
+    "exchange/processes": processes,
+    "wrapper/wrapper": lines("wrapper", "replicas", ["without callbacks, ms", "53 synchronized layers, ms"], "ms"),
+    "precision/precision": precision,
+    "free_threading/free_threading": free_threading,
 }
+WIDE = (layer, processes, free_threading)
 
 
 def main() -> None:
-    """Write a picture beside each page."""
-    for name, draw in PICTURES.items():
-        figure, axes = plt.subplots(
-            figsize=(10 if name in ("layer", "exchange", "free_threading") else 6, 3.6), layout="constrained"
-        )
+    """Write the pictures beside their pages."""
+    for path, draw in PICTURES.items():
+        figure, axes = plt.subplots(figsize=(10 if draw in WIDE else 6, 3.6), layout="constrained")
         draw(axes)
         axes.tick_params(labelsize=7)
         axes.legend(fontsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(HERE / name / f"{name}.png", dpi=110)
+        figure.savefig(HERE / f"{path}.png", dpi=110)
         plt.close(figure)
 
 

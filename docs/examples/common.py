@@ -82,7 +82,7 @@ def _usable_device(name: str) -> torch.device:
 
 
 def choose_file(parser: argparse.ArgumentParser, folder: Path, name: str) -> Path:
-    """Return where the picture goes, and remove an old one, which might pass for it."""
+    """Return where the picture goes, and remove an old one, which might be taken for the new one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).unlink(missing_ok=True)

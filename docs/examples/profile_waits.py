@@ -1,8 +1,8 @@
 """Which layer waits for which replica: read from a profile, printed as a table, and drawn.
 
 A small net trains for some steps on replicas of which one is slow, under `torch.profiler`, and the profile is exported.
-What is said here is read from that file, so it can be one of your own: ``--profile FILE``. (Of layers without a
-`group_size`: replicas that meet in groups are not told apart.)
+The table and the picture are made from that file, so it can be one of your own: ``--profile FILE``. (Only for layers
+without a `group_size`: exchanges of several groups are not told apart.)
 
 Run it with ``--help`` for the options.
 """
@@ -70,7 +70,7 @@ class Span:
 
 @dataclass
 class Exchange:
-    """One call of one layer: the wait of each replica, from when it came, and what the master merged then."""
+    """One call of one layer by all replicas: the wait of each, from when it arrived, and the merge of the master."""
 
     layer: str
     waits: dict[int, Span]
@@ -88,10 +88,10 @@ class Exchange:
 
 @dataclass
 class Forward:
-    """One forward of the wrapper: the span of each replica, and the meetings in their order."""
+    """One forward of the wrapper: the span of each replica, and the exchanges in their order."""
 
     replicas: dict[int, Span]
-    meetings: list[Exchange]
+    exchanges: list[Exchange]
 
     @property
     def begin(self) -> float:
@@ -104,12 +104,12 @@ class Forward:
 
 @dataclass
 class Row:
-    """What there is to say about a layer."""
+    """What the table says about a layer."""
 
-    blamed: int  # the replica for which the others waited longest, all meetings together
+    blamed: int  # the replica for which the others waited longest, over all exchanges
     times_last: int
-    meetings: int
-    mean_waits: dict[int, float]  # for whoever came last, in milliseconds, by replica
+    exchanges: int
+    mean_waits: dict[int, float]  # for the last one to arrive, in milliseconds, by replica
 
 
 def parse_options(arguments: list[str] | None) -> Options:
@@ -190,7 +190,7 @@ def read_profile(path: Path) -> list[Forward]:
     """Return the forwards that an exported profile has.
 
     Raises:
-        ValueError: if there is no meeting in it.
+        ValueError: if it has no exchange.
     """
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
@@ -204,23 +204,23 @@ def read_profile(path: Path) -> list[Forward]:
     forwards: list[Forward] = []
     for span in spans:
         if re.match(r"replica \d+", span.name):
-            # Replicas that meet run at one time.
+            # Replicas of one forward run at the same time.
             if not forwards or span.start > forwards[-1].end:
                 forwards.append(Forward({}, []))
             forwards[-1].replicas[int(span.name.split()[1])] = span
     for forward in forwards:
-        forward.meetings = find_meetings(forward.replicas, spans)
-    forwards = [forward for forward in forwards if forward.meetings]
+        forward.exchanges = find_exchanges(forward.replicas, spans)
+    forwards = [forward for forward in forwards if forward.exchanges]
     if not forwards:
         raise ValueError(
-            "no meeting of replicas is in it; record all threads, with "
+            "it has no exchange of replicas; record all threads, with "
             "experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)"
         )
     return forwards
 
 
-def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Exchange]:
-    """Put together what belongs to one meeting: in each layer the first waits and the first merge, and so on."""
+def find_exchanges(replicas: dict[int, Span], spans: list[Span]) -> list[Exchange]:
+    """Put together the spans of each exchange: in each layer the first waits and the first merge, and so on."""
     waits: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))  # by layer and replica
     merges: dict[str, list[Span]] = defaultdict(list)  # by layer
     for replica, whole in replicas.items():
@@ -231,31 +231,31 @@ def find_meetings(replicas: dict[int, Span], spans: list[Span]) -> list[Exchange
                     waits[layer][replica].append(span)
                 elif what == "merging":
                     merges[layer].append(span)
-    meetings = [
+    exchanges = [
         Exchange(layer, {replica: ahead[call] for replica, ahead in waits[layer].items() if call < len(ahead)}, merging)
         for layer, calls in merges.items()
         for call, merging in enumerate(calls)
     ]
-    return sorted(meetings, key=lambda meeting: meeting.merging.start)
+    return sorted(exchanges, key=lambda exchange: exchange.merging.start)
 
 
 def table_of(forwards: list[Forward]) -> dict[str, Row]:
     """Return a row for each layer, in the order of the first forward."""
     by_layer: dict[str, list[Exchange]] = defaultdict(list)
     for forward in forwards:
-        for meeting in forward.meetings:
-            by_layer[meeting.layer].append(meeting)
+        for exchange in forward.exchanges:
+            by_layer[exchange.layer].append(exchange)
     table = {}
-    for layer, meetings in by_layer.items():
+    for layer, exchanges in by_layer.items():
         waited: dict[int, float] = defaultdict(float)
         caused: dict[int, float] = defaultdict(float)
-        for meeting in meetings:
-            for replica in meeting.waits:
-                waited[replica] += meeting.wait(replica) / len(meetings)
-                caused[meeting.last] += meeting.wait(replica)
+        for exchange in exchanges:
+            for replica in exchange.waits:
+                waited[replica] += exchange.wait(replica) / len(exchanges)
+                caused[exchange.last] += exchange.wait(replica)
         blamed = max(caused, key=lambda replica: caused[replica])
-        times_last = sum(meeting.last == blamed for meeting in meetings)
-        table[layer] = Row(blamed, times_last, len(meetings), dict(sorted(waited.items())))
+        times_last = sum(exchange.last == blamed for exchange in exchanges)
+        table[layer] = Row(blamed, times_last, len(exchanges), dict(sorted(waited.items())))
     return table
 
 
@@ -268,7 +268,7 @@ def print_table(table: dict[str, Row]) -> None:
     for layer, row in table.items():
         waits = [f"{row.mean_waits[replica]:.2f}" if replica in row.mean_waits else "-" for replica in replicas]
         print(
-            f"{layer:<{width}}  {f'replica {row.blamed}':<9}  {f'{row.times_last} of {row.meetings}':>10}  "
+            f"{layer:<{width}}  {f'replica {row.blamed}':<9}  {f'{row.times_last} of {row.exchanges}':>10}  "
             + "  ".join(f"{wait:>6}" for wait in waits)
         )
 
@@ -288,16 +288,16 @@ def draw(forward: Forward, picture: Path) -> None:
 
     for span in forward.replicas.values():
         bar(span, FORWARD, 0.8)
-    for meeting in forward.meetings:
-        for span in meeting.waits.values():
+    for exchange in forward.exchanges:
+        for span in exchange.waits.values():
             bar(span, WAITING, 0.56, hatch="//", edgecolor="white", linewidth=0)
-        bar(meeting.merging, MERGING, 0.56)
-        at = meeting.merging.end - begin
+        bar(exchange.merging, MERGING, 0.56)
+        at = exchange.merging.end - begin
         axes.axvline(at, color=MERGING, linewidth=0.8, linestyle=":", zorder=1)
-        axes.text(at, -0.65, meeting.layer, rotation=40, rotation_mode="anchor", color=MERGING, fontsize=9)
-    worst = max(forward.meetings, key=lambda meeting: sum(map(meeting.wait, meeting.waits)))
+        axes.text(at, -0.65, exchange.layer, rotation=40, rotation_mode="anchor", color=MERGING, fontsize=9)
+    worst = max(forward.exchanges, key=lambda exchange: sum(map(exchange.wait, exchange.waits)))
     arrival, thread = worst.waits[worst.last].start, worst.waits[worst.last].thread
-    before = [span.end for m in forward.meetings for span in m.waits.values() if span.thread == thread]
+    before = [span.end for exchange in forward.exchanges for span in exchange.waits.values() if span.thread == thread]
     free = max([forward.replicas[worst.last].start, *[end for end in before if end <= arrival]])
     if arrival - free > 0.15 * (forward.end - begin):  # room for a text
         text = f"what {worst.layer}\nwaits for"

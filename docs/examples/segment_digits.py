@@ -1,10 +1,11 @@
-"""Train a segmentation net of torchvision with one image a replica: where unsynchronized batch norm does harm.
+"""Train a segmentation net of torchvision with one image per replica, where unsynchronized batch norm does harm.
 
-Handwritten digits are written over photographs, each under a light of its own, and the net says of every pixel which
-digit it belongs to, if any. The three runs start from the same parameters and see the same batches in the same order:
+Handwritten digits are written over photographs, each with a brightness and a tint of its own, and for every pixel the
+net says which digit it belongs to, if any. The three runs start from the same parameters and see the same batches in
+the same order:
 
 - "one device": `torch.nn.BatchNorm2d`, the whole batch on one device;
-- "unsynchronized": one image a replica, `torch.nn.BatchNorm2d` in each of them;
+- "unsynchronized": one image per replica, `torch.nn.BatchNorm2d` in each of them;
 - "synchronized": the same replicas with `SynchronizedBatchNorm2d`.
 
 Digits and photographs come with scikit-learn. Run it with ``--help`` for the options.
@@ -92,7 +93,7 @@ class Curve:
 
 def parse_options(arguments: list[str] | None) -> Options:
     """Read the command line; a wrong option ends the program with a sentence."""
-    parser = argparse.ArgumentParser(description="Segment digits on photographs, with one image a replica.")
+    parser = argparse.ArgumentParser(description="Segment digits on photographs, with one image per replica.")
     common.add_options(parser, replicas=4)
     parser.add_argument("--steps", type=int, default=400, help="batches to train on (default: 400)")
     given = parser.parse_args(arguments)
@@ -171,7 +172,7 @@ def make_net() -> nn.Module:
     head = torchvision.models.segmentation.fcn.FCNHead(128, len(CLASSES))
     for module in head.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # Each replica draws what it drops for itself, so no run would be comparable with another.
+            module.p = 0.0  # Each replica draws its own masks, so no run would be comparable with another.
     return torchvision.models.segmentation.FCN(features, head)
 
 

@@ -3,7 +3,7 @@
 The three runs start from the same parameters and see the same batches in the same order:
 
 - "one device": `torch.nn.BatchNorm2d`, the whole batch on one device;
-- "unsynchronized": the batch cut over replicas, `torch.nn.BatchNorm2d` in each of them, 2 samples a replica;
+- "unsynchronized": the batch cut over replicas, `torch.nn.BatchNorm2d` in each of them, 2 samples per replica;
 - "synchronized": the same replicas with `SynchronizedBatchNorm2d`.
 
 The digits are the 1,797 of scikit-learn, which come with its package. Run it with ``--help`` for the options.
@@ -41,7 +41,7 @@ except ImportError as error:
 __all__ = ["main"]
 
 TEST_SAMPLES = 360  # a fifth of the digits
-SAMPLES_A_REPLICA = 2  # few, as on devices that large inputs fill: where statistics of a slice are noise
+SAMPLES_PER_REPLICA = 2  # few, as on devices that large inputs fill: where statistics of a slice are noise
 LEARNING_RATE = 0.02
 
 
@@ -74,7 +74,7 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     parameters: list[list[Tensor]] = field(default_factory=list)
-    seconds_a_step: float = 0.0
+    seconds_per_step: float = 0.0
 
     def differences(self, other: Curve) -> list[float]:
         """Return the largest absolute difference of any parameter to that of `other`, for each epoch."""
@@ -97,11 +97,11 @@ def parse_options(arguments: list[str] | None) -> Options:
 
     devices = common.choose_devices(parser, given.devices, given.replicas, default=4)
     replicas = len(devices)
-    batch = given.batch if given.batch is not None else SAMPLES_A_REPLICA * replicas
+    batch = given.batch if given.batch is not None else SAMPLES_PER_REPLICA * replicas
     train_samples = len(load_digits().target) - TEST_SAMPLES
     if not replicas <= batch <= train_samples:
         parser.error(
-            f"expected a batch of {replicas} samples (one a replica) to {train_samples} (all there are to train on), "
+            f"expected a batch of {replicas} samples (one per replica) to {train_samples} (all there are to train on), "
             f"but got {batch}"
         )
     common.check_at_least(parser, 1, "epochs", given.epochs)
@@ -159,7 +159,7 @@ def train(net: nn.Module, forward: nn.Module, digits: Digits, options: Options, 
             curve.losses.append(F.cross_entropy(logits, digits.test_labels).item())
         curve.accuracies.append((logits.argmax(1) == digits.test_labels).double().mean().item())
         curve.parameters.append([parameter.detach().cpu().clone() for parameter in net.parameters()])
-    curve.seconds_a_step = seconds / num_steps
+    curve.seconds_per_step = seconds / num_steps
     return curve
 
 
@@ -191,12 +191,12 @@ def train_three_ways(options: Options) -> dict[str, Curve]:
 
 def print_table(curves: dict[str, Curve]) -> None:
     """Print what the runs ended with, one line each."""
-    print(f"{'':<14}  test accuracy  test loss  largest parameter difference  seconds a step")
+    print(f"{'':<14}  test accuracy  test loss  largest parameter difference  seconds per step")
     for name, curve in curves.items():
         difference = "-" if name == ONE_DEVICE else f"{curve.differences(curves[ONE_DEVICE])[-1]:.2g}"
         print(
             f"{name:<14}  {curve.accuracies[-1]:>13.2%}  {curve.losses[-1]:>9.4f}  {difference:>28}"
-            f"  {curve.seconds_a_step:>14.4f}"
+            f"  {curve.seconds_per_step:>16.4f}"
         )
 
 

@@ -1,9 +1,9 @@
 """Train a GAN with a gradient penalty on replicas: a gradient of a gradient, through synchronized batch norm.
 
-The penalty is R1: half the mean of the squared gradient of the discriminator's output by the real images (Mescheder,
-Geiger and Nowozin 2018, equation 9). Its own gradient differentiates the backward of every BatchNorm layer once more.
-Generator and discriminator both have such layers. For the first steps three pairs of nets are trained side by side,
-from the same parameters and with the same batches, in float64:
+The penalty is R1: half the mean of the squared gradient of the discriminator's output with respect to the real images
+(Mescheder, Geiger and Nowozin 2018, equation 9). Its own gradient differentiates the backward of every BatchNorm layer
+once more. Generator and discriminator both have such layers. For the first steps three pairs of nets are trained side
+by side, from the same parameters and with the same batches, in float64:
 
 - "one device": `torch.nn.BatchNorm1d`, the whole batch on one device;
 - "unsynchronized": the batch cut over replicas, `torch.nn.BatchNorm1d` in each of them;
@@ -42,7 +42,7 @@ except ImportError as error:
 
 __all__ = ["main"]
 
-NOISE = 16  # numbers that the generator makes an image of
+NOISE = 16  # numbers from which the generator makes an image
 WIDTH = 128
 BATCH = 64
 PENALTY = 1.0  # the factor of the R1 penalty

@@ -54,7 +54,7 @@ def _cache() -> Path:
 
 
 def _key(version: str) -> str:
-    """Return what tells apart extensions that cannot stand in for each other."""
+    """Return a key that differs between extensions that cannot replace each other."""
     content = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted(SOURCES.iterdir()):
         content.update(source.name.encode())

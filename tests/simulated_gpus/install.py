@@ -76,7 +76,7 @@ def _install() -> None:
 
 
 def _hand_over_host_order(simulator: ModuleType) -> None:
-    """Let a thread know what its parent knew to be finished, and whoever joins it what the thread knows.
+    """Give a thread the clock of the thread that starts it, and its own clock to whoever joins it.
 
     Kernels that a thread launches start after all that its parent had waited for. Other ways in which threads meet,
     such as locks and queues, are not followed.

@@ -1,7 +1,7 @@
 """Convert and revert every torchvision model, train the small ones on three CPU replicas, and print what differs.
 
-Beside the differences of each trained model stand those that rounding alone makes: one device trains it twice, and the
-second time gets the samples of the batch in another order.
+The last column has the differences that rounding alone makes: one device trains the model twice, the second time with
+the samples of the batch in reverse order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sweep() -> None:
         models, layers = models + 1, layers + len(zoo.batch_norms(model))
     print(f"{models} models with {layers} layers, built, converted, reverted and compared twice:", end=" ")
     print(f"{time.perf_counter() - start:.1f} s, {time.process_time() - busy:.1f} s of processor time")
-    print(f"processor time a model: convert_model {1e3 * converting / models:.1f} ms, ", end="")
+    print(f"processor time per model: convert_model {1e3 * converting / models:.1f} ms, ", end="")
     print(f"revert_model {1e3 * reverting / models:.1f} ms")
 
 

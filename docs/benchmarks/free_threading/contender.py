@@ -1,4 +1,4 @@
-"""A row of layers in a process of its own, whose interpreter has its lock or has not; `run.py` starts it."""
+"""A row of layers in a process of its own, whose interpreter has its lock on or off; `run.py` starts it."""
 
 from __future__ import annotations
 

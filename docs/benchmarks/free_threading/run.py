@@ -1,4 +1,4 @@
-"""Time one layer, forward and backward, in one interpreter with its lock and without: ours and `nn.BatchNorm2d`.
+"""Time one layer, forward and backward, in one interpreter with its lock on and off: ours and `nn.BatchNorm2d`.
 
 Run it with a free-threaded Python. Each contender has a process of its own; all of them take turns.
 """

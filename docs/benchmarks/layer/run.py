@@ -1,7 +1,7 @@
 """Time one layer, forward and backward: ours, `nn.BatchNorm2d` and the existing library, on CPU replicas or one GPU.
 
-The layers stand in a row of `--layers`, so that the cost of starting threads is shared; the figures are for one layer.
-A fourth contender, `nn.BatchNorm2d` and a meeting of the replicas, is the least that synchronization can cost.
+`--layers` of them run in a row, so that the cost of starting threads is shared; the figures are for one layer.
+A fourth contender, `nn.BatchNorm2d` after an exchange of empty messages, is the least that synchronization can cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from floor import with_meetings
+from floor import with_exchanges
 from harness import CpuReplicas, Remote, environment, interleave, keep_freed_memory, median_ratio, training_step
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, execute_replication_callbacks
@@ -40,7 +40,7 @@ def contenders(
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     input, grad = (torch.randn(shape).to(options.device, memory_format=memory_format) for _ in range(2))
     plain = nn.Sequential(*[nn.BatchNorm2d(shape[1]) for _ in range(options.layers)])
-    models = {"plain": plain, "meeting": with_meetings(plain), "ours": convert_model(copy.deepcopy(plain))}
+    models = {"plain": plain, "exchange": with_exchanges(plain), "ours": convert_model(copy.deepcopy(plain))}
     steps: dict[str, Any] = {
         name: training_step(in_replicas(model, replicas, options.device), input, grad) for name, model in models.items()
     }
@@ -63,7 +63,7 @@ def main() -> None:
         "--allocator",
         choices=["keeps", "returns"],
         default="keeps",
-        help="what becomes of freed memory: see harness.py",
+        help="whether it keeps freed memory or returns it to the system: see harness.py",
     )
     options = parser.parse_args()
     if options.existing is not None and options.device != "cpu":
@@ -72,7 +72,7 @@ def main() -> None:
         keep_freed_memory()
     torch.set_num_threads(1)
     print(environment())
-    print("| shape | format | replicas | BatchNorm2d, ms | with a meeting, ms | ours, ms ", end="")
+    print("| shape | format | replicas | BatchNorm2d, ms | with an exchange, ms | ours, ms ", end="")
     print("| ours / BatchNorm2d | ours / existing |\n|---|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         for channels_last in (False, True):
@@ -87,7 +87,7 @@ def main() -> None:
                     steps["existing"].close()  # type: ignore[attr-defined]
                 print(
                     f"| {size} | {'channels_last' if channels_last else 'contiguous'} | {replicas} "
-                    f"| {ms['plain']:.3f} | {ms['meeting']:.3f} | {ms['ours']:.3f} "
+                    f"| {ms['plain']:.3f} | {ms['exchange']:.3f} | {ms['ours']:.3f} "
                     f"| {median_ratio(seconds['ours'], seconds['plain']):.2f} | {to_existing} |",
                     flush=True,
                 )

@@ -61,7 +61,7 @@ def main() -> None:
             kind = str(memory_format).removeprefix("torch.").removesuffix("_format")
             size = 4 * torch.Size(shape).numel()
             print(f"| {shape} | {kind} | {size} | {expected} | {ours} | {ours / expected:.4f} |")
-    print("\n| growth of the peak over a step, twelve layers at (8, 64, 112, 112) | MiB |\n|---|---|")
+    print("\n| growth of the peak in a step, twelve layers at (8, 64, 112, 112) | MiB |\n|---|---|")
     for kind in ("plain", "synchronized"):
         command = [sys.executable, __file__, "--peak", kind]
         grown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from common import import_torchvision
-from floor import with_meetings
+from floor import with_exchanges
 from harness import (
     OnCoresOfTheirOwn,
     environment,
@@ -40,14 +40,14 @@ def main() -> None:
     devices = [int(device) if device.isdigit() else device for device in options.devices]
     home = f"cuda:{devices[0]}" if isinstance(devices[0], int) else devices[0]
     print(environment())
-    print("| network | format | unsynchronized, ms | synchronized, ms | ratio | ratio with meetings alone |")
+    print("| network | format | unsynchronized, ms | synchronized, ms | ratio | ratio with exchanges alone |")
     print("|---|---|---|---|---|---|")
     for name in options.networks:
         for memory_format in (torch.contiguous_format, torch.channels_last):
             plain = import_torchvision().models.get_model(name, weights=None).to(home, memory_format=memory_format)
             nets = {
                 "plain": plain,
-                "meeting": with_meetings(plain),
+                "exchange": with_exchanges(plain),
                 "synchronized": convert_model(copy.deepcopy(plain)),
             }
             input = torch.randn(options.batch, 3, options.size, options.size, device=home)
@@ -59,10 +59,10 @@ def main() -> None:
             }
             seconds = interleave(steps, options.rounds)
             ms = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
-            ratio, least = (median_ratio(seconds[key], seconds["plain"]) for key in ("synchronized", "meeting"))
+            ratio, floor = (median_ratio(seconds[key], seconds["plain"]) for key in ("synchronized", "exchange"))
             kind = str(memory_format).removeprefix("torch.").removesuffix("_format")
             print(
-                f"| {name} | {kind} | {ms['plain']:.0f} | {ms['synchronized']:.0f} | {ratio:.3f} | {least:.3f} |",
+                f"| {name} | {kind} | {ms['plain']:.0f} | {ms['synchronized']:.0f} | {ratio:.3f} | {floor:.3f} |",
                 flush=True,
             )
 

@@ -51,7 +51,7 @@ EPS = 1e-3
 
 
 def step(layer: nn.Module, callbacks: Callbacks | None, input: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Run one forward and backward, on replicas if there are `callbacks`, and return what came of it."""
+    """Run one forward and backward, on replicas if there are `callbacks`, and return its results."""
     torch.manual_seed(1)
     with torch.no_grad():
         layer.weight.copy_(torch.rand(SHAPE[1]) + 0.5)

@@ -1,8 +1,8 @@
 """Time the exchange of one layer between processes, over gloo on this machine.
 
-For each number of processes it starts a world of its own, and prints one line a number of channels: what the collective
-of a forward and that of a backward take, with packing and merging. Each figure is the least of several rounds, in which
-the processes are least disturbed by what else runs.
+For each number of processes it starts a process group of its own, and prints a line for each number of channels: the
+time of the collective of a forward and of that of a backward, with packing and merging. Each figure is the minimum of
+several rounds: that of the round which other programs disturbed least.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["main"]
 ROUNDS, CALLS = 30, 50
 
 
-def least(body: Callable[[], object]) -> float:
-    """Return the microseconds of a call of `body`, in the best round."""
+def minimum(body: Callable[[], object]) -> float:
+    """Return the microseconds that a call of `body` takes in the fastest round."""
     times = []
     for _ in range(ROUNDS):
         dist.barrier()
@@ -41,8 +41,8 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
     for width in channels:
         mean, var, sums = torch.zeros(width).double(), torch.ones(width).double(), torch.zeros(2, width).double()
-        forward = least(lambda mean=mean, var=var: distributed.merge_over_processes(mean, var, 512, dist.group.WORLD))
-        backward = least(lambda sums=sums: distributed.all_reduced(sums, dist.group.WORLD))
+        forward = minimum(lambda mean=mean, var=var: distributed.merge_over_processes(mean, var, 512, dist.group.WORLD))
+        backward = minimum(lambda sums=sums: distributed.all_reduced(sums, dist.group.WORLD))
         if rank == 0:
             print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)
     dist.destroy_process_group()
