@@ -274,7 +274,6 @@ def test_no_process_is_left_of_a_hung_copy(tmp_path):
         os.kill(int(file.read_text()), 0)
 
 
-@pytest.mark.watchdog(60)
 @pytest.mark.watchdog(120)
 def test_checks_run_as_a_program_of_their_own():
     module = [sys.executable, "-m", "sync_batchnorm.selfcheck"]
