@@ -24,8 +24,8 @@ keeps it for the next one (`_unpack`).
 
 NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
 guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
-crash the process. So both are looked at with the lock of the call held; and what was saved by the first backward alone,
-which frees it there and then: the others take what that one keeps, and torch has nothing left to free.
+crash the process. So both are read only with the lock of the call held. Only the first backward reads what the node has
+saved, and frees it at once: the others take the tensors from `Call.unfinished`, and torch has nothing left to free.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -421,8 +421,8 @@ class _Backward:
     def differentiable(self) -> None:
         """Compute in operations that autograd can differentiate, see NOTE [gradients of gradients].
 
-        In a second backward, the threads of several devices add up in any order what comes to one tensor. Views of it
-        see to it that no more than two come to any: then the order changes no digit.
+        In a second backward, the threads of several devices add up the gradients of one tensor in any order. With views
+        of it, no more than two gradients arrive at any tensor: then the order changes no digit.
         """
         call, home = self.call, self.call.home
         at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph

@@ -355,7 +355,8 @@ _PLAIN: dict[type[nn.Module], type[_BatchNorm]] = {ours: plain for plain, ours i
 # What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(_BatchNorm, name))
 _FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
-# What a synchronized layer replaces, and calls no other version of.
+# The methods by which a layer computes, is copied and is pickled. A class that has its own version of one is left as it
+# is, see NOTE [conversion by class].
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -373,7 +374,7 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        eps_mode: for the converted layers, see `SynchronizedBatchNorm`. So are the other two.
+        eps_mode: of the converted layers, as the other two options: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group that a `torch.nn.SyncBatchNorm` has.
 
@@ -580,8 +581,8 @@ def assert_synchronized(model: nn.Module) -> None:
     """Check that every batch norm of `model` would synchronize in its next forward; return if so.
 
     Call it on the wrapped model, in training mode. Layers that are in eval mode on purpose, like those of a frozen
-    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every
-    replica will call every layer cannot be seen from here; what does not, fails at once in the forward.
+    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every replica
+    will call every layer cannot be seen from here; if one does not, the forward fails at once.
 
     Args:
         model: the wrapper, or whatever contains it.

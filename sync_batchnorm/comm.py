@@ -35,7 +35,7 @@ def joining(coordinator: Coordinator, replica_id: int, name: str) -> Iterator[No
 
 
 class _End:
-    """What master and slaves have in common: a place in a sync_group."""
+    """What master and slaves have in common: a place in a `SyncGroup`."""
 
     _coordinator: Coordinator
     _sync_group: SyncGroup
@@ -51,7 +51,8 @@ class _End:
         try:
             return coordinator.exchange(sync_group, self.identifier, message, callback)
         except BaseException as error:
-            # Who does not get its result here never will: the peers must not wait, also where no wrapper watches.
+            # A replica that fails here gets no result any more: its peers must not wait for it, even if no wrapper
+            # handles the error.
             coordinator.interrupt(sync_group.members[self.identifier], error)
             raise
 
@@ -138,7 +139,7 @@ class SyncMaster(_End):
         """
         here = _joining.get()
         if here is None:
-            if self._sync_group.is_used:  # Who registered for the last exchange, and whatever ended it, is forgotten.
+            if self._sync_group.is_used:  # Begin anew: forget who had registered, and how that ended.
                 self._begin(Coordinator(), self._sync_group.name, 0)
         elif here.coordinator is not self._coordinator or self._sync_group.is_used:
             self._begin(here.coordinator, here.name, 0)

@@ -1,9 +1,9 @@
-"""What no compiler or transform of torch can hold: calls that meet other replicas.
+"""What `torch.compile` and the transforms of `torch.func` cannot contain: calls that exchange with other replicas.
 
 NOTE [compiled callers]: `torch.compiler.disable` breaks the graph of a caller, runs the function, and goes on. But it
-imports the compiler, which takes a second. So a function is disabled when it is called and the compiler is there.
-Before that, attributes that are private to torch tell the compiler the same; without them it breaks the graph somewhat
-later, and explains less.
+imports the compiler, which takes a second. So a function is only disabled when it is called after the compiler was
+imported. Before that, attributes that are private to torch tell the compiler the same; without them it breaks the graph
+somewhat later, and explains less.
 """
 
 from __future__ import annotations

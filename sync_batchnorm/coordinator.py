@@ -13,14 +13,14 @@ at most once, and whoever finds the reason breaks it, at the moment it becomes t
    needs all its members, so a cycle of replicas that wait for each other can never be resolved;
 4. a replica whose time is up (`Coordinator._wait`).
 
-Breaking empties `_waiting` and puts one envelope into the mailbox of each replica that was in it. Delivering a result
-takes the replica out of `_waiting` under the same lock. So until a break a mailbox never holds more than one envelope,
-a replica that got its result before the break returns it, and everybody learns of the break at the next exchange. A
-broken coordinator stays broken: the next forward makes its own.
+Breaking empties `_waiting` and puts one item, ``(delivered, value)``, into the mailbox of each replica that was in it.
+Delivering a result takes the replica out of `_waiting` under the same lock. So until a break a mailbox never holds more
+than one item, a replica that got its result before the break returns it, and everybody learns of the break at the next
+exchange. A broken coordinator stays broken: the next forward makes its own.
 
-NOTE [rounds]: Replicas may be called again, by whoever called `replicate` once for several batches. One that begins its
-second call must not be told that a peer left, if what that peer left was its first. So a replica is only gone for those
-that have not begun more calls than it has.
+NOTE [rounds]: A user may call `replicate` once, and then run the replicas several times, in rounds. A replica that
+begins its second round must not be told that a peer has left, if that peer has only ended its first. So a replica
+counts as gone only for replicas that have begun no more rounds than it has.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Coordinator:
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
             replica: SimpleQueue() for replica in self._devices
         }
-        self._rounds: dict[int, int] = {}  # how many calls each replica has begun, see NOTE [rounds]
+        self._rounds: dict[int, int] = {}  # how many each replica has begun, see NOTE [rounds]
         self._inside: set[int] = set()
         self._waiting: dict[int, Exchange] = {}
         self._left: dict[int, str] = {}
@@ -175,7 +175,10 @@ class Coordinator:
                     return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release everybody, because an exception took a replica out of an exchange; its end says the rest."""
+        """Release everybody, because an exception took a replica out of an exchange.
+
+        `leave` records the rest when the forward of that replica ends.
+        """
         with self._lock:
             self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
 
@@ -193,7 +196,7 @@ class Coordinator:
                 self._departures.get(timeout=max(0.0, deadline - monotonic()))
 
     def raise_if_hidden(self) -> None:
-        """Raise what broke this coordinator, if the replicas have returned as if nothing was.
+        """Raise what broke this coordinator, if the replicas have returned as if nothing had happened.
 
         Raises:
             ReplicaSyncError: if they caught it.
@@ -211,7 +214,10 @@ class Coordinator:
             return self._caused(error)
 
     def failure(self) -> CapturedError | None:
-        """Return the failure to show, and forget all: originals before those they caused, then the lowest replica."""
+        """Return the failure to raise, and forget all.
+
+        An original failure comes before those that it has caused; of several, that of the lowest replica is returned.
+        """
         with self._lock:
             shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
             self._failures.clear()
@@ -313,7 +319,7 @@ class Coordinator:
         return peer in self._left and self._rounds.get(peer, 0) >= self._rounds.get(replica_id, 0)
 
     def _find_deadlock(self, replica_id: int, exchange: Exchange) -> None:
-        """Break if `replica_id`, which begins to wait in `exchange`, does so in vain."""
+        """Break if the wait that `replica_id` begins in `exchange` can never end."""
         if not self._left and len(self._waiting) == len(exchange.messages):
             return  # Nobody has left, and all who wait are in this exchange.
         seen: set[int] = set()

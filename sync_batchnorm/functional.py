@@ -58,7 +58,7 @@ class RunningStatistics(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """What a call leaves to the running statistics of a replica."""
+    """The statistics of a call, towards which the running statistics of a replica move."""
 
     statistics: Statistics | None  # at `place`; None if there was not a single element
     var: Tensor | None  # at `home`, see `Call`
@@ -82,16 +82,15 @@ class BatchStatistics(NamedTuple):
 
 
 def _batch_statistics(call: Call, place: Place) -> BatchStatistics:
-    """Return what `call` leaves to the running statistics at `place`, without what the graph holds."""
+    """Return the statistics of `call` at `place`, without what the graph holds."""
     statistics = None if isinstance(call.count, int) and call.count == 0 else call.statistics[place]
     eps = 0.0 if call.rule is None else call.rule.eps
     return BatchStatistics(statistics, call.var, call.home, place, eps, call.count)
 
 
-# On the CPU it is calls that cost, not what they compute, while inputs are small; and more so where several threads
-# make them, since each call releases the GIL and takes it back. Up to this number of elements in a replica, the master
-# makes the calls for all, on the joined batch in float64, with one operator of torch. Measured on two cores, torch
-# 2.13.0.
+# On the CPU, with small inputs, calls of operators cost more than what they compute; even more so in several threads,
+# since each call releases the GIL and takes it back. Up to this number of elements in a replica, the master makes the
+# calls for all, on the joined batch in float64, with one operator of torch. Measured on two cores, torch 2.13.0.
 JOINED = 16384
 
 
@@ -156,11 +155,11 @@ class Message(ReplicaTensors):
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Call]]:
-    """Merge what the replicas know of their inputs: the callback of the `SyncMaster` of a synchronized layer.
+    """Merge the statistics of all replicas and record the call in the graph: the callback for a layer's `SyncMaster`.
 
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
-            all.
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
+            in all replicas together.
     """
     contents = [message for _, message in messages]
     if len({(message.input.shape[1], message.input.dim(), message.input.dtype) for message in contents}) > 1:
@@ -216,7 +215,7 @@ def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
 
 
 def _merge(call: Call, messages: Sequence[Message]) -> None:
-    """Answer all `messages`; only count, if there is not a single element."""
+    """Answer all `messages`; where a layer has not a single element to normalize, only set the count."""
     call.joined = _can_be_joined(call, messages)
     merge = _merge_on_cuda if messages[0].fused else _normalize_joined if call.joined else _merge_anywhere
     pair = merge(call, messages)
@@ -426,10 +425,10 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
 
 
 def _is_recomputed(pipe: Pipe | None) -> bool:
-    """Return whether a call without others to meet runs in a backward, where it is not counted.
+    """Return whether a call without a pipe runs in a backward: it is a recomputation, and not counted.
 
     Raises:
-        RuntimeError: if there are others to meet.
+        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one.
     """
     if not recompute.in_backward():
         return False
@@ -447,7 +446,7 @@ class _Kept(NamedTuple):
     elements: int = 0  # per channel, for mean and variance
 
     def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None) -> Tensor:
-        """Return `constant` as what the call returned, having saved what it saved: a function of `input`."""
+        """Save what the first call saved, and return `constant` as its result: in the graph, if that one was."""
         save_for_hooks(input, weight)
         if self.answer_requires_grad:
             return recompute.refuse_gradient(constant, input)
@@ -487,7 +486,8 @@ def sync_batch_norm(
             finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
-        missed: where to leave what buffers that are not updated miss, once a call.
+        missed: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
+            not update.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -543,8 +543,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
 
     Args:
         input: ``(N, C, +)``, with its own N and sizes in each replica.
-        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one
-            of its process.
+        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one of its process.
         process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
 
     Returns:
@@ -552,8 +551,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         of elements per channel over all replicas.
 
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have one value per channel in
-            all; if this process is no member of the group.
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
+            in all replicas together; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
         RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
             and for tensors with a tangent.

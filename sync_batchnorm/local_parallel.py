@@ -163,7 +163,7 @@ def _number_of_chunks(size: int, most: int) -> int:
 
 
 class _Rejoin(torch.autograd.Function):
-    """Let a tensor be in the graph what its chunks have become, which lie in its memory."""
+    """Give a tensor the graph of its chunks, which lie in its memory and were changed in place."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, *chunks: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Rejoin(torch.autograd.Function):
 
 @uncompiled
 def _rejoin(cuts: Cuts, dim: int) -> None:
-    """Do to what was cut what was done to its chunks in place: to the graph behind it and to its version."""
+    """Apply the in-place changes of chunks to the tensors that were cut: to their graphs and to their versions."""
     for whole, chunks in cuts.values():
         if not whole.is_inference() and any(chunk._version for chunk in chunks):
             _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
@@ -202,8 +202,9 @@ def _share(tensors: dict[int, Tensor], first: bool, detach: bool) -> dict[int, T
 
     NOTE [parameters that a forward changes]: A module may change its parameters in its forward, under `no_grad`. For
     that, the first replica has views, which autograd treats as it treats the originals. The others count their changes
-    by themselves: what one of them has saved is as it was when it comes to its backward, if the others change it in the
-    same way. That this need not be so is what `_warn_of_shared_changes` says.
+    separately, so the backward of one of them does not notice that another one has changed what it has saved. That is
+    right if all make the same change, and it is one that may be made any number of times, as `clamp_` is.
+    `_warn_of_shared_changes` warns, because this need not be so.
     """
     copies = {}
     differentiable = [] if detach else [key for key, tensor in tensors.items() if tensor.requires_grad]
@@ -419,7 +420,7 @@ class CallerState:
         ]
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread has them too."""
+        """Return a context in which another thread has these modes too."""
         stack = ExitStack()
         stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
         for device_type, dtype in self._autocast:
@@ -461,8 +462,8 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int, cuts: Cuts | N
         tree: what is cut.
         devices: where the chunks are to be.
         dim: the dimension to cut along.
-        cuts: gets the tensors whose chunks may be changed in place, for `tree` to be told afterwards. None: no chunk
-            of a tensor in a graph may be.
+        cuts: gets the tensors whose chunks may be changed in place, so that `_rejoin` can apply the changes to them.
+            None: no chunk of a tensor in a graph may be changed.
     """
     if isinstance(tree, Tensor):
         chunks = _chunks(tree, len(devices), dim, cuts)
@@ -489,7 +490,7 @@ def _chunks(tensor: Tensor, number: int, dim: int, cuts: Cuts | None) -> Sequenc
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
-    """Check that all replicas have returned the same, up to the numbers in it.
+    """Check that all replicas have returned the same structure, whatever the values in it.
 
     Raises:
         ValueError: naming two replicas that have not, and what they have returned.

@@ -4,9 +4,10 @@ No threads, no modules, no autograd. ``C`` is the number of channels, dimension 
 is a number of elements per channel.
 
 NOTE [fast and exact statistics]: On the CPU one operator makes the statistics of an input in one pass. Its variance is
-good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 deviations. So the master looks at
-the merged ones, and where they are not `precise` takes the exact statistics: those of the input minus the mean that was
-found, which are good to 1e-6 at any ratio. The merge itself is in float64, since its vectors are tiny.
+good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So the master
+looks at the merged ones, and where they are not `precise` takes the exact statistics: those of the input minus the mean
+that was found, which are good to 1e-6 at any ratio. On the CPU the merge itself is in float64, since its vectors are
+tiny.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__: list[str] = []
 # The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see numerics.md.
 LARGEST_RATIO = 256.0
 
-# The operator for channels that lie side by side adds up rows one after the other. As few, wide rows lose fewer digits.
+# The operator for channels that lie side by side adds up rows one after the other. If the input is viewed as fewer and
+# wider rows, fewer digits are lost.
 WIDTH = 2048
 
 # Where torch has operators for batch statistics; elsewhere general ones do.
@@ -65,7 +67,7 @@ def reduced_dims(input: Tensor) -> list[int]:
 
 
 def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor | None]:
-    """Return the moments of `input` without those of its parts that have no elements, and memory for the output.
+    """Return the moments of `input`, and memory for the output.
 
     Args:
         input: ``(N, C, +)``.

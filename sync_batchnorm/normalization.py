@@ -1,8 +1,9 @@
 """The arithmetic of the normalization and its gradients, with the operators of torch that fit device and format.
 
 No threads, no modules, no autograd. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; vectors
-are ``(C,)``. On CUDA and elsewhere vectors are in the dtype of the statistics; on the CPU mean and inverse standard
-deviation are in float64, and what a pass over the input needs is rounded once, and so that the errors cancel.
+are ``(C,)``. On CUDA and elsewhere vectors are in the dtype of the statistics. On the CPU mean and inverse standard
+deviation are in float64; the factors and offsets that a pass over the input needs are rounded once, such that their
+errors cancel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Spans in the profile of torch: which replica waits in which layer, and what the master merges there.
 
-NOTE [threads of a profile]: `torch.profiler` records the thread that starts it, and the backward. It has no way to take
-in the threads of replicas, which are those of `torch.nn.parallel` on GPUs, but one: `profile_all_threads=True` of its
-experimental configuration (torch 2.8 and later), which records every thread of the process. (Tried on torch 2.13.0: the
+NOTE [threads of a profile]: `torch.profiler` records the thread that starts it, and the backward. The only way to
+record the threads of replicas too, which on GPUs are those of `torch.nn.parallel`, is `profile_all_threads=True` of its
+experimental configuration (torch 2.8 and later): it records every thread of the process. (Tried on torch 2.13.0: the
 C++ function `enableProfilerInChildThread` keeps one handle for all threads; the operators of the thread that started
 the profiler are then counted once more in each later profile.)
 """
@@ -49,7 +49,8 @@ def _span(name: str) -> AbstractContextManager[Any]:
 class ProfiledCoordinator(Coordinator):
     """A coordinator with spans: the forward of each replica, its wait in each exchange, and the merge of the master.
 
-    A replica waits from when it comes: for its result, and the master until all others have come.
+    The wait of a replica begins when it arrives. That of a slave ends with its result, that of the master when all
+    others have arrived.
     """
 
     @contextmanager

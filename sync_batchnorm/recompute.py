@@ -5,7 +5,7 @@ nobody to meet then, and nothing to count: the call repeats an earlier one and t
 a running backward that repeats none is one of reentrant checkpointing, which differentiates each replica by itself.
 
 NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and
-different ones in a peer. The frame does that torch keeps of each checkpoint. Hooks on saved tensors hold it, strongly
+different ones in a peer. The frame that torch keeps of each checkpoint does. Hooks on saved tensors hold it, strongly
 while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
 lives: by each of them, where they are nested. They are repeated in order, though not always to the last.
 
@@ -174,7 +174,7 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
 
     Args:
         owner: whose calls these are: compared by identity.
-        make_result: makes it, without a graph, which would keep itself alive through its checkpoint.
+        make_result: makes the result, without a graph: a graph would keep itself alive through its checkpoint.
     """
     recording = _checkpoints().recording
     if recording:

@@ -152,7 +152,10 @@ def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] |
 
 
 class Derived(nn.Module):
-    """Marks a class that is made from one of the user's, which a pickle names, to make it again."""
+    """Marks a class that is derived from one of the user's.
+
+    A pickle names the user's class, from which loading derives it again.
+    """
 
     _original: type[nn.Module]
     _derive: Callable[[Any], type[nn.Module]]
@@ -372,7 +375,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     or leaves while others wait for it, they are released at once and the caller gets the original exception.
 
     A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. A wrapper that is
-    part of a replica runs its module likewise, whose callbacks the outer wrapper calls.
+    part of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -407,7 +410,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
 
 
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
-    """Teach an existing `torch.nn.DataParallel` object to call the replication callbacks; return that object.
+    """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
     The object is patched in place, by its class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object
     of a subclass gets a subclass of that, which keeps whatever it overrides. Copies and pickles of it stay patched.

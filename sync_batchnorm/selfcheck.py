@@ -3,7 +3,7 @@
 NOTE [checks that hang]: A copy between two GPUs that the hardware swallows never returns, and no signal handler of
 Python gets to run meanwhile. So the process that prints the report makes no copy by itself: it starts this file as a
 program, which does one item after the other and prints a line for each. When no line has come for a while, it kills
-that program, takes the item at hand for hung, and starts another program for the rest. On the CPU nothing hangs but
+that program, counts the running item as hung, and starts another program for the rest. On the CPU nothing hangs but
 replicas that wait, which `DataParallelWithCallback` limits; there it does the items itself.
 """
 
@@ -75,7 +75,7 @@ def items_for(devices: Sequence[str]) -> tuple[list[Item], list[Item]]:
 
 
 def run(items: Sequence[Item], deadline: float, program: Sequence[str] = (), silence: float = SILENCE) -> list[Finding]:
-    """Do `items`, and return what came of each, in order. Say on stderr which one is at hand.
+    """Do `items`, and return what came of each, in order. Say on stderr which one is running.
 
     Args:
         items: what to do.
@@ -136,7 +136,7 @@ def _read(path: Path) -> list[tuple[bool, str]]:
 
 
 def check(item: Item) -> Finding:
-    """Do one item in this process, and say on stderr that it is at hand."""
+    """Do one item in this process, and say on stderr that it is running."""
     print(f"{item} ...", file=sys.stderr, flush=True)
     try:
         if item.kind == "copy":

@@ -99,7 +99,7 @@ def test_replica_that_leaves_after_its_last_call_breaks_nothing():
     assert "broken" not in repr(coordinator)
 
 
-def test_circle_over_three_layers_is_found():
+def test_cycle_over_three_layers_is_found():
     coordinator = Coordinator(["cpu"] * 3)
     sync_groups = [group_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
     waiting = [Waiting(coordinator, sync_groups[i], i) for i in range(3)]
@@ -111,7 +111,7 @@ def test_circle_over_three_layers_is_found():
     }
 
 
-def test_chain_of_waiting_replicas_is_no_circle():
+def test_chain_of_waiting_replicas_is_no_cycle():
     coordinator = Coordinator(["cpu"] * 3)
     first, second = group_of(coordinator, "a", (0, 1)), group_of(coordinator, "b", (1, 2))
     waiting = [Waiting(coordinator, first, 0), Waiting(coordinator, second, 1)]
@@ -122,7 +122,7 @@ def test_chain_of_waiting_replicas_is_no_circle():
     assert waiting[0].outcome() == [(0, "from 0"), (1, "from 1")]
 
 
-def test_callback_that_meets_those_who_wait_for_it_is_a_circle():
+def test_callback_that_meets_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
     outer, inner = group_of(coordinator, "outer"), group_of(coordinator, "inner")
     waiting = Waiting(coordinator, outer, 1)

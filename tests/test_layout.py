@@ -80,7 +80,7 @@ def test_every_file_has_its_place():
     assert set(TREES) - ENTRANCES <= set(IMPORTS)
 
 
-def test_the_order_of_the_files_has_no_circle():
+def test_the_order_of_the_files_has_no_cycle():
     above = set()
     for file, allowed in IMPORTS.items():
         assert allowed <= above

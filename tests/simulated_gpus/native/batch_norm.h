@@ -17,7 +17,7 @@ inline Tensor or_undefined(const OptionalTensor& tensor) {
   return tensor ? *tensor : Tensor();
 }
 
-// In which dtype CUDA accumulates values of a dtype.
+// Return the dtype in which CUDA accumulates values of `dtype`.
 inline at::ScalarType accumulated(at::ScalarType dtype) {
   return at::toAccumulateType(dtype, /*is_cuda=*/true);
 }
@@ -40,7 +40,7 @@ inline void check_dtype(const char* name, const Tensor& tensor, at::ScalarType d
       tensor.scalar_type());
 }
 
-// Check what every one of these operators demands of its input, and return the device.
+// Check what each of these operators demands of its input, and return the device of that.
 inline int check_input(const char* op, const Tensor& input, std::initializer_list<Tensor> others) {
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "\"", op, "\" not implemented for '", input.scalar_type(), "'");
   TORCH_CHECK(input.numel() > 0, "CUDA error: invalid configuration argument (", op, " of a tensor without elements)");
@@ -115,7 +115,7 @@ inline std::tuple<Tensor, Tensor> batch_norm_update_stats(
   auto [var, mean] = biased_var_and_mean(input);
   auto out_mean = result_on(device, mean.to(dtype)), out_var = result_on(device, var.to(dtype));
   launch_on(op, device, {input}, {out_mean, out_var});
-  if (running_mean.defined()) {  // CUDA has a kernel of its own for these.
+  if (running_mean.defined()) {  // CUDA moves these in a kernel of its own.
     auto count = at::scalar_tensor(static_cast<double>(input.numel() / mean.numel()), at::kDouble);
     move_running(running_mean, running_var, mean, var, momentum, count);
     launch_on("batch_norm_update_stats: running statistics", device, {out_mean, out_var}, {running_mean, running_var});
@@ -131,7 +131,8 @@ inline Tensor& batch_norm_elemt_out(
   int device = check_input(op, input, {weight, bias, mean, invstd, out});
   auto dtype = input.scalar_type();
   if (!out.sizes().equals(input.sizes())) resize_to(out, input.sizes(), input.strides());
-  // Channels last needs an output of the same format, and falls back to the general kernel, which converts each number.
+  // The kernel for channels last needs an output of the same format. For any other one CUDA falls back to the general
+  // kernel, which converts each number.
   auto kernel = kernel_for(input);
   if (kernel == Kernel::channels_last && !out.strides().equals(input.strides())) kernel = Kernel::general;
   if (kernel != Kernel::general) {
@@ -181,7 +182,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   auto dy = in_double(grad_output), xmu = in_double(input) - per_channel(in_double(mean), input);
   auto sum_dy = dy.sum(all_but_channels(input)), sum_dy_xmu = (dy * xmu).sum(all_but_channels(input));
   Tensor out_dy, out_dy_xmu, grad_weight, grad_bias;
-  // The kernel for channels last makes all four; what there is no weight for has no elements.
+  // The kernel for channels last makes all four results. Without a weight, the gradients of weight and bias have no elements.
   if (input_g || channels_last) {
     out_dy = result_on(device, sum_dy.to(mean.scalar_type()));
     out_dy_xmu = result_on(device, sum_dy_xmu.to(mean.scalar_type()));
@@ -237,7 +238,7 @@ inline std::tuple<Tensor, Tensor> batch_norm_gather_stats_with_counts(
   const char* op = "batch_norm_gather_stats_with_counts";
   auto running_mean = or_undefined(running_mean_), running_var = or_undefined(running_var_);
   int device = check_input(op, mean, {input, invstd, running_mean, running_var, counts});
-  // Of the input only the dtype counts, and only if there are no running statistics.
+  // Only the dtype of the input matters, and only if there are no running statistics.
   auto dtype = running_mean.defined() ? running_mean.scalar_type() : input.scalar_type();
   check_dtype("mean", mean, accumulated(dtype));
   check_dtype("invstd", invstd, accumulated(dtype));

@@ -80,14 +80,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     write_log("event", "record", index);
   }
   void block(void* event, const c10::Stream& waiting) const override {
-    if (!event) return;  // One that was never recorded makes nobody wait.
+    if (!event) return;  // An event that was never recorded makes no stream wait.
     Lock lock;
     auto index = index_of(waiting);
     merge(world().streams[index].clock, static_cast<Event*>(event)->clock);
     world().counts["waits"]++;
     write_log("wait", "wait for event", index);
   }
-  // Kernels run when they are launched, so all is always finished; and whoever has asked knows.
+  // Kernels run when they are launched, so everything is always finished. A host thread that has asked knows that.
   bool queryEvent(void* event) const override {
     Lock lock;
     if (event) merge(host_clock, static_cast<Event*>(event)->clock);
@@ -134,7 +134,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// The random numbers of one device. They are drawn by CPU kernels, from a generator of the CPU that only this device has.
+// The random numbers of one device. CPU kernels draw them from a generator of the CPU that belongs to this device alone.
 class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(int device, uint64_t seed = c10::default_rng_seed_val)
@@ -170,7 +170,7 @@ inline const at::Generator& default_generator(int device) {
   return all[device];
 }
 
-// Torch looks for this by its name.
+// Torch finds this class by its name.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}

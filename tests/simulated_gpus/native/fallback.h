@@ -9,7 +9,8 @@
 
 namespace simulated_gpus {
 
-// Operators whose result has a size, or a value, that the host must know. `item` and copies to the host count by themselves.
+// Return whether the host must know the size or the value of the result of an operator, and so waits for it. `item` and copies
+// to the host are not listed: they have kernels of their own, which wait.
 inline bool waits_for_result(const std::string& name) {
   static const std::set<std::string> names{
       "nonzero",  "masked_select",     "equal",      "bincount",           "repeat_interleave",
@@ -59,7 +60,8 @@ class Call {
     return stack;
   }
 
-  // An `out=` of another size was given new memory of the host by the CPU kernel.
+  // The CPU kernel has resized the views of outputs of another size, and given them new memory of the host where the old was
+  // too small. Do the same to the tensors of the device.
   void resize_outputs() {
     for (auto& [original, view] : written_)
       if (!view.sizes().equals(original.sizes()) || !view.strides().equals(original.strides()) ||
@@ -86,7 +88,7 @@ class Call {
     auto stream = current_stream(device_);
     launch(name_, stream, reads_, writes_);
     if (waits_for_result(name_)) host_waits_for_stream(stream, name_);
-    // Torch reads masks and moves indices before it calls `index`, but within `index_put_`.
+    // For `index`, torch reads masks and moves indices before the call; for `index_put_`, within it.
     else if (name_ == "_index_put_impl_" && (mask_ || index_on_host_))
       host_waits_for_stream(stream, mask_ ? name_ + " with a mask" : name_ + " with indices on the host");
   }
@@ -107,7 +109,7 @@ class Call {
       device_ = device;
       mask_ = mask_ || (index && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte));
     } else if (tensor.device().is_cpu()) {
-      // Numbers may be given as tensors of the CPU, and so may indices, which torch copies to the device.
+      // Single numbers may be tensors of the CPU, and so may indices, which torch copies to the device.
       TORCH_CHECK(
           (tensor.dim() == 0 && !written) || index, "Expected all tensors to be on the same device, but found at least two "
           "devices, cuda and cpu! (when checking arguments of ", name_, ")");
@@ -155,7 +157,7 @@ class Call {
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  // Without the overload: torch runs most operators, `x + 1` and `x.add_(1)` among them, as `add.out`.
+  // The overload is left out of the name, since torch runs most operators, `x + 1` and `x.add_(1)` among them, as `add.out`.
   std::string name = op.schema().name();
   if (name.rfind("aten::", 0) == 0) name = name.substr(std::string("aten::").size());
 
@@ -180,7 +182,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   for (auto& value : values) stack->emplace_back(std::move(value));
 }
 
-// The kernel of the CPU takes no generator, and would draw from that of the CPU.
+// This is a kernel of its own, since that of the CPU takes no generator: it would draw from the generator of the CPU.
 inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   Lock lock;
   OnHost guards;

@@ -7,7 +7,7 @@
 // allocated. That is safe for work of the same stream, which runs before whatever comes next there. Another stream that has
 // been given work on the block may not have run it: `record_stream` tells the allocator so, and the block then stays
 // reserved until that stream is done. Without it, the free is safe only if the allocating stream, or the host thread that
-// frees, is known to run after that work. Reported is every other free, whether or not the block is handed out again.
+// frees, is known to run after that work. Every other free is reported, whether or not the block is handed out again.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -27,11 +27,11 @@ struct Use {
 struct Block {
   void* pointer;
   size_t bytes;
-  size_t stream;  // that it was allocated on
+  size_t stream;  // on which it was allocated
   std::optional<size_t> writer;
   Use written{0, "nothing"};
-  std::map<size_t, Use> uses;  // the last of each stream, reads and writes
-  std::set<size_t> recorded;   // by record_stream
+  std::map<size_t, Use> uses;  // the last read or write of each stream
+  std::set<size_t> recorded;   // the streams that `record_stream` was called with
 };
 
 constexpr int kNaN = 0xFF;  // A floating point number of any size whose bytes are all 0xFF is NaN; an integer is -1.
@@ -82,8 +82,8 @@ inline Allocator& allocator() {
   return allocator;
 }
 
-// Pinned memory of the host. A copy between it and a device that does not block leaves the host running; whether the host
-// looks at it too early is not checked, since only kernels of the devices are seen.
+// Pinned memory of the host. During a copy between it and a device that need not block, the host goes on. Whether the host
+// reads the memory too early is not checked, since only kernels of the devices are observed.
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

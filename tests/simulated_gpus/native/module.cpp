@@ -79,7 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("milliseconds_between", [](intptr_t start, intptr_t end) {
     return milliseconds_between(reinterpret_cast<Event*>(start), reinterpret_cast<Event*>(end));
   });
-  // What a thread knows to be finished: a thread that it starts, or that waits for its end, knows it too.
+  // What a thread knows to be finished is also known to a thread that it starts, and to one that waits for its end.
   module.def("host_clock", [] {
     Lock lock;
     return host_clock;

@@ -62,8 +62,8 @@ inline World& world() {
   return world;
 }
 
-// Whoever holds `World::mutex` may need the GIL: an operator that is implemented in Python, the deleter of a Python object.
-// So a thread that has the GIL gives it up while it waits for the mutex, and for as long as it holds it.
+// A thread that holds `World::mutex` may need the GIL, for an operator that is implemented in Python or for the deleter of a
+// Python object. So a thread that has the GIL gives it up while it waits for the mutex, and for as long as it holds it.
 class Lock {
  public:
   Lock() {
@@ -120,7 +120,7 @@ inline std::string stream_name(size_t stream) {
   return state.id == 0 ? device : device + " stream " + std::to_string(state.id);
 }
 
-// Advance the clock of a stream by one piece of work and return the time of that.
+// Advance the clock of a stream by one piece of work, and return the time of that work.
 inline uint64_t tick(size_t stream) {
   auto& clock = world().streams[stream].clock;
   merge(clock, host_clock);
@@ -138,7 +138,7 @@ inline void write_log(std::string kind, std::string name, size_t stream, std::st
   if (all.logging) all.log.push_back({std::move(kind), std::move(name), stream_name(stream), std::move(details), bytes});
 }
 
-// The host waits until a stream has finished what it was given.
+// Let the host wait until a stream has finished what it was given.
 inline void host_waits_for_stream(size_t stream, const std::string& reason) {
   world().counts["host_syncs"]++;
   merge(host_clock, world().streams[stream].clock);
@@ -152,7 +152,7 @@ inline void host_waits_for_device(int device) {
   write_log("host sync", "synchronize device", stream_index(device, 0));
 }
 
-// Declare all work that was ever launched finished, for every thread: between two tests.
+// Declare all work that was ever launched finished, for every thread. The tests do so between two of them.
 inline void settle() {
   for (const auto& stream : world().streams) merge(world().finished, stream.clock);
   for (auto& stream : world().streams) merge(stream.clock, world().finished);

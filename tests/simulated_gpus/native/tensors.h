@@ -11,7 +11,7 @@ namespace simulated_gpus {
 
 using at::Tensor;
 
-// Where a kernel computes on views that are CPU tensors, neither autograd nor autocast may step in again.
+// Keeps autograd and autocast from stepping in again while a kernel computes on views that are CPU tensors.
 struct OnHost {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
@@ -31,7 +31,7 @@ inline Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-// Return a view of the memory of `base` with the geometry and the dtype of `like`.
+// Return a view of the memory of `base` with the sizes, the strides, the offset and the dtype of `like`.
 inline Tensor view_as(const Tensor& base, const Tensor& like) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype());
@@ -46,7 +46,7 @@ inline Tensor new_tensor(at::IntArrayRef size, at::IntArrayRef stride, at::Scala
       size, stride, &allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
 }
 
-// Move what a CPU kernel has computed to a device: part of the kernel, not a copy that counts.
+// Move what a CPU kernel has computed to a device. This is part of the kernel, and is not counted as a copy.
 inline Tensor result_on(int device, const Tensor& computed) {
   auto result = new_tensor(computed.sizes(), computed.strides(), computed.scalar_type(), device);
   if (computed.numel()) host_view(result).copy_(computed);
@@ -87,9 +87,9 @@ inline Tensor as_strided(
   return view;
 }
 
-// As torch copies between two GPUs: the stream of the source runs the copy. It waits until the stream of the destination is
-// done with what was there before, which waits for the copy in turn. These are two events and two waits that torch makes; they
-// are not counted, as each such copy has them.
+// Copy between two GPUs as torch does: the stream of the source runs the copy. It waits until the stream of the destination
+// is done with what was there before, and that stream waits for the copy in turn. Torch makes two events and two waits for
+// this. They are not counted, since every such copy has them.
 inline void copy_between_devices(Tensor& self, const Tensor& source) {
   Lock lock;
   auto from = current_stream(source.device().index()), to = current_stream(self.device().index());
@@ -104,8 +104,8 @@ inline void copy_between_devices(Tensor& self, const Tensor& source) {
   all.counts["bytes_between_devices"] += bytes;
 }
 
-// Between host and device only whole dense blocks travel, of one dtype: everything else is converted first, on the side of
-// the source, and put in place afterwards.
+// Copy between host and device. Only a dense block is copied as it is, and only to the same dtype and strides: everything
+// else is converted first, on the side of the source, and put in place after the copy.
 inline void copy_from_or_to_host(Tensor& self, const Tensor& source, bool non_blocking) {
   bool plain = self.scalar_type() == source.scalar_type() && self.is_non_overlapping_and_dense() &&
       self.strides().equals(source.strides()) && self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
@@ -128,7 +128,7 @@ inline void copy_from_or_to_host(Tensor& self, const Tensor& source, bool non_bl
   (to_device ? host_view(self) : self).copy_(to_device ? source : host_view(source));
   launch(to_device ? "copy to device" : "copy to host", stream, {source}, {self}, bytes);
   world().counts[to_device ? "bytes_to_device" : "bytes_to_host"] += bytes;
-  // Into memory of the host that is not pinned, even a copy that does not block arrives before it returns.
+  // A copy into memory of the host that is not pinned has arrived before it returns, even if it need not block.
   bool arrives = !to_device && !PinnedAllocator::contains(self.storage().data());
   if (!non_blocking || arrives) host_waits_for_stream(stream, to_device ? "copy to device" : "copy to host");
 }
@@ -162,7 +162,7 @@ inline at::Scalar local_scalar_dense(const Tensor& self) {
   return at::_local_scalar_dense(host_view(self));
 }
 
-// Change the geometry; a storage that is too small gets new memory with the old contents.
+// Change sizes and strides. A storage that is too small gets new memory with the old contents.
 inline void resize_to(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
   Lock lock;
   self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
