@@ -91,7 +91,7 @@ class _Scene:
         assert not self.coordinator._waiting, "somebody is still registered as waiting"
         broken = self.coordinator._broken is not None
         left_over = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
-        assert sum(left_over) == 0 or (broken and max(left_over) == 1), "an envelope that nobody took"
+        assert sum(left_over) == 0 or (broken and max(left_over) == 1), "an item that nobody took"
         for call in set(itertools.chain(*self.completed)):
             assert all(call in completed for completed in self.completed), f"{call} was completed by some only"
         parties = outcomes[: self.number]

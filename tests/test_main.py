@@ -14,7 +14,7 @@ import torch
 from simulated_gpus import is_simulated
 
 from sync_batchnorm import __main__ as command
-from sync_batchnorm import selfcheck
+from sync_batchnorm import convert_model, selfcheck
 from sync_batchnorm.selfcheck import Finding, Item, items_for, run
 
 PAIR = [Item("copy", ("cuda:0", "cuda:1")), Item("copy", ("cuda:1", "cuda:0"))]
@@ -24,6 +24,7 @@ PROGRAM = """
 import json, os, sys, time
 def say(ok, result):
     print("finding: " + json.dumps([ok, result]), flush=True)
+{before}
 say(True, "ready")
 for kind, devices in json.loads(sys.argv[1]):
     print("what libraries print")
@@ -31,8 +32,8 @@ for kind, devices in json.loads(sys.argv[1]):
 """
 
 
-def program(body: str) -> list[str]:
-    return [sys.executable, "-c", PROGRAM.format(body=body)]
+def program(body: str, before: str = "") -> list[str]:
+    return [sys.executable, "-c", PROGRAM.format(body=body, before=before)]
 
 
 def soon(seconds: float = 60.0) -> float:
@@ -107,6 +108,25 @@ def test_layer_that_does_not_synchronize_is_found(monkeypatch, capsys):
         "time": True,
     }
     assert "report this table" in report["advice"][0]
+
+
+def move_twice_as_fast(layer):
+    layer.momentum *= 2
+
+
+def freeze_weight(layer):
+    layer.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [move_twice_as_fast, freeze_weight])
+def test_layer_that_differs_in_anything_else_is_found(monkeypatch, change):
+    def convert(model):
+        change(convert_model(model)[0])
+        return model
+
+    monkeypatch.setattr(selfcheck, "convert_model", convert)
+    ok, _ = selfcheck.check_parity("float64", ["cpu", "cpu"])
+    assert not ok
 
 
 def test_numbers_that_are_nan_are_found(monkeypatch):
@@ -258,8 +278,18 @@ def test_crash_in_a_copy_is_told_and_the_rest_is_checked():
     assert findings == [Finding(PAIR[0], False, "its process ended with status 7"), Finding(PAIR[1], True, "fine")]
 
 
+def test_line_that_a_crash_cuts_off_is_no_finding():
+    findings = run(PAIR[:1], soon(), program('print("finding: [tr", end="", flush=True); os._exit(7)'))
+    assert findings == [Finding(PAIR[0], False, "its process ended with status 7")]
+
+
+def test_time_before_the_first_line_is_no_silence():
+    findings = run(PAIR[:1], soon(), program('say(True, "fine")', before="time.sleep(1.5)"), silence=1.0)
+    assert findings == [Finding(PAIR[0], True, "fine")]
+
+
 def test_time_that_is_over_ends_all_checks():
-    findings = run(PAIR, soon(0.5), program("time.sleep(1000)"))
+    findings = run(PAIR, soon(0.5), program("time.sleep(1000)"), silence=1000.0)
     assert findings == [
         Finding(PAIR[0], False, "did not end before the time was over"),
         Finding(PAIR[1], False, "not checked, the time was over"),

@@ -37,8 +37,8 @@ class Errors:
     """One step of the layer of torch and of ours in float32, compared with torch in float64 on the same numbers.
 
     That of torch gets contiguous tensors: with channels_last ones, its gradients have no correct digit where the mean
-    is 1e4 deviations. With `follows`, the upstream gradient has a mean, and a part that is the input without its
-    own: otherwise its sum and that of its products with the input are nearly zero, and so is what they contribute.
+    is 1e4 standard deviations. With `follows`, the upstream gradient has a mean, and a part that is the input without
+    its own: otherwise its sum and that of its products with the input are nearly zero, and so is what they contribute.
     """
 
     def __init__(self, data, parts, memory_format, follows=False):
