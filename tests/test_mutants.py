@@ -31,6 +31,12 @@ def test_every_mutant_changes_a_text_that_is_there_once():
     assert not [str(mutant) for mutant in MUTANTS if mutant.new == mutant.old]
 
 
+@pytest.mark.slow
+def test_every_mutant_is_python():
+    for mutant in MUTANTS:
+        ast.parse(mutant.applied(), str(mutant))
+
+
 def test_every_mutant_has_tests_that_are_there():
     assert not [str(mutant) for mutant in MUTANTS if not mutant.tests]
     named = {test for mutant in MUTANTS for test in mutant.tests}

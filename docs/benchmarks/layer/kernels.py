@@ -1,4 +1,4 @@
-"""Time the operators that a layer is made of, each alone, in one thread and in the cache: the floor of a layer."""
+"""Time the passes that a layer is made of, each alone, in one thread and in the cache: the floor of a layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import environment, keep_freed_memory
+
+from sync_batchnorm import moments
+from sync_batchnorm.normalization import gradient_sums, multiply_add
 
 SHAPE, ROUNDS = (4, 64, 56, 56), 60
 
@@ -27,28 +29,15 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
     spread = vector.view(1, -1, 1, 1)
     backward = torch.ops.aten.native_batch_norm_backward.default
 
-    def statistics_of() -> object:
-        if memory_format == torch.channels_last:
-            wide = x.as_strided((x.numel() // 2048, 2048), (2048, 1))
-            return torch.batch_norm_update_stats(wide, None, None, 0.0)
-        return torch.native_group_norm(x, None, None, len(x), channels, x[0, 0].numel(), channels, 0.0)
-
-    def normalize() -> Tensor:
-        if memory_format == torch.channels_last:
-            return torch.addcmul(spread, x, spread)
-        return torch.native_batch_norm(x, vector, vector, zeros, ones, False, 0.0, 0.0)[0]
-
     return {
         "a copy, `clone`": x.clone,
         "`nn.BatchNorm2d`, forward": lambda: F.batch_norm(x, zeros.clone(), ones.clone(), vector, vector, True),
         "`nn.BatchNorm2d`, backward": lambda: backward(
             dy, x, vector, None, None, zeros, ones, True, 0.0, [True, True, True]
         ),
-        "ours: statistics": statistics_of,
-        "ours: normalize, and the linear part of the input gradient": normalize,
-        "ours: both sums of the backward": lambda: backward(
-            dy, x, None, zeros, ones, None, None, False, 0.0, [False, True, True]
-        ),
+        "ours: statistics": lambda: moments.local_moments(x),
+        "ours: normalize, and the linear part of the input gradient": lambda: multiply_add(x, vector, vector),
+        "ours: both sums of the backward": lambda: gradient_sums(dy, x, zeros, ones),
         "ours: add the scaled gradient": lambda: other.addcmul_(dy, spread),
         "not used: `batch_norm_update_stats`": lambda: torch.batch_norm_update_stats(x, None, None, 0.0),
     }
