@@ -457,7 +457,9 @@ class _Backward:
             grad_second = grad_second * -0.5 * at[home][1] ** 3
         if call.clamped is not None:
             grad_second = grad_second.masked_fill(call.clamped, 0)
-        through = torch.stack((grad_mean, 2 * grad_second)) / call.count
+        through = torch.stack((grad_mean, 2 * grad_second)) / (
+            call.count if isinstance(call.count, Tensor) else max(call.count, 1)
+        )
         for i, place, _, input, _ in self.parts:
             if ("input", i) in self.wanted:
                 with place.entered():

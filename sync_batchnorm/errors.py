@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
 
 __all__ = ["ReplicaSyncError"]
@@ -42,6 +43,8 @@ class CapturedError:
         self._type = type(error)
         try:
             original = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            if sys.version_info < (3, 11):  # whose tracebacks have no notes
+                original += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()))
         except Exception:  # Peers must be released even if the error of a replica cannot be shown.
             original = f"{type(error).__name__}: its text and traceback could not be made"
         self._text = f"Caught {type(error).__name__} in replica {replica_id} on device {device}.\nOriginal {original}"
@@ -73,11 +76,9 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a line to what is printed of `error`; on Python 3.10 to its text, unless its type makes that by itself."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args == (str(error),):
-        error.args = (f"{error}\n{note}",)
+    """Add a line to what is printed of `error`; on Python 3.10 only to what a `CapturedError` makes of it."""
+    # As `BaseException.add_note` does it, from Python 3.11 on; but also if the type forbids to set attributes.
+    vars(error).setdefault("__notes__", []).append(note)
 
 
 def is_caused_by(error: BaseException | None, text: str) -> bool:

@@ -172,29 +172,13 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
             f"but got {inputs}; give every replica the same kind of input"
         )
     call = Call(contents, contents[0].rule, contents[0].group)
-    call.one_weight = _have_one_weight(contents)
+    call.one_weight = len(contents) == 1 or all(message.common for message in contents)
     call.count = sum(message.elements for message in contents)
     if call.group is None:
         _refuse_one(call, contents)
     with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
         _merge(call, contents)
     return [(replica, call) for replica, _ in messages]
-
-
-def _have_one_weight(messages: Sequence[Message]) -> bool:
-    """Return whether weight and bias have the same values in all replicas, as far as that is certain."""
-    first = messages[0]
-    return all(
-        (message.common and first.common)
-        or (_is_same(message.weight, first.weight) and _is_same(message.bias, first.bias))
-        for message in messages[1:]
-    )
-
-
-def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
-    if tensor is None or other is None:
-        return tensor is other
-    return tensor.data_ptr() == other.data_ptr() and tensor.device == other.device
 
 
 def _out_of_inference_mode(messages: Sequence[Message]) -> AbstractContextManager[Any]:
@@ -564,7 +548,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe)
-    message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
+    message = Message(input, group=distributed.active_group(process_group), common=True, has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)
     requires_grad = pair.requires_grad

@@ -169,16 +169,17 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
     number of parts at once. In float64 on the CPU and on CUDA. The order of summation is that of the arguments.
     """
-    first = moments[0].mean
+    parts = [part for part in moments if part.elements] or moments[:1]
+    first = parts[0].mean
     dtype = torch.float64 if operators_for(first.device) != "other" else first.dtype
-    mean = torch.cat([part.mean for part in moments]).to(dtype)
-    var = torch.cat([part.var for part in moments]).to(dtype)
-    if len({part.elements for part in moments}) == 1:
+    mean = torch.cat([part.mean for part in parts]).to(dtype)
+    var = torch.cat([part.var for part in parts]).to(dtype)
+    if len({part.elements for part in parts}) == 1:
         merged = mean.mean(0)
         deviations = mean - merged
         return merged, torch.addcmul(var, deviations, deviations).mean(0)
-    total = sum(part.elements * len(part.mean) for part in moments)
-    shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in moments])
+    total = sum(part.elements * len(part.mean) for part in parts)
+    shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in parts])
     merged = (mean * shares).sum(0)
     deviations = mean - merged
     return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)

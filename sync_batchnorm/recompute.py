@@ -203,12 +203,13 @@ _CPU = torch.device("cpu")
 @contextmanager
 def warn_of_shared_draws(devices: Sequence[torch.device]) -> Iterator[None]:
     """Run the body, which calls one replica on each of `devices`, and warn if they draw where they are checkpointed."""
-    if len(devices) < 2:
+    around = is_recording()
+    if len(devices) < 2 or not (around or torch.is_grad_enabled()):
         yield
         return
     # All threads share the generator of the CPU, wherever their replicas compute.
     shared = list(dict.fromkeys([_CPU, *[device for device in devices if devices.count(device) > 1]]))
-    states, around, known = [_state(device) for device in shared], is_recording(), recorded()
+    states, known = [_state(device) for device in shared], recorded()
     yield
     drawn = [
         str(device) for device, state in zip(shared, states, strict=True) if not torch.equal(_state(device), state)

@@ -342,6 +342,9 @@ class _Callbacks(DataParallel[Any]):
         else:
             coordinator.raise_if_hidden()
             return outputs
+        finally:
+            for handle in handles:
+                handle.watched = False
         raise failure.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

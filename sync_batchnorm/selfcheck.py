@@ -13,12 +13,12 @@ import copy
 import json
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from pathlib import Path
 from time import monotonic, perf_counter
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,33 +101,38 @@ def run(items: Sequence[Item], deadline: float, program: Sequence[str] = (), sil
 
 def _run_program(command: Sequence[str], silence: float, deadline: float) -> tuple[list[tuple[bool, str]], str]:
     """Return what the program has reported, and in words how it ended."""
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
-    lines: SimpleQueue[str] = SimpleQueue()  # the last one is empty
-    # A daemon: a process that is stuck in a driver outlives its kill, and leaves the pipe open.
-    threading.Thread(target=_read_lines, args=(child.stdout, lines), daemon=True).start()
-    reported: list[tuple[bool, str]] = []
-    last = deadline  # no limit for what comes before the first line, the import of torch
-    try:
-        while line := lines.get(timeout=max(0.0, min(last + silence, deadline) - monotonic())):
-            if line.startswith(_MARK) and line.endswith("\n"):
-                reported.append(tuple(json.loads(line[len(_MARK) :])))
-                last = monotonic()
-        end = f"its process ended with status {child.wait(silence)}"
-    except (Empty, subprocess.TimeoutExpired):
-        over = monotonic() >= deadline
-        end = "did not end before the time was over" if over else f"hangs, no end after {silence:g} seconds"
-    finally:
-        child.kill()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # A file, as nobody may be there to close a pipe: a process inside of a driver outlives its kill.
+        path = Path(folder, "findings")
+        with path.open("w", encoding="utf-8") as file:
+            child = subprocess.Popen(command, stdout=file)
+        try:
+            end = _follow(child, path, silence, deadline)
+        finally:
+            child.kill()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)
+        return _read(path)[1:], end
+
+
+def _follow(child: subprocess.Popen[bytes], path: Path, silence: float, deadline: float) -> str:
+    """Wait until the child has ended, or hangs, or the time is over; return which of them."""
+    num_reported, since = 0, monotonic()
+    while True:
         with suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
-    return reported[1:], end
+            return f"its process ended with status {child.wait(0.1)}"
+        num_before, num_reported = num_reported, len(_read(path))
+        if num_reported != num_before:
+            since = monotonic()
+        if num_reported and monotonic() > since + silence:
+            return f"hangs, no end after {silence:g} seconds"
+        if monotonic() > deadline:
+            return "did not end before the time was over"
 
 
-def _read_lines(stream: IO[str], lines: SimpleQueue[str]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put("")
+def _read(path: Path) -> list[tuple[bool, str]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [tuple(json.loads(line[len(_MARK) :])) for line in lines if line.startswith(_MARK) and line.endswith("\n")]
 
 
 def check(item: Item) -> Finding:

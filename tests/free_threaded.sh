@@ -13,7 +13,7 @@ apt=(apt-get -qq -o "Dir::Etc::sourcelist=$work/trixie.sources" -o Dir::Etc::sou
 "${apt[@]}" update
 "${apt[@]}" source python3.13
 cd python3.13-*/
-./configure -q --disable-gil --prefix="$target"
+./configure -q --disable-gil --with-ensurepip=no --prefix="$target"
 make -s -j"$(nproc)"
 make -s install
 "$target/bin/python3.13t" -c 'import sys; print(sys.version, "lock:", sys._is_gil_enabled())'

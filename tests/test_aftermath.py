@@ -23,6 +23,7 @@ from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_r
 from torch import Tensor, nn
 
 from sync_batchnorm import (
+    DataParallelWithCallback,
     ReplicaSyncError,
     patch_replication_callback,
 )
@@ -168,6 +169,22 @@ def test_error_of_the_caller_releases_the_replicas_of_a_forward_of_its_own():
         thread.join()
     assert len(released) == R - 1
     assert all("got OSError in its thread; this replica was only released" in str(error) for error in released)
+
+
+class Interrupting(nn.Module):
+    def forward(self, input, interrupts):
+        if interrupts:
+            raise KeyboardInterrupt
+        return input
+
+
+def test_replica_that_is_kept_is_interrupted_as_itself():
+    parallel = DataParallelWithCallback(Interrupting(), ["cpu"] * 2)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    inputs = torch.randn(4, 2).chunk(2)
+    parallel.parallel_apply(replicas, [(part, False) for part in inputs], [{}] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        replicas[0](inputs[0], True)
 
 
 def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from sync_batchnorm import ReplicaSyncError
-from sync_batchnorm.errors import CapturedError, ReplicaTimeoutError, is_caused_by
+from sync_batchnorm.errors import CapturedError, ReplicaTimeoutError, add_note, is_caused_by
 
 
 class NeedsTwo(Exception):
@@ -154,3 +154,11 @@ def test_chain_that_closes_is_walked_once():
     first, second = ValueError(), ValueError()
     first.__context__, second.__context__ = second, first
     assert not is_caused_by(first, "released")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("text"), KeyError("key"), RuntimeError(), ValueError("two", 2), OSError(2, "x")]
+)
+def test_note_travels_in_the_text(error):
+    add_note(error, "The note.")
+    assert "\nThe note.\n" in str(CapturedError(error, 0, "cpu").rebuild())

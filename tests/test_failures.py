@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scripted import WRAPPERS, OneThread, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
-from sync_batchnorm import ReplicaSyncError, SynchronizedBatchNorm, patch_replication_callback
+from sync_batchnorm import ReplicaSyncError, SynchronizedBatchNorm, SyncMaster, patch_replication_callback
 
 
 @pytest.fixture(params=list(WRAPPERS))
@@ -229,10 +230,24 @@ def test_reduction_that_fails_reaches_the_caller(wrap, monkeypatch):
         raise FloatingPointError("the reduction")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sync_batchnorm.functional._have_one_weight", fails)
+        patch.setattr("sync_batchnorm.functional._merge", fails)
         with pytest.raises(FloatingPointError, match="the reduction"):
             parallel(*batch())
     assert_next_forward_is_right(parallel, (0, 0))
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+def test_error_that_takes_no_attributes_gets_its_note(monkeypatch):
+    def fails(messages: Any) -> None:
+        raise Frozen("not to be changed")
+
+    with pytest.raises(Frozen, match="not to be changed") as caught:
+        SyncMaster(fails).run_master(None)
+    assert caught.value.__notes__ == ["The replicas met in a SyncMaster of its own, call 1."]
 
 
 def test_hook_that_fails_reaches_the_caller(wrap):

@@ -145,6 +145,31 @@ class Conditional(nn.Module):
         return self.bn(input)
 
 
+class FastWeight(nn.Module):
+    """Trains a weight of each replica, which begins as that of the layer, in its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input):
+        self.bn.weight = self.bn.weight.detach().requires_grad_()
+        return self.bn(input)
+
+
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
+    _, parallel = twins(FastWeight().double(), devices)
+    data, grad = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    parts = [(part.to(device),) for part, device in zip(data.chunk(3), as_devices(devices), strict=True)]
+    outputs = parallel.parallel_apply(replicas, parts, [{}] * 3)
+    torch.cat([output.to(data) for output in outputs]).backward(grad)
+    products = F.batch_norm(data, None, None, training=True) * grad
+    for replica, part in zip(replicas, products.chunk(3), strict=True):
+        assert_equal(replica.bn.weight.grad.to(data), part.sum(0))
+
+
 @pytest.mark.parametrize("makers", ["all", "first", "others"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
@@ -330,6 +355,15 @@ def test_tangents_are_refused_and_not_lost(name, grad_mode):
 def test_moments_of_one_replica_are_refused_in_a_transform_too():
     with pytest.raises(RuntimeError, match=r"such as grad or vmap \(sync_moments\)"):
         torch.func.grad(lambda x: sync_moments(x, None)[1].sum())(torch.randn(4, 3))
+
+
+def test_gradient_penalty_without_a_single_sample_is_no_nan():
+    scale, input = torch.ones(2, dtype=torch.float64, requires_grad=True), doubles(0, 2, 3).requires_grad_()
+    mean, var, _ = sync_moments(input, None)
+    loss = ((mean + var) * scale * scale).sum() + (scale * scale).sum()
+    (grad,) = torch.autograd.grad(loss, input, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    assert_equal(scale.grad, torch.full((2,), 2.0, dtype=torch.float64))
 
 
 def test_moments_are_their_users_own():

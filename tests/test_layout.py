@@ -49,7 +49,6 @@ WAITING = {
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
-    "selfcheck": {"Empty", "SimpleQueue", "Thread"},  # it waits for a program that it has started, and not for long
 }
 HARMLESS = {"TIMEOUT_MAX"}
 

@@ -246,6 +246,12 @@ def test_draws_without_gradients_warn_where_a_checkpoint_draws_again():
         checkpoint(torch.no_grad()(parallel), torch.randn(6, 4, requires_grad=True), use_reentrant=False)
 
 
+def test_states_of_generators_are_left_alone_where_nothing_is_recorded(monkeypatch):
+    monkeypatch.setattr("sync_batchnorm.recompute._state", None)
+    with torch.no_grad():
+        DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)(torch.randn(6, 4))
+
+
 def test_warnings_point_to_the_call_of_the_wrapper():
     net = ClampingFirst()
     net.bn.compile(backend="eager")

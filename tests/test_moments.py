@@ -176,6 +176,14 @@ def test_parts_count_by_their_elements():
     assert_equal(merged, plain_moments(whole.T))
 
 
+def test_parts_without_elements_change_no_digit():
+    large = moments.Moments(torch.full((1, 3), 1e160, dtype=torch.float64), doubles(1, 3).abs(), 4)
+    nothing, _ = moments.local_moments(doubles(0, 3, 2))
+    expected = moments.merge_moments([large, large])
+    for found, vector in zip(moments.merge_moments([nothing, large, nothing, large]), expected, strict=True):
+        assert torch.equal(found, vector)
+
+
 def test_constants_of_another_kind_of_tensor_are_not_kept():
     counts = (3, 4, 5)
     with FakeTensorMode():
