@@ -172,13 +172,22 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
             f"but got {inputs}; give every replica the same kind of input"
         )
     call = Call(contents, contents[0].rule, contents[0].group)
-    call.one_weight = len(contents) == 1 or all(message.common for message in contents)
+    call.one_weight = _have_one_weight(contents)
     call.count = sum(message.elements for message in contents)
     if call.group is None:
         _refuse_one(call, contents)
     with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
         _merge(call, contents)
     return [(replica, call) for replica, _ in messages]
+
+
+def _have_one_weight(messages: Sequence[Message]) -> bool:
+    """Return whether weight and bias of all replicas are the same, also to autograd."""
+    first = messages[0]
+    return all(
+        (message.common and first.common) or (message.weight is first.weight and message.bias is first.bias)
+        for message in messages[1:]
+    )
 
 
 def _out_of_inference_mode(messages: Sequence[Message]) -> AbstractContextManager[Any]:
@@ -548,7 +557,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe)
-    message = Message(input, group=distributed.active_group(process_group), common=True, has_hooks=has_hooks)
+    message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)
     requires_grad = pair.requires_grad

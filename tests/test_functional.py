@@ -1,17 +1,25 @@
 """What one replica calls: the building block, its refusals, and layers among views and changes in place."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import as_devices, assert_equal, assert_same_step, doubles, randomize, twins
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SyncMaster,
+    execute_replication_callbacks,
+    merge_messages,
+    sync_moments,
+)
 from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.functional import RunningStatistics, sync_batch_norm
 
@@ -143,6 +151,26 @@ class Conditional(nn.Module):
         if input[0, 0] > 0:
             setattr(self.bn, self.name, getattr(self.bn, self.name) * (self.scale * input[0]).exp())
         return self.bn(input)
+
+
+@pytest.mark.parametrize("own", ["weight", "bias", None])
+def test_copies_of_ones_own_may_share_some_parameters(own):
+    layers = [randomize(SynchronizedBatchNorm1d(3).double()) for _ in range(2)]
+    for name in {"weight", "bias"} - {own}:
+        setattr(layers[1], name, getattr(layers[0], name))
+    execute_replication_callbacks(layers)
+    data, grad = doubles(6, 3), doubles(6, 3)
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(lambda layer, part: layer(part), layers, data.chunk(2)))
+    assert outputs[0].grad_fn.call.joined is (own is None)  # the fast way, where it is right
+    normalized = F.batch_norm(data, None, None, training=True).chunk(2)
+    expected = [part * layer.weight + layer.bias for layer, part in zip(layers, normalized, strict=True)]
+    assert_equal(torch.cat(outputs), torch.cat(expected))
+    parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
+    found, wanted = (torch.autograd.grad(torch.cat(parts), parameters, grad) for parts in (outputs, expected))
+    assert len(found) == (2 if own is None else 3)
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
 
 
 class FastWeight(nn.Module):
