@@ -305,6 +305,7 @@ def test_no_process_is_left_of_a_hung_copy(tmp_path):
 
 
 @pytest.mark.watchdog(120)
+@pytest.mark.slow
 def test_checks_run_as_a_program_of_their_own():
     module = [sys.executable, "-m", "sync_batchnorm.selfcheck"]
     kinds = ("copy", "broadcast", "float64")

@@ -89,6 +89,7 @@ def test_example_saves_a_picture_with_the_colours_of_its_runs(tiny_run: TinyRun)
 
 
 @pytest.mark.watchdog(60)
+@pytest.mark.slow
 def test_example_fails_when_its_replicas_do_not_synchronize(
     example: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
