@@ -333,6 +333,10 @@ def parallel_apply(
 
     The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
 
+    NOTE [ends of threads]: None ends before all replicas are through. On a free-threaded Python, a thread that has run
+    a backward must not end while another one drops objects that it has made, see docs/free-threading.md; replicas share
+    the nodes of their layers, so they would.
+
     Raises:
         BaseException: the exception of the lowest replica that failed, as `CapturedError.rebuild` makes it.
     """
@@ -340,6 +344,8 @@ def parallel_apply(
     failures: list[CapturedError | None] = [None] * len(modules)
     places = [current_place(device) for device in devices]
     cores = _Cores(len(modules)) if devices[0].type == "cpu" else None
+    through: SimpleQueue[int] = SimpleQueue()
+    running = threading.Lock()  # see NOTE [ends of threads]
 
     def work(i: int) -> None:
         try:
@@ -350,15 +356,22 @@ def parallel_apply(
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
         except BaseException as error:
             failures[i] = CapturedError(error, i, str(devices[i]))
+        finally:
+            through.put(i)
+        with running:
+            pass
 
     if len(modules) == 1:
         work(0)
     else:
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
-        for thread in threads:
-            thread.start()
-        if cores is not None:
-            cores.restore()
+        with running:
+            for thread in threads:
+                thread.start()
+            if cores is not None:
+                cores.restore()
+            for _ in threads:
+                through.get()
         for thread in threads:
             thread.join()
     for failure in failures:

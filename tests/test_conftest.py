@@ -35,6 +35,7 @@ def test_is_right():
 
 
 @pytest.mark.slow
+@pytest.mark.watchdog(60)
 def test_hang_and_a_thread_left_behind_are_failures_that_say_where(tmp_path):
     (tmp_path / "conftest.py").symlink_to(TESTS / "conftest.py")
     (tmp_path / "test_suite.py").write_text(SUITE)

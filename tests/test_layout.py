@@ -48,7 +48,7 @@ WAITING = {
     "autograd": {"Lock"},  # around what several backwards share, and never while anything is computed
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
-    "local_parallel": {"SimpleQueue", "Thread"},  # it waits for threads that it has started
+    "local_parallel": {"Lock", "SimpleQueue", "Thread"},  # threads that it has started, and their end
 }
 HARMLESS = {"TIMEOUT_MAX"}
 

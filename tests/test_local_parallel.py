@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -108,21 +109,53 @@ def test_parameter_that_no_replica_uses_has_no_gradient():
 
 
 def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail():
-    threads = []
     begun = threading.Event()
 
     def fails_at_once():
-        threads.append(threading.current_thread())
         begun.set()
         raise LookupError("of the first")
 
     def fails_later():
         begun.wait()
-        threads[0].join()
+        time.sleep(0.05)
         raise ValueError("of the second")
 
     with pytest.raises(LookupError, match="of the first"):
         parallel_apply([fails_at_once, fails_later], [(), ()], [{}, {}], [torch.device("cpu")] * 2)
+
+
+def test_thread_of_a_replica_ends_when_all_replicas_are_through():
+    threads = []
+    begun = threading.Event()
+
+    def returns_at_once():
+        threads.append(threading.current_thread())
+        begun.set()
+
+    def returns_later():
+        begun.wait()
+        threads[0].join(0.2)
+        return threads[0].is_alive()
+
+    replicas = [returns_at_once, returns_later]
+    assert parallel_apply(replicas, [(), ()], [{}, {}], [torch.device("cpu")] * 2) == [None, True]
+    assert not threads[0].is_alive()
+
+
+def test_thread_that_cannot_be_started_leaves_no_other_behind(monkeypatch):
+    before, start, started = threading.active_count(), threading.Thread.start, []
+
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        parallel_apply([int, int], [(), ()], [{}, {}], [torch.device("cpu")] * 2)
+    started[0].join(5)
+    assert threading.active_count() == before
 
 
 @pytest.mark.cuda

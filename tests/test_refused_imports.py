@@ -123,6 +123,7 @@ def test_torch_that_cannot_be_loaded_speaks_for_itself(folder):
     assert imported_in(folder).splitlines()[-1] == "ImportError: libcudart.so.12: cannot open shared object file"
 
 
+@pytest.mark.watchdog(60)
 def test_copied_folder_works_and_knows_its_version(folder):
     packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # where that of the tests is
     code = "import sync_batchnorm; print(sync_batchnorm.__file__, sync_batchnorm.__version__)"
