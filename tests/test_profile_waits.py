@@ -82,6 +82,7 @@ def two_forwards(tmp_path: Path) -> Path:
 
 
 @pytest.mark.watchdog(60)
+@pytest.mark.slow
 def test_example_ends_well_and_blames_the_slow_replica(tiny_run):
     finished, folder = tiny_run
     assert finished.returncode == 0, finished.stdout + finished.stderr
