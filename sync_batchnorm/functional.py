@@ -91,7 +91,7 @@ def _batch_statistics(call: Call, place: Place) -> BatchStatistics:
 # On the CPU, with small inputs, calls of operators cost more than what they compute; even more so in several threads,
 # since each call releases the GIL and takes it back. Up to this number of elements in a replica, the master makes the
 # calls for all, on the joined batch in float64, with one operator of torch. Measured on two cores, torch 2.13.0.
-JOINED = 16384
+JOINED = 32768
 
 
 class Message(ReplicaTensors):
