@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             shutil.copy(ROOT / name, sources)
     output_of([sys.executable, "-c", BUILD.format("build_sdist"), dist], sources)
     (archive,) = dist.glob("*.tar.gz")
-    shutil.unpack_archive(archive, sources / "unpacked", filter="data")
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in Python 3.11.2, that of Debian 12
+    shutil.unpack_archive(archive, sources / "unpacked", **options)
     (unpacked,) = (sources / "unpacked").iterdir()
     output_of([sys.executable, "-c", BUILD.format("build_wheel"), dist], unpacked)
     yield dist
