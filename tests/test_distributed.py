@@ -222,4 +222,5 @@ def test_example_prints_the_same_digits_in_two_processes_as_in_one(printed, repl
     command = [sys.executable, *torchrun, "--nproc-per-node", "2", *example]
     run = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS)
     text = run.stdout.decode() or run.stderr.decode()
-    assert re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE) == printed(1)  # as torch 2.8 prints
+    assert text.endswith(printed(1))  # With torch 2.8, both processes tell first that they are connected.
+    assert text.count("epoch 1:") == 1
