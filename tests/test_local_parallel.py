@@ -2,7 +2,7 @@
 
 import copy
 import threading
-import time
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -108,18 +108,23 @@ def test_parameter_that_no_replica_uses_has_no_gradient():
     assert_same_step(plain, parallel, doubles(6, 3))
 
 
-def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail():
-    begun = threading.Event()
+def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail(monkeypatch):
+    recorded = threading.Event()
+
+    class Telling(SimpleQueue):
+        def put(self, item):
+            if item == 0:  # the first replica is through, so its failure is known
+                recorded.set()
+            super().put(item)
 
     def fails_at_once():
-        begun.set()
         raise LookupError("of the first")
 
     def fails_later():
-        begun.wait()
-        time.sleep(0.05)
+        assert recorded.wait(5)
         raise ValueError("of the second")
 
+    monkeypatch.setattr(local_parallel, "SimpleQueue", Telling)
     with pytest.raises(LookupError, match="of the first"):
         parallel_apply([fails_at_once, fails_later], [(), ()], [{}, {}], [torch.device("cpu")] * 2)
 
