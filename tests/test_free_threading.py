@@ -44,6 +44,29 @@ def test_lock_is_off_while_tests_run():
     assert not sys._is_gil_enabled()
 
 
+class Chain(nn.Module):
+    """Twenty layers; each replica takes a gradient through them in its forward, and drops them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.BatchNorm2d(3) for _ in range(20)])
+
+    def forward(self, input):
+        input = input.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(input).sum(), input, retain_graph=True)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(120)
+@pytest.mark.skipif(not FREE_THREADED, reason="this Python has its lock")
+def test_replicas_that_drop_what_others_made_do_not_meet_their_end():
+    """When threads ended as soon as they were through, a thousand of these forwards hung or crashed the process."""
+    _, parallel = twins(Chain(), ["cpu"] * 2)
+    data = torch.randn(4, 3, 4, 5)
+    for _ in range(1000):
+        assert parallel(data).shape == data.shape
+
+
 def test_layer_is_added_by_one_thread_alone():
     for _ in range(50):
         layers, layer = LayerSet(), SynchronizedBatchNorm1d(1)
