@@ -50,6 +50,26 @@ def graph_of(output: Tensor) -> list[Any]:
     return list(seen)
 
 
+def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what every module of `model` consists of, as identities: all of its attributes, except for its class."""
+    found = {}
+    for name, module in model.named_modules():
+        parts: dict[str, Any] = {"": id(module)}
+        for attribute, value in vars(module).items():
+            parts[attribute] = id(value)
+            if isinstance(value, dict):  # parameters, buffers, children, hooks
+                parts.update({f"{attribute}.{key}": id(item) for key, item in value.items()})
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            parts[f"tensor {id(tensor)}"] = (tensor.requires_grad, tensor.dtype, tensor.device, id(tensor.grad))
+        found[name] = parts
+    return found
+
+
+def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """Return the class of every module of `model`."""
+    return {name: type(module) for name, module in model.named_modules()}
+
+
 def saved_bytes(output: Tensor) -> int:
     """Return the bytes of the distinct tensors that the graph behind `output` has saved.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import forked, needs_fork
 from helpers import assert_equal
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
@@ -80,13 +81,14 @@ def test_failing_forward_leaves_no_cycle_behind(name, failure):
 
 
 @pytest.mark.watchdog(60)
-def test_two_hundred_failing_forwards_leave_nothing_behind():
+@pytest.mark.parametrize("forwards", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_failing_forwards_leave_nothing_behind(forwards):
     parallel = WRAPPERS["wrapper"](scripted())
     steps = list(FAILURES.values())
     _fail(parallel)
     gc.collect()
     before = threading.active_count(), _live_tensors(), len(os.listdir("/proc/self/fd")) if os.name == "posix" else 0
-    for i in range(200):
+    for i in range(forwards):
         replica, place, step = steps[i % len(steps)]
         parallel.module.steps = {(replica, place): step}
         _fail(parallel)
@@ -113,15 +115,31 @@ finally:
 """
 
 
+def _stands_still(model: Scripted, x: Tensor) -> None:
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+@needs_fork
+def test_control_c_while_replicas_wait_reaches_the_caller():
+    def forward() -> None:
+        drain = Coordinator.drain
+        Coordinator.drain = lambda coordinator, seconds: drain(coordinator, 0.01)  # In vain: one replica never leaves.
+        try:
+            WRAPPERS["wrapper"](scripted((1, "between", _stands_still)))(*batch())
+        finally:
+            others = {*threading.enumerate()} - {threading.current_thread()}
+            print("Python waits for", [thread for thread in others if not thread.daemon])
+
+    status, output = forked(forward, interrupt_at="ready")
+    assert status == 1
+    assert output.startswith("ready\nPython waits for []\n")
+    assert output.endswith("\nKeyboardInterrupt\n")
+
+
+@pytest.mark.slow
 @pytest.mark.watchdog(60)
-@pytest.mark.parametrize(
-    ("name", "seconds"),
-    [
-        ("wrapper", None),
-        pytest.param("own-parallel_apply", 0.5, marks=pytest.mark.slow),
-        pytest.param("own-forward", 0.5, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "seconds"), [("wrapper", None), ("own-parallel_apply", 0.5), ("own-forward", 0.5)])
 def test_control_c_while_replicas_wait_ends_the_program(name, seconds):
     """A replica blocks, for ever or, where the threads are the user's own and keep the process alive, for a moment."""
     program = SIGINT_PROGRAM.format(tests=str(ROOT / "tests"), seconds=seconds, name=name, place="between")
@@ -257,27 +275,15 @@ def test_saved_wrapper_loads_and_trains_on_equally(wrap):
         assert_equal(twin.state_dict()[name], value, name)
 
 
-FORK_PROGRAM = """
-import os, sys
-sys.path.insert(0, {tests!r})
-from scripted import *
-
-torch.set_num_threads(1)
-parallel = WRAPPERS["wrapper"](scripted((1, "between", raising(LookupError()))))
-try:
-    parallel(*batch())
-except LookupError:
-    pass
-child = os.fork()
-assert_next_forward_is_right(parallel, (1, 0))
-assert_next_forward_is_right(WRAPPERS["wrapper"](scripted()), (0, 0))
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.watchdog(60)
+@needs_fork
 def test_forked_child_uses_the_wrapper_and_its_own():
-    program = textwrap.dedent(FORK_PROGRAM).format(tests=str(ROOT / "tests"))
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert result.returncode == 0, result.stderr
+    parallel = WRAPPERS["wrapper"](scripted((1, "between", raising(LookupError()))))
+    with pytest.raises(LookupError):
+        parallel(*batch())
+
+    def use_both() -> None:
+        assert_next_forward_is_right(parallel, (1, 0))
+        assert_next_forward_is_right(WRAPPERS["wrapper"](scripted()), (0, 0))
+
+    assert forked(use_both) == (0, "")
+    use_both()

@@ -19,6 +19,7 @@ import distributed_worker
 import pytest
 import torch
 import torch.distributed as dist
+from forks import fork
 from helpers import assert_same_step, twins
 from torch import nn
 
@@ -65,13 +66,33 @@ class World:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
+class ForkedWorld(World):
+    """The same in children of this process, which have imported everything."""
+
+    def __init__(self, size: int, folder: Path, what: str) -> None:
+        self.folder = folder
+        self.children = []
+        for rank in range(size):
+            with (folder / f"stderr.{rank}").open("w") as stderr:
+                body = functools.partial(distributed_worker.main, rank, size, folder, what)
+                self.children.append(fork(body, stderr.fileno()))
+
+    def join(self) -> list[int]:
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in self.children]
+
+
+# A child of a process that has used a GPU can run no backward.
+CAN_FORK = hasattr(os, "fork") and not torch.cuda.device_count()
+
+
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
     """The outcome of every check in each process of a world of the given size: empty if it succeeded."""
 
     @functools.cache
     def results_of(size: int) -> list[dict[str, str]]:
-        world = World(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
+        start = ForkedWorld if CAN_FORK and size == 2 else World
+        world = start(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
         world.join()
         found = []
         for rank in range(size):
@@ -99,9 +120,9 @@ def test_in_a_world(name, size, results_of):
         assert not outcome, f"rank {rank} of {size}:\n{outcome}"
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> World:
-    world = World(2, tmp_path_factory.mktemp("failures"), "failures")
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow)])
+def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(request.param, tmp_path_factory.mktemp("failures"), "failures")
     world.codes = world.join()
     return world
 
@@ -153,6 +174,19 @@ def test_layer_of_a_world_that_is_gone_is_alone():
     assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
 
 
+def test_channels_that_differ_where_the_backend_lets_them_pass_are_told(monkeypatch):
+    def all_gather(gathered, packed, group):
+        for row, channels in zip(gathered, (3, 4), strict=True):
+            row.copy_(packed)[0] = channels
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with pytest.raises(
+        ValueError, match=r"one number of channels in all processes, but got 3 in this one and \[3, 4\]"
+    ):
+        distributed.merge_over_processes(*torch.randn(2, 3).unbind(), 5, None)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("counts", "kind"), [((2, 3), torch.Tensor), ((1, 3), int), ((1, 0), int), ((0, 1), int)])
 def test_host_waits_for_the_count_only_where_it_may_be_one(monkeypatch, counts, kind):
@@ -195,6 +229,7 @@ EXAMPLE = ["--epochs", "1", "--batch", "96"]
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
     """Run the example in this process, with a number of replicas, and return what it prints."""
+    pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     example = importlib.import_module("train_digits_ddp")
 

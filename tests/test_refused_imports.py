@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import forked, needs_fork
 
 import sync_batchnorm
 
@@ -62,6 +64,7 @@ def test_older_python_is_refused(folder):
     assert_one_sentence(imported_in(folder, IN_OLD_PYTHON), python_sentence("3.9.18", sys.executable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", OLDER_PYTHONS)
 def test_older_python_that_is_here_is_refused(folder, python):
     found = subprocess.run([python, "-c", "import sys; print(sys.version.split()[0])"], capture_output=True, text=True)
@@ -123,6 +126,20 @@ def test_torch_that_cannot_be_loaded_speaks_for_itself(folder):
     assert imported_in(folder).splitlines()[-1] == "ImportError: libcudart.so.12: cannot open shared object file"
 
 
+@needs_fork
+def test_copied_folder_is_imported_beside_a_torch_that_is_there(folder):
+    def from_the_folder():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(folder))
+        copied = importlib.import_module("sync_batchnorm")
+        print(copied.__file__, copied.__version__)
+
+    file = folder / "sync_batchnorm" / "__init__.py"
+    assert forked(from_the_folder) == (0, f"{file} {sync_batchnorm.__version__}\n")
+
+
+@pytest.mark.slow
 @pytest.mark.watchdog(60)
 def test_copied_folder_works_and_knows_its_version(folder):
     packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # where that of the tests is

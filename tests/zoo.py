@@ -58,25 +58,6 @@ def models_with_batch_norm(names: Iterable[str] | None = None) -> Iterator[tuple
             yield name, model
 
 
-def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what every module of `model` consists of, as identities: all of its attributes, except for its class."""
-    found = {}
-    for name, module in model.named_modules():
-        parts: dict[str, Any] = {"": id(module)}
-        for attribute, value in vars(module).items():
-            parts[attribute] = id(value)
-            if isinstance(value, dict):  # parameters, buffers, children, hooks
-                parts.update({f"{attribute}.{key}": id(item) for key, item in value.items()})
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            parts[f"tensor {id(tensor)}"] = (tensor.requires_grad, tensor.dtype, tensor.device, id(tensor.grad))
-        found[name] = parts
-    return found
-
-
-def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
-    return {name: type(module) for name, module in model.named_modules()}
-
-
 def without_chance(model: nn.Module) -> nn.Module:
     """Turn off what draws random numbers in a forward."""
     for module in model.modules():

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 import conftest  # noqa: F401  # It lets torchvision import where its compiled operators are missing.
 import zoo
 from harness import environment
+from helpers import anatomy, classes
 from torch import Tensor, nn
 
 from sync_batchnorm import convert_model, revert_model
@@ -28,15 +29,15 @@ def sweep() -> None:
     start, busy = time.perf_counter(), time.process_time()
     models, layers, converting, reverting = 0, 0, 0.0, 0.0
     for name, model in zoo.models_with_batch_norm():
-        before = zoo.anatomy(model), zoo.classes(model)
+        before = anatomy(model), classes(model)
         begin = time.process_time()
         convert_model(model)
         converting += time.process_time() - begin
-        same = zoo.anatomy(model) == before[0]
+        same = anatomy(model) == before[0]
         begin = time.process_time()
         revert_model(model)
         reverting += time.process_time() - begin
-        if not same or (zoo.anatomy(model), zoo.classes(model)) != before:
+        if not same or (anatomy(model), classes(model)) != before:
             raise SystemExit(f"expected {name} as it was, but it has changed")
         models, layers = models + 1, layers + len(zoo.batch_norms(model))
     print(f"{models} models with {layers} layers, built, converted, reverted and compared twice:", end=" ")

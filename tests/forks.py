@@ -1,0 +1,71 @@
+"""Children of the process that runs the tests: they start at once, where a new Python would import torch first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+__all__ = ["Ended", "fork", "forked", "needs_fork"]
+
+LONGEST = 120  # seconds after which the system ends a child that hangs
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
+
+
+class Ended(NamedTuple):
+    """How a child ended: 0 if its body returned, 1 if it raised; and all that it has printed, a traceback last."""
+
+    status: int
+    output: str
+
+
+def fork(body: Callable[[], object], output: int) -> int:
+    """Run `body` in the main thread of a child, which writes to the file descriptor `output`; return its number.
+
+    Nothing runs at the end of the child: whether Python would wait for its threads is for the body to say.
+    """
+    with warnings.catch_warnings():
+        # Python 3.12 warns of other threads at a fork. Those of a test run wait, and hold nothing that a child needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.alarm(LONGEST)
+        sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        body()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def forked(body: Callable[[], object], interrupt_at: str | None = None) -> Ended:
+    """Run `body` in a child, and wait for its end; send it Ctrl-C when it prints a certain line."""
+    read, write = os.pipe()
+    child = fork(body, write)
+    os.close(write)
+    lines = []
+    try:
+        with os.fdopen(read) as output:
+            for line in output:
+                lines.append(line)
+                if line.rstrip("\n") == interrupt_at:
+                    os.kill(child, signal.SIGINT)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
+    return Ended(os.waitstatus_to_exitcode(status), "".join(lines))
