@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
+from pairwise import mark_the_rest_slow
 
 WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
@@ -28,8 +29,6 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # whether thi
 
 # Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-with suppress(ImportError):  # the tests that need it skip or fail by themselves
-    import_torchvision()
 # Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
 torch.set_num_threads(1)
 
@@ -57,6 +56,20 @@ def within(seconds: float, body: Callable[[], Any]) -> Any:
     return value
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use several processes if pytest-xdist is there; the command line may ask it for another number of them.
+
+    Not in `addopts`, since pytest alone does not know these options.
+    """
+    if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
+        if config.option.numprocesses is None:
+            config.option.numprocesses = "auto"
+        if config.option.dist == "no":
+            config.option.dist = "worksteal"
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Spread the whole suite over the cores; run files that are named, and all of it on one core, in this process.
 
@@ -65,6 +78,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     named = config.args_source == pytest.Config.ArgsSource.ARGS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if named or cores == 1 else min(cores, 4)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import torchvision, in a process that runs tests: one that hands them to others starts without it."""
+    if hasattr(config, "workerinput") or not config.getoption("tx", None):
+        with suppress(ImportError):  # the tests that need it skip by themselves
+            import_torchvision()
 
 
 def is_repetition(item: pytest.Item) -> bool:
@@ -78,6 +98,7 @@ def is_repetition(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if is_repetition(item)])
     items[:] = [item for item in items if not is_repetition(item)]
+    mark_the_rest_slow(items)
 
 
 def pytest_collection_finish() -> None:
@@ -154,7 +175,7 @@ def kernels(*slow: str) -> list[pytest.MarkDecorator]:
 
 
 every_kernel = kernels()  # for tests of numbers
-usual_kernels = kernels("exact", "general")  # for all other tests
+usual_kernels = [*kernels("exact", "general"), pytest.mark.once("kernel")]  # for all other tests
 
 
 def device_lists(*sizes: int) -> list[Any]:

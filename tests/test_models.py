@@ -179,8 +179,9 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
 
 @pytest.mark.watchdog(120.0)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what the compiler leaves alone
+@pytest.mark.once("whole", "devices")
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile", "compile"])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3], ids=["1", "3"])  # Simulated GPUs cannot be compiled for.
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 2], ids=["1", "2"])  # Simulated GPUs cannot be compiled for.
 def test_wrappers_may_be_compiled(devices, whole):
     torch.compiler.reset()
     plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)

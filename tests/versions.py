@@ -24,8 +24,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 ABOUT = "import sys; print('.'.join(map(str, sys.version_info[:3])) + sys.abiflags, sys.executable)"
-# pytest, its fixtures and the package itself: without these nothing runs.
-NEEDED = ("pytest", "pytest-xdist")
+# Without it nothing runs.
+NEEDED = ("pytest",)
 HEADER = ("Python", "torch", "passed", "skipped", "failed", "without")
 
 
