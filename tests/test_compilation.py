@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
+from sync_batchnorm.compilation import uncompiled
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
@@ -34,7 +36,8 @@ def _no_mode_left(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before(monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # The compiler has progress bars, which leave a thread behind.
+    if find_spec("tqdm"):  # The compiler has progress bars, which leave a thread behind.
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.compiler.reset()
@@ -84,7 +87,7 @@ class Checkpoint(Body):
 @pytest.mark.parametrize("net", [WholeForward, FunctionThatItCalls, pytest.param(GradientsToo, marks=pytest.mark.slow)])
 def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
     # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
-    plain, parallel = twins(net().double(), ["cpu"] * 4, timeout=SECONDS)
+    plain, parallel = twins(net().double(), ["cpu"] * 2, timeout=SECONDS)
     for training in (True, True, False, True):
         plain.train(training)
         parallel.train(training)
@@ -156,6 +159,14 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
 
 
+def test_compiler_that_nobody_has_imported_is_not_asked(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "torch._dynamo", raising=False)
+        patched.setattr(torch.compiler, "disable", None)
+        assert uncompiled(lambda number: number + 1)(2) == 3
+
+
+@pytest.mark.slow
 def test_compiler_is_not_imported_by_those_who_do_not_use_it():
     program = """
 import sys, torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import socket
@@ -10,10 +11,10 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import matplotlib
 import pytest
 
 import sync_batchnorm
@@ -80,22 +81,51 @@ def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    backend = matplotlib.get_backend()
-    matplotlib.use("Agg")
+    matplotlib = None
+    with suppress(ImportError):  # which only some pages need
+        matplotlib = importlib.import_module("matplotlib")
+        backend = matplotlib.get_backend()
+        matplotlib.use("Agg")
     yield
-    matplotlib.use(backend)
+    if matplotlib is not None:
+        matplotlib.use(backend)
     sync_batchnorm.set_sbn_eps_mode("plus")
 
 
-@pytest.mark.usefixtures("_clean_room")
-@pytest.mark.watchdog(60)
-def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
+OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
+
+# A loop that takes many seconds, and what the quick suite runs instead.
+LONG, SHORT = "for _ in range(2000):", "for _ in range(20):"
+
+
+def run_blocks_of(page: Path, monkeypatch: pytest.MonkeyPatch, shorten: bool) -> None:
+    """Run the Python blocks of a page, one after the other, as one module."""
     module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
     for block in blocks_of(page):
         if block.language == "python":
             # The empty lines make a traceback name the line of the page.
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+            code = "\n" * (block.line - 1) + (block.code.replace(LONG, SHORT) if shorten else block.code)
+            try:
+                exec(compile(code, str(page), "exec"), module.__dict__)
+            except ModuleNotFoundError as error:
+                if str(error.name).partition(".")[0] not in OPTIONAL:
+                    raise
+                pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
+
+
+@pytest.mark.usefixtures("_clean_room")
+@pytest.mark.watchdog(60)
+def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
+    run_blocks_of(page, monkeypatch, shorten=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_clean_room")
+@pytest.mark.watchdog(240)
+def test_long_loop_runs_to_its_end(monkeypatch: pytest.MonkeyPatch):
+    (page,) = [page for page in PAGES if LONG in page.read_text(encoding="utf-8")]
+    run_blocks_of(page, monkeypatch, shorten=False)
 
 
 def test_blocks_of_a_page_say_what_they_are(page: Path):

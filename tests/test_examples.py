@@ -3,48 +3,75 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib.colors
-import matplotlib.image
 import pytest
 import torch
 
 import sync_batchnorm
 
+colors = pytest.importorskip("matplotlib.colors")
+image = pytest.importorskip("matplotlib.image")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
 DIGITS = Path(__file__).parents[1] / "docs" / "examples" / "train_digits.py"
 TINY = ["--epochs", "1", "--batch", "96", "--replicas", "3"]
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One run of the digits example from a shell, and the picture that it made."""
-    folder = tmp_path_factory.mktemp("digits") / "new" / "folder"
-    command = [sys.executable, str(DIGITS), *TINY, "--output", str(folder)]
-    # The package that is tested here, wherever it was imported from.
-    environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    return finished, folder / "train_digits.png"
+@contextmanager
+def digits_as_a_module() -> Iterator[types.ModuleType]:
+    """Import the digits example, without the thread that its progress bar would leave behind."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(DIGITS.parent)  # where Python looks first when it runs the example
+        spec = importlib.util.spec_from_file_location("train_digits", DIGITS)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
+        threads = torch.get_num_threads()
+        yield module
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def digits(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """The digits example as a module, for what a shell cannot reach; without its progress bar, which keeps a thread."""
-    monkeypatch.syspath_prepend(DIGITS.parent)  # where Python looks first when it runs the example
-    spec = importlib.util.spec_from_file_location("train_digits", DIGITS)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
-    threads = torch.get_num_threads()
-    yield module
-    torch.set_num_threads(threads)
+def digits() -> Iterator[types.ModuleType]:
+    """The digits example as a module, for what a shell cannot reach."""
+    with digits_as_a_module() as module:
+        yield module
+
+
+class TinyRun(NamedTuple):
+    status: int
+    output: str
+    errors: str
+    picture: Path
+
+
+@pytest.fixture(scope="module", params=["imported", pytest.param("from-a-shell", marks=pytest.mark.slow)])
+def tiny_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """One run of the digits example, in this process or from a shell, and the picture that it made."""
+    folder = tmp_path_factory.mktemp("digits") / "new" / "folder"
+    options = [*TINY, "--output", str(folder)]
+    if request.param == "imported":
+        output, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(output), redirect_stderr(errors), digits_as_a_module() as module:
+            status = module.main(options)
+        return TinyRun(status, output.getvalue(), errors.getvalue(), folder / "train_digits.png")
+    # The package that is tested here, wherever it was imported from.
+    environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
+    command = [sys.executable, str(DIGITS), *options]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return TinyRun(finished.returncode, finished.stdout, finished.stderr, folder / "train_digits.png")
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
@@ -55,9 +82,8 @@ def rows_of(output: str) -> dict[str, list[str]]:
 
 @pytest.mark.watchdog(60)
 def test_digits_example_ends_well_and_prints_a_row_for_each_run(tiny_run):
-    finished, _ = tiny_run
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    rows = rows_of(finished.stdout)
+    assert tiny_run.status == 0, tiny_run.output + tiny_run.errors
+    rows = rows_of(tiny_run.output)
     assert list(rows) == ["one device", "unsynchronized", "synchronized"]
     for accuracy, loss, _, seconds in rows.values():
         assert 0 < float(accuracy.rstrip("%")) <= 100
@@ -67,28 +93,28 @@ def test_digits_example_ends_well_and_prints_a_row_for_each_run(tiny_run):
 
 @pytest.mark.watchdog(60)
 def test_digits_example_in_float64_ends_with_the_parameters_of_one_device(tiny_run):
-    rows = rows_of(tiny_run[0].stdout)
+    rows = rows_of(tiny_run.output)
     assert float(rows["synchronized"][2]) <= 1e-8
     assert rows["synchronized"][:2] == rows["one device"][:2]
 
 
 @pytest.mark.watchdog(60)
 def test_digits_example_without_synchronization_ends_elsewhere(tiny_run):
-    assert float(rows_of(tiny_run[0].stdout)["unsynchronized"][2]) > 1e-3
+    assert float(rows_of(tiny_run.output)["unsynchronized"][2]) > 1e-3
 
 
 @pytest.mark.watchdog(60)
 def test_digits_example_shows_progress_through_all_of_its_steps(tiny_run):
     num_steps = 3 * 15  # three runs over 1437 samples in batches of 96
-    assert f"{num_steps}/{num_steps}" in tiny_run[0].stderr
+    assert f"{num_steps}/{num_steps}" in tiny_run.errors
 
 
 @pytest.mark.watchdog(60)
 def test_digits_example_saves_a_picture(tiny_run):
-    pixels = matplotlib.image.imread(tiny_run[1])  # (H, W, RGBA)
+    pixels = image.imread(tiny_run.picture)  # (H, W, RGBA)
     assert min(pixels.shape[:2]) >= 400
     for colour in ("#D55E00", "#0072B2"):  # of the unsynchronized and the synchronized curve
-        distances = abs(pixels[..., :3] - matplotlib.colors.to_rgb(colour)).max(axis=-1)
+        distances = abs(pixels[..., :3] - colors.to_rgb(colour)).max(axis=-1)
         assert (distances < 0.02).sum() > 100
 
 

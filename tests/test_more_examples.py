@@ -11,14 +11,17 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.colors
-import matplotlib.image
 import pytest
 import torch
-import torchvision
 
 import sync_batchnorm
 from sync_batchnorm import DataParallelWithCallback, convert_model
+
+colors = pytest.importorskip("matplotlib.colors")
+image = pytest.importorskip("matplotlib.image")
+torchvision = pytest.importorskip("torchvision")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TINY = {
@@ -81,10 +84,10 @@ def test_example_shows_progress_through_all_of_its_steps(tiny_run: TinyRun):
 
 @pytest.mark.watchdog(90)
 def test_example_saves_a_picture_with_the_colours_of_its_runs(tiny_run: TinyRun):
-    pixels = matplotlib.image.imread(tiny_run.picture)  # (H, W, RGBA)
+    pixels = image.imread(tiny_run.picture)  # (H, W, RGBA)
     assert min(pixels.shape[:2]) >= 400
     for colour in ("#D55E00", "#0072B2"):  # of the unsynchronized and the synchronized curve
-        distances = abs(pixels[..., :3] - matplotlib.colors.to_rgb(colour)).max(axis=-1)
+        distances = abs(pixels[..., :3] - colors.to_rgb(colour)).max(axis=-1)
         assert (distances < 0.02).sum() > 100
 
 

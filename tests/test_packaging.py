@@ -130,6 +130,8 @@ def test_extra_of_the_examples_has_what_they_import_and_that_of_the_tests_has_th
     ]
     names = {getattr(node, "module", None) or alias.name for node in imports for alias in node.names}
     modules = {name.partition(".")[0] for name in names} - {"sync_batchnorm", *files, *sys.stdlib_module_names}
+    for module in modules:
+        pytest.importorskip(module)
     packages = {packages_distributions()[module][0] for module in modules}
     # The nets of torchvision are imported by a function, which takes them by name.
     assert {requirement.partition("==")[0] for requirement in extras["examples"]} == packages | {"torchvision"}
@@ -160,7 +162,7 @@ def test_installed_copy_checks_the_machine_and_knows_its_version(python, metadat
 @pytest.mark.slow
 def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_path):
     code = shutil.copy(USER, tmp_path)
-    pytest.importorskip("mypy", reason="mypy cannot be installed for this Python")
+    pytest.importorskip("mypy")
     # The cache is that of the usual type check, which has read torch if it ran before.
     cache = ROOT / ".mypy_cache"
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", cache]

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.colors
-import matplotlib.image
 import pytest
 import torch
 
 import sync_batchnorm
+
+colors = pytest.importorskip("matplotlib.colors")
+image = pytest.importorskip("matplotlib.image")
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "profile_waits.py"
 TINY = ["--replicas", "3", "--steps", "2", "--delay", "300"]
@@ -93,9 +94,9 @@ def test_example_ends_well_and_blames_the_slow_replica(tiny_run):
     waits = [float(wait) for wait in rows[1][3].split()]
     assert len(waits) == 3
     assert waits[2] == 0
-    pixels = matplotlib.image.imread(folder / "profile_waits.png")  # (H, W, RGBA)
+    pixels = image.imread(folder / "profile_waits.png")  # (H, W, RGBA)
     for colour in ("#E69F00", "#E4E4E4"):  # of the waits and of the forwards
-        distances = abs(pixels[..., :3] - matplotlib.colors.to_rgb(colour)).max(axis=-1)
+        distances = abs(pixels[..., :3] - colors.to_rgb(colour)).max(axis=-1)
         assert (distances < 0.02).sum() > 1000
 
 

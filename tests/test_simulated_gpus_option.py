@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import simulated_gpus
 import torch
-from simulated_gpus import NotPossible, build
+from simulated_gpus import NotPossible, build, plugin
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -66,6 +69,37 @@ def run(project: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+def refusal(number: int) -> str:
+    """Return the sentence with which the option stops pytest, in this process, which has torch."""
+    config: Any = SimpleNamespace(known_args_namespace=SimpleNamespace(simulated_gpus=number))
+    with pytest.raises(pytest.UsageError) as error:
+        plugin.pytest_load_initial_conftests(config)
+    return str(error.value)
+
+
+class Item:
+    """As much of a test as decides whether it runs."""
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+@pytest.mark.parametrize(("gpus", "simulated", "kept"), [(0, False, [2]), (1, False, [0, 2]), (1, True, [0, 1])])
+def test_tests_that_cannot_run_here_are_left_out(monkeypatch, gpus, simulated, kept):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(simulated_gpus, "is_simulated", lambda: simulated)
+    every = [Item("cuda"), Item("cuda", "simulated"), Item()]
+    items, left_out = list(every), []
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
+    plugin.pytest_collection_modifyitems(config, items)
+    assert items == [every[i] for i in kept]
+    assert left_out == [item for item in every if item not in items]
+
+
+@pytest.mark.slow
 def test_without_the_option_tests_of_the_simulator_are_left_out(project):
     status, output = run(project, "-v")
     assert status == 0, output
@@ -73,8 +107,15 @@ def test_without_the_option_tests_of_the_simulator_are_left_out(project):
     assert "test_simulator" not in output
 
 
+@pytest.mark.parametrize("number", [0, 65, -1])
+def test_number_out_of_range_is_refused(number):
+    expected = f"--simulated-gpus: expected between 1 and 64 simulated GPUs, but got {number}"
+    assert refusal(number) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["0", "65", "-1"])
-def test_number_out_of_range_is_refused(project, number):
+def test_number_out_of_range_ends_pytest(project, number):
     status, output = run(project, "--simulated-gpus", number)
     assert status == pytest.ExitCode.USAGE_ERROR
     assert f"expected between 1 and 64 simulated GPUs, but got {number}" in output
@@ -120,6 +161,13 @@ def test_cache_that_cannot_be_written_is_named(project, tmp_path):
     assert "Traceback" not in output
 
 
+def test_process_that_has_torch_already_is_refused():
+    assert refusal(2) == (
+        "--simulated-gpus: GPUs must be simulated before torch is imported, and something has imported it already"
+    )
+
+
+@pytest.mark.slow
 def test_torch_that_was_imported_before_is_refused(project):
     (project / "imports_torch.py").write_text("import torch")
     status, output = run(project, "-p", "imports_torch", "--simulated-gpus", "2", PYTHONPATH=str(project))

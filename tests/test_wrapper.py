@@ -167,7 +167,8 @@ def test_forward_leaves_no_reference_cycle_with_tensors(fails):
         gc.enable()
 
 
-def test_hundreds_of_forwards_leave_nothing_behind():
+@pytest.mark.parametrize("forwards", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_forwards_leave_nothing_behind(forwards):
     plain, parallel = twins(Failing().double(), ["cpu"] * 3)
     data = doubles(6, 3)
 
@@ -181,10 +182,10 @@ def test_hundreds_of_forwards_leave_nothing_behind():
     threads = threading.active_count()
     gc.collect()
     objects = len(gc.get_objects())
-    run(200)
+    run(forwards)
     gc.collect()
     assert threading.active_count() == threads
-    assert len(gc.get_objects()) - objects < 100
+    assert len(gc.get_objects()) - objects < forwards / 2
     parallel.module.fails = False
     for module in (plain, parallel.module):
         module.load_state_dict(plain.state_dict())
