@@ -93,7 +93,8 @@ def test_imports_go_in_one_direction(file):
 
 
 def test_documented_table_has_every_file_behind_those_that_it_imports():
-    table = (Path(__file__).parents[1] / "docs" / "contributing.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "contributing.md").read_text()
+    table = page.split("\n## The files\n")[1].split("\n## ")[0]
     rows = [file for file in re.findall(r"^\| `(\w+)\.py` \|", table, re.MULTILINE) if file not in ENTRANCES]
     assert sorted(rows) == sorted(set(TREES) - ENTRANCES)
     for i, file in enumerate(rows):
