@@ -140,15 +140,13 @@ def test_quick_tests_come_first_and_one_of_each_function_before_the_next():
     }
     tests["t::other"] = {"seconds": 0.1, "passed": True, "statements": ["a.py:3"]}
     mutant = FOUND[0]._replace(reached=frozenset({"a.py:1", "a.py:2"}))
-    assert mutants.tests_of(mutant, tests, {}) == (["t::c", "t::a[2]", "t::b", "t::a[1]"], False)
-    assert mutants.tests_of(mutant, tests, {"t::c": {}}) == (["t::a[2]", "t::b", "t::a[1]"], False)
+    assert mutants.tests_of(mutant, tests) == ["t::c", "t::a[2]", "t::b", "t::a[1]"]
 
 
-def test_tests_over_the_budget_are_left_out(monkeypatch):
-    monkeypatch.setattr(mutants, "BUDGET", 2.5)
-    tests = {f"t::{i}": {"seconds": 1.0, "passed": True, "statements": ["a.py:2"]} for i in range(3)}
-    mutant = FOUND[0]._replace(reached=frozenset({"a.py:2"}))
-    assert mutants.tests_of(mutant, tests, {}) == (["t::0", "t::1"], True)
+@pytest.mark.parametrize(("budget", "number"), [(0.5, 1), (1.0, 1), (2.5, 2), (4.0, 3)])
+def test_tests_over_the_budget_are_left_out_but_for_the_first(budget, number):
+    tests = {name: {"seconds": 1.0} for name in "abc"}
+    assert mutants.within_budget("abc", tests, budget) == number
 
 
 def test_recorded_bytecode_notes_each_statement_and_keeps_its_line():
