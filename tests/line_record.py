@@ -149,11 +149,19 @@ def collect(root: Path) -> dict[str, dict[str, Any]]:
     for entry in entries:
         for owner in entry.get("for", ()):
             statements.setdefault(owner, set()).add(entry["statement"])
+    found = [entry for entry in entries if "test" in entry]
+    # The first test with a shared fixture has paid for all of them, but any of them pays if it runs alone.
+    costs: dict[str, float] = {}
+    for entry in found:
+        for owner in [entry["test"], *entry["shared"]]:
+            costs[owner] = max(costs.get(owner, 0.0), entry["seconds"])
     tests = {}
-    for entry in entries:
-        if "test" in entry:
-            found = set().union(*(statements.get(owner, set()) for owner in [entry["test"], *entry["shared"]]))
-            tests[entry["test"]] = {key: entry[key] for key in ("seconds", "slow", "passed")} | {
-                "statements": sorted(found)
-            }
+    for entry in found:
+        owners = [entry["test"], *entry["shared"]]
+        tests[entry["test"]] = {
+            "seconds": max(costs[owner] for owner in owners),
+            "slow": entry["slow"],
+            "passed": entry["passed"],
+            "statements": sorted(set().union(*(statements.get(owner, ()) for owner in owners))),
+        }
     return tests

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("sync_batchnorm", "tests", "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 CACHE = ROOT / "out" / "mutants"
 BUDGET = 60.0  # seconds of processor time, as recorded
-FIRST = 3.0  # of these in the first process, which is enough for most mutants
+FIRST, FILES = 3.0, 4  # seconds, and files of tests, in the first process, which is enough for most mutants
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4"), "1 gpu": ("--simulated-gpus", "1")}
 
 Recorded = dict[str, dict[str, Any]]  # by test, see `line_record.collect`
@@ -76,6 +77,7 @@ def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 
 
 def _copy_to(root: Path) -> None:
+    root.mkdir(exist_ok=True)
     for part in PARTS:
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -101,7 +103,7 @@ def recorded(place: str, quick: bool, anew: bool, jobs: int) -> Recorded:
     path = CACHE / f"{'quick' if quick else 'all'} {place}.json.gz"
     test_files = {file.name: file for file in (ROOT / "tests").glob("test_*.py")}
     others = {file for part in PARTS for file in [ROOT / part, *(ROOT / part).rglob("*")] if file.suffix in _SUFFIXES}
-    common = _hash(others - {*test_files.values(), Path(__file__), Path(__file__).with_name("mutation.py")})
+    common = _hash(others - {*test_files.values(), *(ROOT / "tests" / name for name in _FOR_MUTANTS)})
     hashes = {name: _hash([file]) for name, file in test_files.items()}
     state: dict[str, Any] = {}
     if path.exists() and not anew:
@@ -117,6 +119,7 @@ def recorded(place: str, quick: bool, anew: bool, jobs: int) -> Recorded:
     return state["tests"]
 
 
+_FOR_MUTANTS = ("mutants.py", "mutation.py", "preloaded.py")  # what the recording does not use
 _SUFFIXES = (".py", ".toml", ".cpp", ".h")
 
 
@@ -159,6 +162,15 @@ def tests_of(mutant: Mutant, tests: Recorded) -> list[str]:
     return sorted(covering, key=ranks.__getitem__)
 
 
+def first_of(covering: Sequence[str], file: str, tests: Recorded) -> list[str]:
+    """Return the tests to try first, from few files, as each takes time to import."""
+    times = Counter(test.partition("::")[0] for test in covering)
+    times[f"tests/test_{file}"] *= len(covering)  # its own comes before all others
+    few = {name for name, _ in times.most_common(FILES)}
+    names = [test for test in covering if test.partition("::")[0] in few]
+    return names[: within_budget(names, tests, FIRST)]
+
+
 def within_budget(names: Sequence[str], tests: Recorded, budget: float) -> int:
     """Return how many of some tests, at least one, take no longer than `budget` together."""
     seconds = itertools.accumulate(tests[name]["seconds"] for name in names)
@@ -195,17 +207,18 @@ class Run(NamedTuple):
     seconds: float  # of processor time
 
 
-def run(tests: Sequence[str], options: Sequence[str], mutant: Mutant | None, limit: float) -> Run:
-    """Run tests on a copy, with the mutant if given."""
+def run(base: Path, tests: Sequence[str], options: Sequence[str], mutant: Mutant | None, limit: float) -> Run:
+    """Run tests on a copy of `base`, with the mutant if given."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        root = Path(folder)
-        _copy_to(root)
+        root = Path(folder) / "copy"
+        shutil.copytree(base, root)
         if mutant is not None:
             path = root / "sync_batchnorm" / mutant.file
             path.write_text(mutant.applied(path.read_text()))
+            Path(cache_from_source(str(path))).unlink(missing_ok=True)
         # Simulated GPUs must be there before torch is; everything else starts from a process that has imported it.
         context: Any = multiprocessing.get_context("spawn" if "--simulated-gpus" in options else "forkserver")
-        context.set_forkserver_preload(["pytest", "torch"])
+        context.set_forkserver_preload(["preloaded"])
         process = context.Process(target=_run_pytest, args=(root, tests, options))
         with _starting:
             process.start()
@@ -251,7 +264,7 @@ class End(NamedTuple):
     seconds: float
 
 
-def end_of(mutant: Mutant, records: dict[str, Recorded]) -> End:
+def end_of(mutant: Mutant, records: dict[str, Recorded], base: Path) -> End:
     """Try a mutant, and return how it ended."""
     for equivalent in EQUIVALENT:
         if mutant in equivalent:
@@ -261,15 +274,15 @@ def end_of(mutant: Mutant, records: dict[str, Recorded]) -> End:
         covering = tests_of(mutant, tests)
         if not covering or (place == "1 gpu" and details):
             continue
-        last = within_budget(covering, tests, BUDGET)
-        first = min(last, within_budget(covering, tests, FIRST))
-        for part in filter(None, (covering[:first], covering[first:last])):
+        first = first_of(covering, mutant.file, tests)
+        rest = [test for test in covering[: within_budget(covering, tests, BUDGET)] if test not in first]
+        for part in filter(None, (first, rest)):
             limit = 60.0 + 10.0 * sum(tests[test]["seconds"] for test in part)
-            result = run(part, PLACES[place], mutant, limit)
+            result = run(base, part, PLACES[place], mutant, limit)
             seconds += result.seconds
             if result.killed_by:
                 return End("killed", f"by {result.killed_by}" + f" ({place})" * (place != "cpu"), seconds)
-        details.append(f"{last} of {len(covering)} tests passed ({place})")
+        details.append(f"{len(first) + len(rest)} of {len(covering)} tests passed ({place})")
     return End("survived" if details else "not covered", "; ".join(details), seconds)
 
 
@@ -293,8 +306,14 @@ def main() -> int:
         if place != "1 gpu" or not all(any(tests_of(mutant, tests) for tests in records.values()) for mutant in chosen):
             records[place] = recorded(place, options.quick, options.record, options.jobs)
     ends = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, end in zip(chosen, pool.map(lambda mutant: end_of(mutant, records), chosen), strict=True):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        base = Path(folder) / "base"
+        _copy_to(base)
+        # So that the copies have the bytecode of all tests.
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only"]
+        subprocess.run(command, cwd=base, env=os.environ | {"PYTHONPATH": str(base)}, capture_output=True, check=True)
+        os.environ["PYTHONPATH"] = str(ROOT / "tests")  # where processes find what they import first
+        for mutant, end in zip(chosen, pool.map(lambda mutant: end_of(mutant, records, base), chosen), strict=True):
             ends.append(end)
             print(f"{end.word:11} {mutant.file}:{mutant.line}: {mutant.function}: {mutant.change}", flush=True)
             print(f"            {end.detail}" * bool(end.detail), flush=True)

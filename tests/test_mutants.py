@@ -104,6 +104,11 @@ def test_every_file_of_the_package_has_mutants_of_every_kind_together(all_mutant
     assert min(kinds.values()) >= 50
 
 
+def test_same_code_has_the_same_mutants():
+    source = {"coordinator.py": SOURCES["coordinator.py"]}
+    assert mutation.mutants_of(source) == mutation.mutants_of(source)
+
+
 def test_every_mutant_has_a_name_and_a_text_of_its_own(all_mutants):
     assert len({str(mutant) for mutant in all_mutants}) == len(all_mutants)
     texts = {(mutant.file, mutant.applied(SOURCES[mutant.file])) for mutant in all_mutants}
@@ -116,7 +121,7 @@ def test_mutants_of_a_sample_are_python_and_the_same_for_the_same_seed(all_mutan
     assert len({*chosen}) == 60
     for mutant in chosen:
         ast.parse(mutant.applied(SOURCES[mutant.file]), str(mutant))
-    assert chosen == mutants.sample(mutation.mutants_of(SOURCES), 60, seed=1)
+    assert chosen == mutants.sample(all_mutants, 60, seed=1)
     assert chosen != mutants.sample(all_mutants, 60, seed=2)
 
 
