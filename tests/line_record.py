@@ -105,9 +105,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     begin, outcomes = _now(), item.stash.setdefault(OUTCOMES, [])
     yield
     _run_for([])
-    is_slow = item.get_closest_marker("slow") is not None
-    entry = {"test": item.nodeid, "seconds": round(_now() - begin, 4), "slow": is_slow, "shared": shared}
-    write(entry | {"passed": outcomes == ["passed"] * 3})
+    seconds, passed = round(_now() - begin, 4), outcomes == ["passed"] * 3
+    write({"test": item.nodeid, "seconds": seconds, "shared": shared, "passed": passed})
 
 
 OUTCOMES = pytest.StashKey[list[str]]()
@@ -141,7 +140,7 @@ def _name(fixturedef: pytest.FixtureDef[Any]) -> str:
 
 
 def collect(root: Path) -> dict[str, dict[str, Any]]:
-    """Return what was recorded in a copy, by test: its seconds, whether it is slow and has passed, its statements."""
+    """Return what was recorded in a copy, by test: its seconds, shared fixtures, statements, and whether it passed."""
     entries = [
         json.loads(line) for path in (root / FOLDER.name).glob("*.jsonl") for line in path.read_text().splitlines()
     ]
@@ -160,7 +159,7 @@ def collect(root: Path) -> dict[str, dict[str, Any]]:
         owners = [entry["test"], *entry["shared"]]
         tests[entry["test"]] = {
             "seconds": max(costs[owner] for owner in owners),
-            "slow": entry["slow"],
+            "shared": entry["shared"],
             "passed": entry["passed"],
             "statements": sorted(set().union(*(statements.get(owner, ()) for owner in owners))),
         }

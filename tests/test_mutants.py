@@ -150,8 +150,15 @@ def test_quick_tests_come_first_and_one_of_each_function_before_the_next():
 
 @pytest.mark.parametrize(("budget", "number"), [(0.5, 1), (1.0, 1), (2.5, 2), (4.0, 3)])
 def test_tests_over_the_budget_are_left_out_but_for_the_first(budget, number):
-    tests = {name: {"seconds": 1.0} for name in "abc"}
+    tests = {name: {"seconds": 1.0, "shared": []} for name in "abc"}
     assert mutants.within_budget("abc", tests, budget) == number
+
+
+def test_shared_fixture_is_paid_once():
+    tests = {name: {"seconds": 1.0, "shared": ["world"]} for name in "abc"}
+    tests |= {"d": {"seconds": 1.0, "shared": ["world", "other"]}}
+    assert mutants.within_budget("abcd", tests, 1.5) == 3
+    assert mutants.within_budget("abcd", tests, 2.5) == 4
 
 
 def test_recorded_bytecode_notes_each_statement_and_keeps_its_line():
@@ -181,9 +188,9 @@ def test_recorded_bytecode_notes_each_statement_and_keeps_its_line():
 def test_recording_gives_what_a_fixture_has_run_to_all_its_tests(tmp_path):
     entries = [
         '{"statement": "a.py:1", "for": []}\n{"statement": "a.py:2", "for": ["t::a", "t: world"]}',
-        '{"test": "t::a", "seconds": 1.0, "slow": false, "shared": ["t: world"], "passed": true}',
-        '{"test": "t::b", "seconds": 1.0, "slow": false, "shared": ["t: world"], "passed": true}',
-        '{"test": "t::c", "seconds": 1.0, "slow": true, "shared": [], "passed": false}',
+        '{"test": "t::a", "seconds": 1.0, "shared": ["t: world"], "passed": true}',
+        '{"test": "t::b", "seconds": 1.0, "shared": ["t: world"], "passed": true}',
+        '{"test": "t::c", "seconds": 1.0, "shared": [], "passed": false}',
     ]
     (tmp_path / "recorded").mkdir()
     for entry, number in zip(entries, itertools.count()):
