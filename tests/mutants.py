@@ -203,7 +203,8 @@ class _Chosen:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed = self.failed or report.nodeid
+            hung = ", which did not come back" * ("something hangs" in report.longreprtext)
+            self.failed = self.failed or report.nodeid + hung
 
 
 class Run(NamedTuple):
@@ -317,7 +318,8 @@ def main() -> int:
         _copy_to(base)
         # So that the copies have the bytecode of all tests.
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only"]
-        subprocess.run(command, cwd=base, env=os.environ | {"PYTHONPATH": str(base)}, capture_output=True, check=True)
+        environment = os.environ | {"PYTHONPATH": str(base), "PYTHONDONTWRITEBYTECODE": ""}
+        subprocess.run(command, cwd=base, env=environment, capture_output=True, check=True)
         os.environ["PYTHONPATH"] = str(ROOT / "tests")  # where processes find what they import first
         for mutant, end in zip(chosen, pool.map(lambda mutant: end_of(mutant, records, base), chosen), strict=True):
             ends.append(end)
