@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -231,31 +231,37 @@ class _Finder:
     change_Raise = change_Delete = change_Continue = change_Break = change_For = change_statement
 
 
-def _bodies(node: ast.AST) -> Iterator[ast.stmt]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.stmt) and part is not node:
-            yield part
+class _Reached:
+    """Knows which statements, as "file:line", lead to a change in a statement."""
+
+    def __init__(self, trees: dict[str, ast.Module]) -> None:
+        self.at_import: set[ast.stmt] = set()
+        self.using: dict[str, set[str]] = defaultdict(set)  # by name, the statements that use it
+        for file, tree in trees.items():
+            self.at_import.update(_at_import(tree))
+            for statement in _statements(tree):
+                for part in _own_parts(statement):
+                    name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", None)
+                    if name is not None:
+                        self.using[name] |= self.inside(file, statement)
+
+    def inside(self, file: str, statement: ast.stmt) -> set[str]:
+        """Return a statement, and those in it if it is a function: its defaults are evaluated once, and used there."""
+        inner = _statements(statement) if isinstance(statement, ast.FunctionDef) else ()
+        return {f"{file}:{part.lineno}" for part in (statement, *inner)}
+
+    def by(self, file: str, statement: ast.stmt) -> frozenset[str]:
+        """Return the statement; of what may run at import and gives something a name, also those that use the name."""
+        found = self.inside(file, statement)
+        if statement in self.at_import and isinstance(statement, ast.Assign | ast.AnnAssign):
+            for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+                if isinstance(target, ast.Name):
+                    found |= self.using[target.id]
+        return frozenset(found)
 
 
-def _reached(file: str, statement: ast.stmt, trees: dict[str, ast.Module]) -> frozenset[str]:
-    """Return the statements that lead to a change in `statement`.
-
-    It itself; with a function, whose defaults are evaluated at import, those in it; and with an assignment that may run
-    at import, those that use the name.
-    """
-    found = {f"{file}:{statement.lineno}"}
-    if isinstance(statement, ast.FunctionDef):
-        found |= {f"{file}:{part.lineno}" for part in _bodies(statement)}
-    if isinstance(statement, ast.Assign | ast.AnnAssign) and any(statement is part for part in _at_import(trees[file])):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        names = {target.id for target in targets if isinstance(target, ast.Name)}
-        for other, tree in trees.items():
-            for part in _bodies(tree):
-                if names & {getattr(used, "id", getattr(used, "attr", None)) for used in _own_parts(part)}:
-                    found.add(f"{other}:{part.lineno}")
-                    if isinstance(part, ast.FunctionDef):
-                        found |= {f"{other}:{inner.lineno}" for inner in _bodies(part)}
-    return frozenset(found)
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.stmt) and part is not node)
 
 
 def _at_import(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -275,7 +281,7 @@ def _own_parts(statement: ast.stmt) -> Iterator[ast.AST]:
 def mutants_of(sources: dict[str, str]) -> list[Mutant]:
     """Return all mutants of the given files, in a fixed order. Of those with the same text, the first is kept."""
     trees = {file: ast.parse(source) for file, source in sources.items()}
-    mutants = []
+    mutants, reached = [], _Reached(trees)
     for file, source in sorted(sources.items()):
         finder = _Finder(source, trees[file])
         known, times = {finder.bytes}, Counter[tuple[str, str]]()
@@ -291,6 +297,6 @@ def mutants_of(sources: dict[str, str]) -> list[Mutant]:
             times[function, change] += 1
             if times[function, change] > 1:  # the same words are in the function again
                 change += f" #{times[function, change]}"
-            line, reached = finder.starts.index(first) + 1, _reached(file, statement, trees)
-            mutants.append(Mutant(file, function, change, line, kind, begin, end, text, reached))
+            line, covering = finder.starts.index(first) + 1, reached.by(file, statement)
+            mutants.append(Mutant(file, function, change, line, kind, begin, end, text, covering))
     return mutants
