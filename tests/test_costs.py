@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import FREE_THREADED, KERNELS
-from helpers import saved_bytes, twins
+from conftest import FREE_THREADED, KERNELS, device_lists
+from helpers import as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sync_batchnorm import moments
+from sync_batchnorm import moments, normalization
 from sync_batchnorm.coordinator import Coordinator
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -26,6 +26,20 @@ def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
     expected = saved_bytes(torch.cat([plain(part) for part in data.chunk(2)]))
     input = data.numel() * data.element_size()
     assert input <= saved_bytes(parallel(data)) <= expected
+
+
+@pytest.mark.parametrize("kernel", ["separate"], indirect=True)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
+    _, parallel = twins(nn.BatchNorm1d(3), devices)
+    parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]
+    outputs = run_parts(parallel, parts)
+    name = "input_gradient" if devices[0] == "cpu" else "fused_input_gradient"
+    made, gradient = [], getattr(normalization, name)
+    monkeypatch.setattr(normalization, name, lambda *args: made.append(args) or gradient(*args))
+    torch.autograd.grad(outputs, parts[1], [torch.randn_like(output) for output in outputs])
+    assert len(made) == 1
 
 
 one_mode_at_a_time = pytest.mark.skipif(

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_module_runs_as_a_program_and_prints_json(monkeypatch, capsys):
     assert [check["check"] for check in report["checks"]] == ["parity in float32", "parity in float64", "time"]
     assert report["versions"]["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert report["advice"] == []
+
+
+def test_seconds_are_those_of_the_checks(monkeypatch, capsys):
+    play(monkeypatch, {})
+    clock = iter([100.0, 102.5])
+    monkeypatch.setattr(command, "monotonic", lambda: next(clock))
+    assert report_of(capsys, "--devices", "cpu,cpu")[1]["seconds"] == 2.5
+
+
+def test_devices_are_described_by_what_their_kind_tells(monkeypatch):
+    def properties(device):
+        return SimpleNamespace(name=f"GPU {device}", total_memory=24 * 2**30)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(command.platform, "processor", lambda: "a chip")
+    assert command.describe("cuda:1") == "GPU cuda:1, 24 GiB"
+    assert command.describe("mps:0") == "a chip"
+    assert command.describe("cpu") == f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def test_layer_that_does_not_synchronize_is_found(monkeypatch, capsys):
