@@ -139,6 +139,11 @@ class Call:
     clamped: Tensor | None = None  # see `EpsRule`
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
+    peers: distributed.Peers | None = None  # the other processes, if there is a group
+    # See NOTE [order of a backward] in `distributed.py`.
+    numbered: tuple[Any, int] | None = None  # what must live as long as the node, and the number of the node
+    takes_token: bool = False
+    makes_token: bool = False
 
     def __init__(
         self, replicas: Sequence[ReplicaTensors], rule: EpsRule | None, group: distributed.Group | None
@@ -172,8 +177,15 @@ class Call:
                     tensors.append(tensor)
             to_save += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
         # Nothing of this belongs to a replica with hooks, so none is called; this is the thread of the master.
+        order = None if self.group is None else distributed.order_of_forward()
+        if order is not None and len({place.device for place in self.places}) > 1:
+            self.makes_token, self.takes_token = True, order.token is not None
+            tensors += [order.token] if order.token is not None else []
         with torch.enable_grad(), without_hooks() if replicas[0].has_hooks else nullcontext():
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
+        if order is not None:
+            self.numbered = order.add(results[-1].grad_fn)
+            order.token = results[-1] if self.makes_token else None
         return results
 
     def count_at(self, place: Place) -> Tensor:
@@ -195,23 +207,27 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*pairs, *to_save)
-        return *outputs, *pairs
+        tokens = [torch.empty(0, device=call.home.device)] * call.makes_token
+        return *outputs, *pairs, *tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         wanted = _wanted(ctx, call)
         found: Gradients = {}
-        if any(grad is not None for grad in grads):
+        if call.makes_token:
+            grads = grads[:-1]
+        # Where all gradients are None, other processes may have some, and wait. But not if there is a token.
+        if any(grad is not None for grad in grads) or (call.group is not None and not call.makes_token):
             with nullcontext() if call.home.stream is None else _in_order(call, grads):
                 found = _Backward(ctx, call, grads, wanted).run()
-        return None, None, None, None, *[found.get(slot) for slot in call.slots]
+        return None, None, None, None, *[found.get(slot) for slot in call.slots], *[None] * call.takes_token
 
 
 def _wanted(ctx: Any, call: Call) -> set[Slot]:
     """Return whose gradients the running backward asks for."""
     with call.lock:  # see NOTE [several backwards at once]
-        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=False)  # There may be a token.
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         del edges  # and with it the objects of the neighbors
     return wanted
@@ -358,9 +374,10 @@ class _Backward:
                 if weight is not None:
                     sum_dy, sum_dy_normalized = sum_dy * weight, sum_dy_normalized * weight
             rows += [sum_dy, sum_dy_normalized]
-        totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
-        first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
-        if self.together:
+        stacked = torch.stack(rows) if rows else mean.new_zeros(2, len(mean))
+        totals = stacked.view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
+        first, _, _, _, weight = next((part for part in self.parts if part[2] is not None), self.parts[0])
+        if self.together and rows:
             totals[1].addcmul_(totals[0], moved)
             self.found["bias", first], self.found["weight", first] = totals.unbind()
             totals = totals * weight if weighted and weight is not None else totals
@@ -385,7 +402,7 @@ class _Backward:
         call = self.call
         if call.clamped is not None:
             totals = torch.stack((totals[0], totals[1].masked_fill(call.clamped, 0)))
-        return totals if call.group is None else distributed.all_reduced(totals, call.group)
+        return totals if call.peers is None else distributed.all_reduced(totals, call.peers)
 
     def on_cuda(self) -> None:
         """Do what `on_cpu` does, each replica at its place."""
@@ -407,6 +424,8 @@ class _Backward:
                     rows += hand_over_packed(sums, place, call.home)
         if not self.wants_inputs:
             return
+        if not rows:
+            rows = [torch.zeros_like(call.statistics[call.home].mean)] * 2
         totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))
         at: dict[Place, Any] = {}
         for i, place, grad, input, weight in self.parts:
@@ -449,9 +468,9 @@ class _Backward:
                 arrived.append(hand_over(torch.stack((-sum_dy * factor, sum_dy_xmu)), place, home))
         if not self.wants_inputs:
             return
-        total = torch.stack(arrived).sum(0)
-        if call.group is not None:
-            total = distributed.all_reduced_in_graph(total, call.group)
+        total = torch.stack(arrived).sum(0) if arrived else torch.zeros_like(torch.stack(tuple(at[home])))
+        if call.peers is not None:
+            total = distributed.all_reduced_in_graph(total, call.peers)
         grad_mean, grad_second = total
         if call.rule is not None:  # from the inverse standard deviation to the variance
             grad_second = grad_second * -0.5 * at[home][1] ** 3

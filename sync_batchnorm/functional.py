@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import distributed, moments, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, ReplicaTensors, hand_over, hand_over_packed, save_for_hooks
+from sync_batchnorm.autograd import (
+    Call,
+    EpsRule,
+    ReplicaTensors,
+    hand_over,
+    hand_over_packed,
+    save_for_hooks,
+)
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import Place
@@ -243,7 +250,8 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
     """
     mean, var = _merge_local_moments(call, messages)
     if call.group is not None:
-        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.group)
+        call.peers = distributed.peers_of_call(call.group, call.home.device)
+        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.peers)
         _refuse_one(call, messages)
     if call.rule is not None and isinstance(call.count, int) and call.count == 0:
         return None
@@ -394,6 +402,7 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
     else:
         answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     call: Call = answer
+    distributed.count_call(call.numbered)
     return call
 
 

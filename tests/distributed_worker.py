@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -127,6 +128,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, input, use_reentrant=self.reentrant)
 
 
+def assert_same_sums(model: nn.Module, plain: nn.Module, tolerance: float | None = None) -> None:
+    """Compare the gradients of the parameters, summed over all processes."""
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (reference.grad is None), name
+        if parameter.grad is not None:
+            assert_equal(summed(parameter.grad), reference.grad, f"gradient of {name}", tolerance)
+
+
 def assert_one_batch(
     plain: nn.Module,
     model: nn.Module,
@@ -145,8 +154,7 @@ def assert_one_batch(
     expected.backward(grad)
     actual.backward(cut(grad, rows))
     assert_equal(part.grad, cut(whole.grad, rows), "input gradient", tolerance)
-    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_equal(summed(parameter.grad), reference.grad, f"gradient of {name}", tolerance)
+    assert_same_sums(model, plain, tolerance)
     assert_same_buffers(model, plain, tolerance)
 
 
@@ -580,6 +588,197 @@ def replicas_with_weights_of_their_own_compute_what_one_device_computes() -> Non
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
     rows = [3, 1, 2]  # a process with one row has one replica, which runs another path
     assert_one_batch(plain, parallel, torch.randn(total(rows), 3, 6, 5, dtype=torch.float64), rows)
+
+
+# The order of the collectives in a backward, which must not depend on the number of replicas.
+
+
+def norm_conv(channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+
+class Residual(nn.Module):
+    """Blocks that compute their shortcut first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcuts = nn.ModuleList(norm_conv() for _ in range(3))
+        self.paths = nn.ModuleList(nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for shortcut, path in zip(self.shortcuts, self.paths, strict=True):
+            rest = shortcut(input)
+            input = torch.tanh(path(input) + rest)
+        return input
+
+
+class Dense(nn.Module):
+    """Pre-activation layers whose outputs are concatenated, and one that all levels share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(3 * i), nn.Conv2d(3 * i, 3, 1)) for i in (1, 2, 3))
+        self.shared = nn.BatchNorm2d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for level in self.levels:
+            input = torch.cat((self.shared(level(input)), input), 1)
+        return input
+
+
+class PartlyFrozen(Residual):
+    """A net with layers in eval mode between those that synchronize."""
+
+    def train(self, mode: bool = True) -> PartlyFrozen:
+        super().train(mode)
+        for path in self.paths:
+            path[0].eval()
+        return self
+
+
+class Ignored(Residual):
+    """A net that ignores the outputs of layers which it calls between others, as those of an auxiliary head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(norm_conv(), nn.Tanh(), norm_conv())
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = super().forward(input)
+        self.head(input)
+        return super().forward(input)
+
+
+class Bare(nn.Module):
+    """Layers with almost nothing between them, so that replicas make fewer nodes than there are calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        rest = self.norms[0](input)
+        return rest * self.norms[1](torch.tanh(self.norms[2](input)))
+
+
+class Heads(nn.Module):
+    """A net with two outputs, of which the second one is computed first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = norm_conv()
+        self.trunk = nn.Sequential(*[norm_conv() for _ in range(8)])
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        auxiliary = self.auxiliary(input)
+        return self.trunk(input), auxiliary
+
+
+BRANCHED = [Residual, Dense, PartlyFrozen, Ignored, Bare]
+MIXES = {  # devices and rows of each process
+    "1/1": ([1, 1, 1], [2, 3, 1]),
+    "2/1": ([2, 1, 3], [4, 2, 3]),
+    "3/2": ([3, 2, 1], [3, 4, 1]),
+    "2/2, one chunk": ([2, 2, 2], [4, 1, 1]),
+    "none/2": ([0, 2, 0], [2, 4, 1]),  # without a wrapper
+}
+
+
+def on_replicas(model: nn.Module, number: int) -> nn.Module:
+    """Wrap a synchronized copy of a model for a number of replicas; none to leave it without a wrapper."""
+    model = convert_model(copy.deepcopy(model))
+    return DataParallelWithCallback(model, ["cpu"] * number) if number else model
+
+
+def every_mix(*nets: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, list[int]]]:
+    """Yield each net, a synchronized copy of it on the replicas of this process, and the rows of all processes."""
+    for make in nets:
+        for devices, rows in MIXES.values():
+            plain = randomize(make()).double().train()
+            yield plain, on_replicas(plain, devices[RANK]).train(), rows[:SIZE]
+
+
+@check(2, 3)
+def branched_nets_equal_one_process_for_any_mix_of_replicas() -> None:
+    for plain, model, rows in every_mix(*BRANCHED):
+        for _ in range(2):
+            assert_one_batch(plain, model, torch.randn(total(rows), 3, 4, 3, dtype=torch.float64), rows)
+
+
+@check(2, 3)
+def several_calls_in_one_loss_equal_one_process_for_any_mix_of_replicas() -> None:
+    for plain, model, rows in every_mix(Residual, Ignored, Bare):
+        # As a discriminator is called: the second call may make more chunks than the first, or fewer.
+        losses, sums = [], []
+        for of_call in (rows, rows[::-1]):
+            batch = torch.randn(total(of_call), 3, 4, 3, dtype=torch.float64)
+            expected, actual = plain(batch), model(cut(batch, of_call))
+            grad = torch.randn_like(expected)
+            losses.append((actual * cut(grad, of_call)).sum())
+            sums.append((expected * grad).sum())
+        # And one that takes the output of the last one.
+        expected, actual = plain(expected.tanh()), model(actual.tanh())
+        sum([*sums, (expected * grad).sum()]).backward()
+        sum([*losses, (actual * cut(grad, of_call)).sum()]).backward()
+        assert_same_sums(model, plain)
+        assert_same_buffers(model, plain)
+
+
+@check(2, 3)
+def threads_that_have_recorded_nothing_equal_one_process_for_any_mix_of_replicas() -> None:
+    def step(plain: nn.Module, model: nn.Module, rows: list[int]) -> None:
+        batch = torch.randn(total(rows), 3, 4, 3, dtype=torch.float64)
+        expected, actual = plain(batch), model(cut(batch, rows))
+        grads = [torch.randn_like(output) for output in expected]
+        torch.autograd.backward(actual, [cut(grad, rows) for grad in grads])
+        torch.autograd.backward(expected, grads)
+        assert_same_sums(model, plain)
+
+    for mix in every_mix(Heads):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(step, *mix).result()
+
+
+@check(2, 3)
+def gradient_penalties_equal_one_process_for_any_mix_of_replicas() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 1), Residual(), nn.Conv2d(3, 2, 1))
+
+    for plain, model, rows in every_mix(make):
+        assert_same_second_gradients(model, plain, rows, both=True)
+
+
+class NoGradient(torch.autograd.Function):
+    """Keeps the gradient of its input to itself."""
+
+    @staticmethod
+    def forward(ctx: object, input: Tensor) -> Tensor:
+        return input * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> None:
+        return None
+
+
+@check(2, 3)
+def a_process_that_gets_no_gradient_takes_part_in_the_exchange() -> None:
+    for create_graph in (False, True):
+        for devices in ([0, 0, 0], [2, 2, 2], [2, 0, 1]):
+            plain = randomize(nn.BatchNorm2d(3)).double()
+            model = on_replicas(plain, devices[RANK])
+            batch = torch.randn(total(), 3, 4, 4, dtype=torch.float64)
+            whole, part = batch.clone().requires_grad_(), cut(batch).clone().requires_grad_()
+            expected, actual = plain(whole), model(part)
+            grad = torch.randn_like(expected)
+            with torch.no_grad():
+                cut(grad)[...] *= RANK != 1
+                dist.all_reduce(grad)  # what the others have drawn is the same, but for the rows of rank 1
+                grad /= SIZE
+                grad.split(ROWS[:SIZE])[1].zero_()
+            loss = NoGradient.apply(actual).sum() if RANK == 1 else (actual * cut(grad)).sum()
+            (found,) = torch.autograd.grad(loss, part, create_graph=create_graph)
+            (wanted,) = torch.autograd.grad((expected * grad).sum(), whole)
+            assert_equal(found.detach(), cut(wanted))
 
 
 # Activation checkpointing.
