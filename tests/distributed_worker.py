@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -662,16 +663,17 @@ class Bare(nn.Module):
 
 
 class Heads(nn.Module):
-    """A net with two outputs, of which the second one is computed first."""
+    """A net with many more calls than parameters, and a head half way, whose output is the second one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.auxiliary = norm_conv()
-        self.trunk = nn.Sequential(*[norm_conv() for _ in range(8)])
+        self.head = nn.BatchNorm2d(3)
+        self.trunk = nn.Sequential(*[nn.BatchNorm2d(3)] * 30)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        auxiliary = self.auxiliary(input)
-        return self.trunk(input), auxiliary
+        input = self.trunk(input)
+        head = self.head(input)
+        return self.trunk(input), head
 
 
 BRANCHED = [Residual, Dense, PartlyFrozen, Ignored, Bare]
@@ -728,7 +730,8 @@ def several_calls_in_one_loss_equal_one_process_for_any_mix_of_replicas() -> Non
 def threads_that_have_recorded_nothing_equal_one_process_for_any_mix_of_replicas() -> None:
     def step(plain: nn.Module, model: nn.Module, rows: list[int]) -> None:
         batch = torch.randn(total(rows), 3, 4, 3, dtype=torch.float64)
-        expected, actual = plain(batch), model(cut(batch, rows))
+        actual = model(cut(batch, rows))  # the first nodes of this thread
+        expected = plain(batch)
         grads = [torch.randn_like(output) for output in expected]
         torch.autograd.backward(actual, [cut(grad, rows) for grad in grads])
         torch.autograd.backward(expected, grads)
@@ -885,6 +888,82 @@ def ddp_around_replicas_equals_one_process() -> None:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
     ddp = DistributedDataParallel(parallel)
     assert_same_training(plain, ddp, rows=4)
+
+
+def assert_same_uneven_training(make: Callable[[], nn.Module], rows: list[int], steps: int = 3, **options: Any) -> None:
+    """Compare three steps, of which the last but one is that of an uneven batch, on two devices in each process."""
+    plain = randomize(make()).double()
+    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
+    ddp = DistributedDataParallel(parallel, **options)
+    for step in range(steps):
+        of_step = rows if step == steps - 2 else [4] * SIZE
+        batch = torch.randn(total(of_step), 3, 4, 3, dtype=torch.float64)
+        for module in (plain, ddp):
+            module.zero_grad()
+        expected = plain(batch)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        ddp(cut(batch, of_step)).backward(cut(grad, of_step) * SIZE)
+        assert_same_gradients(ddp, plain)
+        assert_same_buffers(ddp, plain)
+        with torch.no_grad():
+            for parameter, reference in zip(ddp.parameters(), plain.parameters(), strict=True):
+                if reference.grad is not None:
+                    reference -= 0.05 * reference.grad
+                parameter.copy_(reference)  # Otherwise rounding errors grow from step to step.
+
+
+class Large(Dense):
+    """A net of more than a megabyte, which is the size of the first bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(*[nn.Conv2d(3, 20000, 1), nn.Tanh(), nn.Conv2d(20000, 3, 1)])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(self.wide(input))
+
+
+@check(2, 3)
+def ddp_around_replicas_trains_with_uneven_batches() -> None:
+    for make in (Residual, Dense, Large):
+        for rows in ([4, 1, 1], [1, 4, 2]):
+            assert_same_uneven_training(make, rows)
+            assert_same_uneven_training(make, rows, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def ddp_around_replicas_takes_its_options_with_uneven_batches() -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        assert_same_uneven_training(Residual, [4, 1, 2], **options, bucket_cap_mb=1e-4)
+    assert_same_uneven_training(Ignored, [4, 1, 2], find_unused_parameters=True, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def accumulation_of_uneven_batches_equals_one_process() -> None:
+    plain = randomize(Residual()).double()
+    ddp = DistributedDataParallel(DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2))
+    for of_step in ([4, 4, 4], [1, 4, 2], [4, 1, 1]):
+        batch = torch.randn(total(of_step), 3, 4, 3, dtype=torch.float64)
+        expected = plain(batch)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        with contextlib.nullcontext() if of_step[1] == 1 else ddp.no_sync():
+            ddp(cut(batch, of_step)).backward(cut(grad, of_step) * SIZE)
+    assert_same_gradients(ddp, plain)
+
+
+@check(2, 3)
+def process_that_has_no_batches_left_ends_the_others_with_the_error_of_ddp() -> None:
+    ddp = DistributedDataParallel(DataParallelWithCallback(convert_model(Residual()), ["cpu"] * 2))
+
+    def train() -> None:
+        with ddp.join(throw_on_early_termination=True):
+            for _ in range(2 + RANK):
+                ddp(torch.randn(4, 3, 4, 3)).mean().backward()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
 
 
 @check(2, 3)
