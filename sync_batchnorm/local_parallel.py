@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import ContextVar
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -20,13 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import CapturedError
 
 __all__: list[str] = []
 
 DeviceId = int | str | torch.device
-Cuts = dict[int, tuple[Tensor, Sequence[Tensor]]]  # what was cut, and its chunks, by the id of what was cut
 
 
 class Place(NamedTuple):
@@ -48,9 +45,6 @@ def current_place(device: torch.device) -> Place:
     if device.type == "cpu":
         return _CPU
     return Place(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
-
-
-_cuts: ContextVar[Cuts | None] = ContextVar("sync_batchnorm_cuts", default=None)  # of the call in this thread
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -81,17 +75,6 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
         self.src_device_obj = devices[0]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        cuts: Cuts = {}
-        token = _cuts.set(cuts)
-        try:
-            output = super().forward(*inputs, **kwargs)
-        finally:
-            _cuts.reset(token)
-        if cuts:
-            _rejoin(cuts, self.dim)
-        return output
-
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
         if not inputs and not kwargs:
@@ -100,10 +83,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(devices) > 1:
             self._check_sizes(inputs, kwargs, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
-            return (inputs,), (kwargs,)  # There is nothing to cut, and a view could not be changed in place.
+            return (inputs,), (kwargs,)  # There is nothing to cut.
         if not is_local(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
-        chunks = scatter((inputs, kwargs), devices, self.dim, _cuts.get())
+        chunks = scatter((inputs, kwargs), devices, self.dim)
         return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
 
     def _check_sizes(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
@@ -172,28 +155,6 @@ def is_local(devices: Sequence[torch.device]) -> bool:
 def _number_of_chunks(size: int, most: int) -> int:
     """Return into how many chunks `torch.chunk` cuts; an empty dimension into as many empty ones as it may."""
     return -(-size // -(-size // most)) if size else most
-
-
-class _Rejoin(torch.autograd.Function):
-    """Give a tensor the graph of its chunks, which lie in its memory and were changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, *chunks: Tensor) -> Tensor:
-        ctx.mark_dirty(whole)
-        ctx.dim, ctx.sizes = dim, [chunk.shape[dim] for chunk in chunks]
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.zeros_like(grad), None, *torch.split(grad, ctx.sizes, ctx.dim)
-
-
-@uncompiled
-def _rejoin(cuts: Cuts, dim: int) -> None:
-    """Apply the in-place changes of chunks to the tensors that were cut: to their graphs and to their versions."""
-    for whole, chunks in cuts.values():
-        if not whole.is_inference() and any(chunk._version for chunk in chunks):
-            _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
 
 
 class _Alias(torch.autograd.Function):
@@ -276,7 +237,7 @@ def _check_changes(changed: Sequence[_Share]) -> None:
             f"expected parameters that replicas share to stay as they are, but got {repeated} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
             "clamp_, but make any other outside of the forward",
-            stacklevel=12,
+            stacklevel=11,
         )
 
 
@@ -498,40 +459,29 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for child in _children(tree) or () for tensor in tensors_in(child)]
 
 
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int, cuts: Cuts | None = None) -> list[Any]:
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Containers keep their type; what is not a tensor is shared by all. No copy is made where none is needed.
-
-    Args:
-        tree: what is cut.
-        devices: where the chunks are to be.
-        dim: the dimension to cut along.
-        cuts: gets the tensors whose chunks may be changed in place, so that `_rejoin` can apply the changes to them.
-            None: no chunk of a tensor in a graph may be changed.
+    Containers keep their type; what is not a tensor is shared by all. A chunk has memory of its own: whatever its
+    replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
+    that is there twice is cut once.
     """
+    return _scatter(tree, devices, dim, {})
+
+
+def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[int, list[Tensor]]) -> list[Any]:
     if isinstance(tree, Tensor):
-        chunks = _chunks(tree, len(devices), dim, cuts)
-        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+        if id(tree) not in found:
+            chunks = tree.chunk(len(devices), dim)
+            several = len(chunks) > 1
+            pairs = zip(chunks if several else [tree], devices, strict=False)
+            found[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
+        return found[id(tree)]
     children = _children(tree)
     if not children:
         return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    parts = [scatter(child, devices, dim, cuts) for child in children]
+    parts = [_scatter(child, devices, dim, found) for child in children]
     return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
-
-
-def _chunks(tensor: Tensor, number: int, dim: int, cuts: Cuts | None) -> Sequence[Tensor]:
-    """Cut one tensor.
-
-    Chunks that are views must not be changed in place if they are in a graph; and they count their changes together, so
-    that a change of one would look like one of all that others have saved. Those of `unsafe_chunk` lie in the same
-    memory, and are tensors of their own. A leaf that requires grad must not be changed on one device either.
-    """
-    if cuts is None or tensor.is_nested or (tensor.is_leaf and tensor.requires_grad):
-        return tensor.chunk(number, dim)
-    if id(tensor) not in cuts:
-        cuts[id(tensor)] = tensor, tensor.unsafe_chunk(number, dim)
-    return cuts[id(tensor)][1]
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
