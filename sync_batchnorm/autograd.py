@@ -203,7 +203,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         wanted = _wanted(ctx, call)
         found: Gradients = {}
         if any(grad is not None for grad in grads):
-            with nullcontext() if call.home.stream is None else _in_order(call, grads):
+            in_order = nullcontext() if call.home.stream is None else _in_order(call, grads)
+            with torch._C.DisableTorchFunctionSubclass(), in_order:
                 found = _Backward(ctx, call, grads, wanted).run()
         return None, None, None, None, *[found.get(slot) for slot in call.slots]
 

@@ -127,8 +127,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if not is_local(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
-        # Autocast would join tensors in its own dtype, or refuse those of another one.
-        with torch.autocast(device.type, enabled=False):
+        # Autocast would join tensors in its own dtype, or refuse those of another one. Torch joins plain tensors.
+        with torch.autocast(device.type, enabled=False), torch._C.DisableTorchFunctionSubclass():
             return gather(outputs, device, self.dim)
 
 
@@ -168,7 +168,8 @@ class _Alias(torch.autograd.Function):
         # a parameter run when they would on one device, and what replicas contribute is added up at once. The number is
         # private to torch: without it, gradients arrive at the end of the backward.
         getattr(ctx, "_set_sequence_nr", lambda _: None)(2**63 - 1)
-        return tensor.data
+        with torch._C.DisableTorchFunctionSubclass():  # or that of a subclass is a view
+            return tensor.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
@@ -464,9 +465,10 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
 
     Containers keep their type; what is not a tensor is shared by all. A chunk has memory of its own: whatever its
     replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
-    that is there twice is cut once.
+    that is there twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
     """
-    return _scatter(tree, devices, dim, {})
+    with torch._C.DisableTorchFunctionSubclass():
+        return _scatter(tree, devices, dim, {})
 
 
 def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[int, list[Tensor]]) -> list[Any]:
