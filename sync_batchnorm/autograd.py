@@ -351,7 +351,7 @@ class _Backward:
                 slots += [("bias", i), ("weight", i)]
         sums = torch.stack(rows).double()  # (2 * replicas, C)
         sums[1::2].addcmul_(sums[::2], moved)
-        self.found |= zip(slots, sums.to(dtype).unbind(), strict=True)
+        self.found |= zip(slots, sums.to(dtype, copy=True).unbind(), strict=True)
         return sums.view(-1, 2, len(mean))
 
     def on_cpu(self) -> None:
@@ -360,12 +360,14 @@ class _Backward:
         sums = self.parameter_gradients()
         if not self.wants_inputs:
             return
-        first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
         weighted = call.group is not None or not call.one_weight
         if weighted:
             weights = [weight for *_, grad, _, weight in self.parts if grad is not None]
-            sums = torch.stack([own if w is None else own * w for own, w in zip(sums, weights, strict=True)])
+            for own, weight in zip(sums, weights, strict=True):
+                if weight is not None:
+                    own.mul_(weight)
         totals = self._reduced(sums.sum(0))
+        first, *_, weight = self.parts[0]
         factor = statistics.invstd if weighted else self._factor(first, weight)
         linear = normalization.linear_gradient(statistics, totals, factor, call.count, self.statistics_dtype)
         for i, _, grad, input, weight in self.parts:
