@@ -22,9 +22,10 @@ There the node of each call also takes a token, a tensor without elements, from 
 reach a node whose outputs take no part in the loss. Such a node has no gradients, and does not exchange: it does not
 even run in a process with one device.
 
-NOTE [a communicator of our own]: `torch.nn.parallel.DistributedDataParallel` starts its collectives when gradients of
-parameters are complete, which in a process with replicas is at another moment of the backward than in one with a single
-chunk. On one communicator they would meet those of the layers. So layers have one of their own for each group.
+NOTE [beside DistributedDataParallel]: Its collectives use the same group, and it starts one as soon as the gradients of
+some parameters are complete. The numbers of the nodes of layers are lower than those of all others. So the engine runs
+such a node when it can run nothing else: whatever gradient can be complete by then is complete, in a process with
+replicas and in one without. On several GPUs, torch replicates all parameters in one node, which comes after all layers.
 
 A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call left, see NOTE
 [recomputation].
@@ -32,13 +33,14 @@ A recomputation by activation checkpointing runs inside of the backward, and reu
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -69,63 +71,49 @@ def active_group(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-class _Communicator:
-    """What the layers of one group exchange over, see NOTE [a communicator of our own].
-
-    Made by all members at once, in their first exchange. It waits as long as the group does.
-    """
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        try:
-            timeout = group._get_backend(device).options._timeout
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # Private: without it, the timeout is the one that torch has for a backend.
-            timeout = None
-        self.size = dist.get_world_size(group)
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout,
-            dist.get_backend_config(group),
-            use_local_synchronization=True,  # Other processes may have no part in this group, or not call the layer.
-            group_desc="sync_batchnorm",
-        )
-        self.calls = 0
-
-
 class Peers(NamedTuple):
     """The processes that exchange in one call of a layer."""
 
     group: Group
     size: int
-    call: int  # its number on this communicator
+    call: int  # its number on this group
 
 
-_communicators: WeakKeyDictionary[Group, _Communicator] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Group, int] = WeakKeyDictionary()  # on each group
 _lock = Lock()
 
 
-def peers_of_call(group: Group, device: torch.device) -> Peers:
-    """Return the processes of `group` for a call that begins; the first time, make their communicator with all."""
+def peers_of_call(group: Group) -> Peers:
+    """Return the processes of `group` for a call that begins."""
     with _lock:
-        found = _communicators.get(group)
-        if found is None:
-            found = _communicators[group] = _Communicator(group, device)
-        found.calls += 1
-        return Peers(found.group, found.size, found.calls)
+        _calls[group] = _calls.get(group, 0) + 1
+        return Peers(group, dist.get_world_size(group), _calls[group])
 
 
 class _Forward:
-    """The numbers of the calls of one forward, as long as its graph is alive."""
+    """The nodes of one forward, as long as its graph is alive and has had no backward."""
 
     def __init__(self) -> None:
+        self.nodes: list[ReferenceType[Any]] = []
         with _lock:
             self.last = _last_number()
-            _forwards.add(self)
+            _forwards[next(_numbers)] = self
 
 
-_forwards: WeakSet[_Forward] = WeakSet()
+_forwards: WeakValueDictionary[int, _Forward] = WeakValueDictionary()  # in the order in which they began
+_numbers = itertools.count()
+
+
+def _last_number() -> int:
+    """Return the number of the last node; number them all anew, so that numbers do not grow with every forward."""
+    number = 0
+    for forward in list(_forwards.values()):
+        for node in [found for reference in forward.nodes if (found := reference()) is not None]:
+            number += 1
+            _set_number(node, number)
+        forward.last = number
+    return number
+
 
 # Private to torch: without them, the order of backwards is right with one replica in each process only.
 _next_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: sys.maxsize)
@@ -133,10 +121,6 @@ _next_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", la
 
 def _set_number(node: Any, number: int) -> None:
     getattr(node, "_set_sequence_nr", lambda number: None)(number)
-
-
-def _last_number() -> int:
-    return max((forward.last for forward in _forwards), default=0)
 
 
 def _count_up_to(number: int) -> None:
@@ -162,6 +146,7 @@ class BackwardOrder:
         """Give `node` the next number; return it, behind what must live as long as the node."""
         if self._forward is None:
             self._forward = _Forward()
+        self._forward.nodes.append(ref(node))
         self._forward.last += 1
         _set_number(node, self._forward.last)
         return self._forward, self._forward.last
@@ -170,9 +155,9 @@ class BackwardOrder:
 _order: ContextVar[BackwardOrder | None] = ContextVar("sync_batchnorm_order", default=None)
 
 
-def order_of_forward() -> BackwardOrder | None:
-    """Return the order of the nodes that this replica makes as a master; None outside of a replica."""
-    return _order.get()
+def order_of_forward() -> BackwardOrder:
+    """Return the order of the nodes that this thread makes: outside of a replica, one for each call."""
+    return _order.get() or BackwardOrder()
 
 
 def count_call(numbered: tuple[Any, int] | None) -> None:

@@ -285,7 +285,7 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
             f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
             "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
             "that their forward calls",
-            stacklevel=11,
+            stacklevel=10,
         )
 
 
