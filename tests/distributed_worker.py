@@ -15,7 +15,7 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -464,6 +464,14 @@ def layers_that_processes_synchronize_need_no_wrapper() -> None:
 
 
 @check(2, 3)
+def layers_with_a_group_size_need_a_wrapper() -> None:
+    model = nn.Sequential(SynchronizedBatchNorm2d(3, group_size=2))
+    with pytest.raises(RuntimeError, match=r"0 \(SynchronizedBatchNorm2d\): no wrapper is around it"):
+        assert_synchronized(model)
+    assert_synchronized(DataParallelWithCallback(model, ["cpu"] * 2))
+
+
+@check(2, 3)
 def moments_of_nothing_are_zero_in_all_processes() -> None:
     mean, var, count = sync_moments(torch.zeros(0, 3, 4), None)
     assert not mean.any()
@@ -908,13 +916,13 @@ def ddp_around_replicas_equals_one_process() -> None:
     assert_same_training(plain, ddp, rows=4)
 
 
-def assert_same_uneven_training(make: Callable[[], nn.Module], rows: list[int], steps: int = 3, **options: Any) -> None:
-    """Compare three steps, of which the last but one is that of an uneven batch, on two devices in each process."""
+def assert_same_uneven_training(
+    make: Callable[[], nn.Module], rows: Sequence[int], devices: Sequence[int] = (2, 2, 2), **options: Any
+) -> None:
+    """Compare three steps with one process, of which the second one is that of an uneven batch."""
     plain = randomize(make()).double()
-    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
-    ddp = DistributedDataParallel(parallel, **options)
-    for step in range(steps):
-        of_step = rows if step == steps - 2 else [4] * SIZE
+    ddp = DistributedDataParallel(on_replicas(plain, devices[RANK]), **options)
+    for of_step in ([4] * SIZE, list(rows), [4] * SIZE):
         batch = torch.randn(total(of_step), 3, 4, 3, dtype=torch.float64)
         for module in (plain, ddp):
             module.zero_grad()
@@ -948,6 +956,13 @@ def ddp_around_replicas_trains_with_uneven_batches() -> None:
         for rows in ([4, 1, 1], [1, 4, 2]):
             assert_same_uneven_training(make, rows)
             assert_same_uneven_training(make, rows, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def ddp_around_any_number_of_replicas_equals_one_process() -> None:
+    for devices in ([2, 1, 3], [1, 3, 0], [0, 2, 1]):  # none: without a wrapper
+        for make in (Residual, Bare, Dense):
+            assert_same_uneven_training(make, [3, 4, 1], devices, bucket_cap_mb=1e-4)
 
 
 @check(2, 3)
