@@ -139,6 +139,11 @@ class Call:
     clamped: Tensor | None = None  # see `EpsRule`
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
+    peers: distributed.Peers | None = None  # the other processes, if there is a group
+    # See NOTE [order of a backward] in `distributed.py`.
+    numbered: tuple[Any, int] | None = None  # what must live as long as the node, and the number of the node
+    takes_token: bool = False
+    makes_token: bool = False
 
     def __init__(
         self, replicas: Sequence[ReplicaTensors], rule: EpsRule | None, group: distributed.Group | None
@@ -172,8 +177,15 @@ class Call:
                     tensors.append(tensor)
             to_save += [given.get("input"), given.get("weight")] if replica.saved is None else [None, None]
         # Nothing of this belongs to a replica with hooks, so none is called; this is the thread of the master.
+        order = None if self.group is None else distributed.order_of_forward()
+        if order is not None and len({place.device for place in self.places}) > 1:
+            self.makes_token, self.takes_token = True, order.token is not None
+            tensors += [order.token] if order.token is not None else []
         with torch.enable_grad(), without_hooks() if replicas[0].has_hooks else nullcontext():
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
+        if order is not None:
+            self.numbered = order.add(results[-1].grad_fn)
+            order.token = results[-1] if self.makes_token else None
         return results
 
     def count_at(self, place: Place) -> Tensor:
@@ -195,23 +207,30 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*pairs, *to_save)
-        return *outputs, *pairs
+        tokens = [torch.empty(0, device=call.home.device)] * call.makes_token
+        return *outputs, *pairs, *tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         wanted = _wanted(ctx, call)
         found: Gradients = {}
-        if any(grad is not None for grad in grads):
-            with nullcontext() if call.home.stream is None else _in_order(call, grads):
+        if call.makes_token:
+            grads = grads[:-1]
+        # Where all gradients are None, other processes may have some, and wait. But not if there is a token.
+        if any(grad is not None for grad in grads) or (call.group is not None and not call.makes_token):
+            in_order = nullcontext() if call.home.stream is None else _in_order(call, grads)
+            with torch._C.DisableTorchFunctionSubclass(), in_order:
                 found = _Backward(ctx, call, grads, wanted).run()
-        return None, None, None, None, *[found.get(slot) for slot in call.slots]
+        if not torch.is_grad_enabled():
+            call.numbered = None  # There will not be another backward, unless the graph is retained.
+        return None, None, None, None, *[found.get(slot) for slot in call.slots], *[None] * call.takes_token
 
 
 def _wanted(ctx: Any, call: Call) -> set[Slot]:
     """Return whose gradients the running backward asks for."""
     with call.lock:  # see NOTE [several backwards at once]
-        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=True)
+        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=False)  # There may be a token.
         wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
         del edges  # and with it the objects of the neighbors
     return wanted
@@ -296,10 +315,6 @@ class _Backward:
                 if input is not None:
                     self.parts.append((i, place, grad, input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
-        # One gradient of the weight, and of the bias, for all replicas, unless only those of some are asked for.
-        asked = [sum(name == parameter for name, _ in wanted) for parameter in ("weight", "bias")]
-        self.together = call.one_weight and all(number in (0, len(call.places)) for number in asked)
-        self.needs = [self.wants_inputs, *map(bool, asked)]
 
     def run(self) -> Gradients:
         call, operators = self.call, operators_for(self.call.home.device)
@@ -307,68 +322,74 @@ class _Backward:
             self.differentiable()
         elif operators == "cuda":
             self.on_cuda()
-        elif call.joined and self.together and len(self.parts) == len(call.places):
+        elif call.joined and len(self.parts) == len(call.places):
             self.joined()
         else:
             self.on_cpu()
         for i, *_ in self.parts:
             if call.saved[i] is not None:
                 _free(call.saved[i].grad_fn)  # That node never runs, so torch does not.
+        if any(grad is not None for _, _, grad, *_ in self.parts):
+            for name, i in self.wanted:
+                if name != "input" and self.found.get((name, i)) is None:  # Hooks do not expect None.
+                    with call.places[i].entered():
+                        self.found[name, i] = torch.zeros_like(call.statistics[call.places[i]].mean)
         return self.found
 
     def joined(self) -> None:
-        """Compute on the joined batch in float64, with the operator of torch."""
+        """Compute the gradients of the inputs on the joined batch in float64, with the operator of torch."""
+        if any(name != "input" for name, _ in self.wanted):
+            self.parameter_gradients()
+        if not self.wants_inputs:
+            return
         numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
         grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
-        input, weight = torch.cat(inputs).double(), weights[0]
+        input, weight = torch.cat(inputs).double(), None if weights[0] is None else weights[0].double()
         mean, invstd = self.call.statistics[self.call.home]
         # Without eps, which is part of invstd already.
-        grad_input, *grad_parameters = normalization.batch_norm_backward(
-            grad.double(),
-            input,
-            None if weight is None else weight.double(),
-            None,
-            None,
-            mean,
-            invstd,
-            True,
-            0.0,
-            self.needs,
+        grad_input, _, _ = normalization.batch_norm_backward(
+            grad.double(), input, weight, None, None, mean, invstd, True, 0.0, [True, False, False]
         )
-        for name, found in zip(("weight", "bias"), grad_parameters, strict=True):
-            self.found[name, 0] = found if weight is None or found is None else found.to(weight.dtype)
-        if self.wants_inputs:
-            parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
-            self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}
+        parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
+        self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}
+
+    def parameter_gradients(self) -> Tensor:
+        """Make the gradients of the parameters; return those of bias and weight, ``(replicas with dy, 2, C)``.
+
+        Each replica has its own, which hooks on its parameters see, and `torch.autograd.grad` may be asked for.
+        """
+        statistics, dtype = self.call.statistics[self.call.home], self.statistics_dtype
+        mean, invstd = (vector.to(dtype) for vector in statistics)
+        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
+        rows: list[Tensor] = []
+        slots: list[Slot] = []
+        for i, _, grad, input, _ in self.parts:
+            if grad is not None:
+                rows += normalization.gradient_sums(grad, input, mean, invstd)
+                slots += [("bias", i), ("weight", i)]
+        if not rows:
+            return mean.new_zeros(0, 2, len(mean), dtype=torch.float64)
+        sums = torch.stack(rows).double()  # (2 * replicas, C)
+        sums[1::2].addcmul_(sums[::2], moved)
+        self.found |= zip(slots, sums.to(dtype, copy=True).unbind(), strict=True)
+        return sums.view(-1, 2, len(mean))
 
     def on_cpu(self) -> None:
         """Compute the sums of each replica, add them up, and make the gradients of the inputs."""
-        call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
-        mean, invstd = (vector.to(dtype) for vector in statistics)
-        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
-        weighted = call.group is not None or not self.together
-        rows: list[Tensor] = []
-        for i, _, grad, input, weight in self.parts:
-            if grad is None:
-                continue
-            sum_dy, sum_dy_normalized = normalization.gradient_sums(grad, input, mean, invstd)
-            if not self.together:
-                sum_dy_normalized = torch.addcmul(sum_dy_normalized, sum_dy, moved)
-                self.found["bias", i], self.found["weight", i] = sum_dy, sum_dy_normalized
-                if weight is not None:
-                    sum_dy, sum_dy_normalized = sum_dy * weight, sum_dy_normalized * weight
-            rows += [sum_dy, sum_dy_normalized]
-        totals = torch.stack(rows).view(-1, 2, len(mean)).sum(0, dtype=torch.float64)  # (2 * R, C) -> (2, C)
-        first, _, _, _, weight = next(part for part in self.parts if part[2] is not None)
-        if self.together:
-            totals[1].addcmul_(totals[0], moved)
-            self.found["bias", first], self.found["weight", first] = totals.unbind()
-            totals = totals * weight if weighted and weight is not None else totals
+        call, statistics = self.call, self.call.statistics[self.call.home]
+        sums = self.parameter_gradients()
         if not self.wants_inputs:
             return
-        totals = self._reduced(totals)
+        weighted = call.group is not None or not call.one_weight
+        if weighted:
+            weights = [weight for *_, grad, _, weight in self.parts if grad is not None]
+            for own, weight in zip(sums, weights, strict=True):
+                if weight is not None:
+                    own.mul_(weight)
+        totals = self._reduced(sums.sum(0))
+        first, *_, weight = self.parts[0]
         factor = statistics.invstd if weighted else self._factor(first, weight)
-        linear = normalization.linear_gradient(statistics, totals, factor, call.count, dtype)
+        linear = normalization.linear_gradient(statistics, totals, factor, call.count, self.statistics_dtype)
         for i, _, grad, input, weight in self.parts:
             if ("input", i) in self.wanted:
                 self.found["input", i] = normalization.input_gradient(grad, input, self._factor(i, weight), linear)
@@ -385,7 +406,7 @@ class _Backward:
         call = self.call
         if call.clamped is not None:
             totals = torch.stack((totals[0], totals[1].masked_fill(call.clamped, 0)))
-        return totals if call.group is None else distributed.all_reduced(totals, call.group)
+        return totals if call.peers is None else distributed.all_reduced(totals, call.peers)
 
     def on_cuda(self) -> None:
         """Do what `on_cpu` does, each replica at its place."""
@@ -407,6 +428,8 @@ class _Backward:
                     rows += hand_over_packed(sums, place, call.home)
         if not self.wants_inputs:
             return
+        if not rows:
+            rows = [torch.zeros_like(call.statistics[call.home].mean)] * 2
         totals = self._reduced(torch.stack(rows).view(-1, 2, len(rows[0])).sum(0))
         at: dict[Place, Any] = {}
         for i, place, grad, input, weight in self.parts:
@@ -449,9 +472,9 @@ class _Backward:
                 arrived.append(hand_over(torch.stack((-sum_dy * factor, sum_dy_xmu)), place, home))
         if not self.wants_inputs:
             return
-        total = torch.stack(arrived).sum(0)
-        if call.group is not None:
-            total = distributed.all_reduced_in_graph(total, call.group)
+        total = torch.stack(arrived).sum(0) if arrived else torch.zeros_like(torch.stack(tuple(at[home])))
+        if call.peers is not None:
+            total = distributed.all_reduced_in_graph(total, call.peers)
         grad_mean, grad_second = total
         if call.rule is not None:  # from the inverse standard deviation to the variance
             grad_second = grad_second * -0.5 * at[home][1] ** 3

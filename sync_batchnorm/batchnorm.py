@@ -621,6 +621,7 @@ def _why_unsynchronized(layer: _BatchNorm, wrapper: DataParallel[nn.Module] | No
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
     if wrapper is not None and not isinstance(wrapper, _Callbacks):
         return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
-    if wrapper is None and distributed.active_group(layer.process_group) is None:
+    among_processes = layer.group_size is None and distributed.active_group(layer.process_group) is not None
+    if wrapper is None and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     return None

@@ -6,9 +6,26 @@ is the business of `torch.distributed`: its errors and its timeout are the ones 
 
 NOTE [collectives]: Collectives have no names: the first of one process meets the first of every other one. So all
 processes of a group must make the same calls in the same order. In a forward that is the order of the layers, since all
-replicas of a process meet in each of them, and only the master speaks for them. In a backward it is the order in which
-the engine runs one graph, which is the same graph in every process, and one thread for all CPU nodes, or for all nodes
-of the device of the master. Blocking there waits for another process only, never for a replica of this one.
+replicas of a process meet in each of them, and only the master speaks for them. Blocking there waits for another
+process only, never for a replica of this one.
+
+NOTE [order of a backward]: In a backward it is the reverse of that order, whatever the number of replicas. Of all nodes
+that are ready, the engine runs the one with the highest sequence number. Each thread counts those of the nodes that it
+makes, from zero on. In a process that calls the layers in one thread, a node thus has a lower number than all that
+lead to it in a backward, and nodes run in the order of their numbers. With replicas, numbers of several threads meet.
+So the nodes of layers get the numbers of their calls, counted over all forwards whose graphs are alive, and each
+replica sees to it that the nodes which it makes after a call have higher numbers than that (`count_call`). Whatever
+leads to a later call, in any replica, then runs before the node of an earlier one.
+
+The nodes of several devices run in several threads of the engine, each of which knows the numbers of its own alone.
+There the node of each call also takes a token, a tensor without elements, from that of the call before it. A token may
+reach a node whose outputs take no part in the loss. Such a node has no gradients, and does not exchange: it does not
+even run in a process with one device.
+
+NOTE [beside DistributedDataParallel]: Its collectives use the same group, and it starts one as soon as the gradients of
+some parameters are complete. The numbers of the nodes of layers are lower than those of all others. So the engine runs
+such a node when it can run nothing else: whatever gradient can be complete by then is complete, in a process with
+replicas and in one without. On several GPUs, torch replicates all parameters in one node, which comes after all layers.
 
 A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call left, see NOTE
 [recomputation].
@@ -16,7 +33,14 @@ A recomputation by activation checkpointing runs inside of the backward, and reu
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -47,8 +71,127 @@ def active_group(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Merge mean and biased variance ``(C,)`` of `count` elements in each process of `group` into those of all.
+class Peers(NamedTuple):
+    """The processes that exchange in one call of a layer."""
+
+    group: Group
+    size: int
+    call: int  # its number on this group
+
+
+_calls: WeakKeyDictionary[Group, int] = WeakKeyDictionary()  # on each group
+_lock = Lock()
+
+
+def peers_of_call(group: Group) -> Peers:
+    """Return the processes of `group` for a call that begins."""
+    with _lock:
+        _calls[group] = _calls.get(group, 0) + 1
+        return Peers(group, dist.get_world_size(group), _calls[group])
+
+
+class _Forward:
+    """The nodes of one forward, as long as its graph is alive and has had no backward."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ReferenceType[Any]] = []
+        with _lock:
+            self.last = _last_number()
+            _forwards[next(_numbers)] = self
+
+
+_forwards: WeakValueDictionary[int, _Forward] = WeakValueDictionary()  # in the order in which they began
+_numbers = itertools.count()
+
+
+def _last_number() -> int:
+    """Return the number of the last node; number them all anew, so that numbers do not grow with every forward."""
+    number = 0
+    for forward in list(_forwards.values()):
+        for node in [found for reference in forward.nodes if (found := reference()) is not None]:
+            number += 1
+            _set_number(node, number)
+        forward.last = number
+    return number
+
+
+# Private to torch: without them, the order of backwards is right with one replica in each process only.
+_next_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: sys.maxsize)
+
+
+def _set_number(node: Any, number: int) -> None:
+    getattr(node, "_set_sequence_nr", lambda number: None)(number)
+
+
+def _count_up_to(number: int) -> None:
+    """See to it that nodes which this thread makes from now on have higher numbers."""
+    if _next_number() <= number:
+        leaf = torch.empty(0, device="cpu", requires_grad=True)
+        with torch.inference_mode(False), torch.enable_grad():
+            while _next_number() <= number:
+                leaf.view_as(leaf)
+
+
+class BackwardOrder:
+    """Keeps the nodes of one forward of a replica in order, see NOTE [order of a backward].
+
+    It lives as long as the forward: kept longer, its token would keep the graph alive.
+    """
+
+    def __init__(self) -> None:
+        self._forward: _Forward | None = None
+        self.token: Tensor | None = None  # of the last call, where there are several devices
+
+    def add(self, node: Any) -> tuple[_Forward, int]:
+        """Give `node` the next number; return it, behind what must live as long as the node."""
+        if self._forward is None:
+            self._forward = _Forward()
+        self._forward.nodes.append(ref(node))
+        self._forward.last += 1
+        _set_number(node, self._forward.last)
+        return self._forward, self._forward.last
+
+
+_order: ContextVar[BackwardOrder | None] = ContextVar("sync_batchnorm_order", default=None)
+
+
+def order_of_forward() -> BackwardOrder:
+    """Return the order of the nodes that this thread makes: outside of a replica, one for each call."""
+    return _order.get() or BackwardOrder()
+
+
+def count_call(numbered: tuple[Any, int] | None) -> None:
+    """In a replica, count up to the number of the node of a call; before what comes after the call."""
+    if numbered is not None:
+        _count_up_to(numbered[1])
+
+
+def has_peers() -> bool:
+    """Return whether there are other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def count_all_calls() -> None:
+    """Count up to the number of the last call of all forwards; before what comes after a forward, or begins one."""
+    if has_peers():
+        with _lock:
+            last = _last_number()
+        _count_up_to(last)
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Run the body, the forward of a replica, such that the nodes of its layers run in order in a backward."""
+    count_all_calls()
+    token = _order.set(BackwardOrder() if has_peers() else None)
+    try:
+        yield
+    finally:
+        _order.reset(token)
+
+
+def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all.
 
     One collective of one vector. Every process merges in the order of ranks, so the result is the same in all of them,
     bit by bit. It is zero where no process has an element.
@@ -61,8 +204,8 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) ->
         ValueError: on the CPU, if the processes differ in channels, and the backend has let that pass.
     """
     packed = torch.cat((mean.new_full((1,), len(mean)), mean.new_full((1,), count), mean, var))
-    gathered = packed.new_empty(dist.get_world_size(group), len(packed))
-    dist.all_gather(list(gathered.unbind()), packed, group=group)
+    gathered = packed.new_empty(peers.size, len(packed))
+    dist.all_gather(list(gathered.unbind()), packed, group=peers.group)
     if mean.device.type == "cpu" and bool((gathered[:, 0] != len(mean)).any()):
         raise ValueError(
             f"expected inputs of one number of channels in all processes, but got {len(mean)} in this one and "
@@ -78,16 +221,33 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) ->
     return mean, var, total if count > 1 else int(total)
 
 
-def all_reduced(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum of `tensor` over all processes."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
+    """Return the sum of `tensor` over all processes.
+
+    They also exchange which call it belongs to, since tensors of different calls would be added up if the processes
+    were not in step. Then the result is NaN on a device for which the host would have to wait.
+
+    Raises:
+        RuntimeError: on the CPU, if the processes are not in the same call.
+    """
+    call = peers.call % 4096  # exact in float32, also the sum over 4,096 processes
+    packed = torch.cat((tensor.flatten(), tensor.new_full((1,), call)))
+    dist.all_reduce(packed, group=peers.group)
+    total, calls = packed[:-1].view(tensor.shape), packed[-1]
+    if tensor.device.type != "cpu":
+        return torch.where(calls == call * peers.size, total, torch.nan)
+    if float(calls) != call * peers.size:
+        raise RuntimeError(
+            f"expected all processes to be in the backward of call {call} of their synchronized layers, but got "
+            "another call in some of them; make every process call the same layers in the same order, and take the "
+            "same gradients"
+        )
     return total
 
 
-def all_reduced_in_graph(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum of `tensor` over all processes, as a function of that of each process."""
-    total: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+def all_reduced_in_graph(tensor: Tensor, peers: Peers) -> Tensor:
+    """Return what `all_reduced` returns, as a function of the tensor of each process."""
+    total: Tensor = _AllReduce.apply(tensor, peers)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -95,13 +255,13 @@ class _AllReduce(torch.autograd.Function):
     """The sum over all processes. Each of them reaches the losses of all through it, so its gradient is a sum too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduced(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return all_reduced(tensor, peers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+        return _AllReduce.apply(grad, ctx.peers), None  # type: ignore[no-untyped-call]
 
 
 class SharedGroup:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
 from sync_batchnorm import distributed, moments, normalization, recompute
-from sync_batchnorm.autograd import Call, EpsRule, ReplicaTensors, hand_over, hand_over_packed, save_for_hooks
+from sync_batchnorm.autograd import (
+    Call,
+    EpsRule,
+    ReplicaTensors,
+    hand_over,
+    hand_over_packed,
+    save_for_hooks,
+)
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import Place
@@ -20,6 +29,9 @@ from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 
 __all__ = ["merge_messages", "sync_moments"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RunningStatistics(NamedTuple):
@@ -243,7 +255,8 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
     """
     mean, var = _merge_local_moments(call, messages)
     if call.group is not None:
-        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.group)
+        call.peers = distributed.peers_of_call(call.group)
+        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.peers)
         _refuse_one(call, messages)
     if call.rule is not None and isinstance(call.count, int) and call.count == 0:
         return None
@@ -394,6 +407,7 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
     else:
         answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     call: Call = answer
+    distributed.count_call(call.numbered)
     return call
 
 
@@ -446,11 +460,29 @@ class _Kept(NamedTuple):
         return constant
 
 
+def _overridable(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one that a subclass of `Tensor`, as its first argument, can override as those of torch.
+
+    The class sees the call and its result as a whole, and nothing of the tensors inside: what an operator returns for a
+    subclass is a view, so outputs could not be changed in place, and replicas may have different classes.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if has_torch_function(args[:1]):
+            return handle_torch_function(run, args[:1], *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: EpsRule) -> Tensor:
     """Return the output of a call without a single element in all replicas."""
     return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
 
 
+@_overridable
 @recompute.unseen_by_policies
 def sync_batch_norm(
     input: Tensor,
@@ -526,6 +558,7 @@ def sync_batch_norm(
 
 
 @uncompiled
+@_overridable
 @recompute.unseen_by_policies
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import ContextVar
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import increment_version
 
-from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import CapturedError
 
 __all__: list[str] = []
 
 DeviceId = int | str | torch.device
-Cuts = dict[int, tuple[Tensor, Sequence[Tensor]]]  # what was cut, and its chunks, by the id of what was cut
 
 
 class Place(NamedTuple):
@@ -46,9 +45,6 @@ def current_place(device: torch.device) -> Place:
     if device.type == "cpu":
         return _CPU
     return Place(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
-
-
-_cuts: ContextVar[Cuts | None] = ContextVar("sync_batchnorm_cuts", default=None)  # of the call in this thread
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -79,17 +75,6 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
         self.src_device_obj = devices[0]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        cuts: Cuts = {}
-        token = _cuts.set(cuts)
-        try:
-            output = super().forward(*inputs, **kwargs)
-        finally:
-            _cuts.reset(token)
-        if cuts:
-            _rejoin(cuts, self.dim)
-        return output
-
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
         if not inputs and not kwargs:
@@ -98,10 +83,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(devices) > 1:
             self._check_sizes(inputs, kwargs, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
-            return (inputs,), (kwargs,)  # There is nothing to cut, and a view could not be changed in place.
+            return (inputs,), (kwargs,)  # There is nothing to cut.
         if not is_local(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
-        chunks = scatter((inputs, kwargs), devices, self.dim, _cuts.get())
+        chunks = scatter((inputs, kwargs), devices, self.dim)
         return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
 
     def _check_sizes(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
@@ -124,7 +109,17 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         if not is_local(devices):
             return super().parallel_apply(replicas, inputs, kwargs)
-        return parallel_apply(replicas, inputs, kwargs, devices)
+        shares, changed = _shares(replicas), []
+        _follow_originals(shares)
+        try:
+            outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        finally:
+            changed = _count_changes(shares)
+        _check_changes(changed)
+        for node in {output.grad_fn for output in tensors_in(outputs)}.difference(share.node for share in shares):
+            if node is not None:
+                node.register_prehook(lambda _: _follow_originals(shares))
+        return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
@@ -132,8 +127,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if not is_local(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
-        # Autocast would join tensors in its own dtype, or refuse those of another one.
-        with torch.autocast(device.type, enabled=False):
+        # Autocast would join tensors in its own dtype, or refuse those of another one. Torch joins plain tensors.
+        with torch.autocast(device.type, enabled=False), torch._C.DisableTorchFunctionSubclass():
             return gather(outputs, device, self.dim)
 
 
@@ -162,165 +157,165 @@ def _number_of_chunks(size: int, most: int) -> int:
     return -(-size // -(-size // most)) if size else most
 
 
-class _Rejoin(torch.autograd.Function):
-    """Give a tensor the graph of its chunks, which lie in its memory and were changed in place."""
+class _Alias(torch.autograd.Function):
+    """Give a replica a tensor of its own over the same storage, as `Broadcast` gives it a copy."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, *chunks: Tensor) -> Tensor:
-        ctx.mark_dirty(whole)
-        ctx.dim, ctx.sizes = dim, [chunk.shape[dim] for chunk in chunks]
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.zeros_like(grad), None, *torch.split(grad, ctx.sizes, ctx.dim)
-
-
-@uncompiled
-def _rejoin(cuts: Cuts, dim: int) -> None:
-    """Apply the in-place changes of chunks to the tensors that were cut: to their graphs and to their versions."""
-    for whole, chunks in cuts.values():
-        if not whole.is_inference() and any(chunk._version for chunk in chunks):
-            _Rejoin.apply(whole, dim, *chunks)  # type: ignore[no-untyped-call]
-
-
-class _Share(torch.autograd.Function):
-    """Give a replica tensors of its own over the same storage, as `Broadcast` gives it copies."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in tensors)
+        # NOTE [order of gradients]: Of the nodes that are ready, the engine runs the latest first, and these are older
+        # than the forward. As if they were the latest, they hand each gradient on when it is computed: so the hooks of
+        # a parameter run when they would on one device, and what replicas contribute is added up at once. The number is
+        # private to torch: without it, gradients arrive at the end of the backward.
+        getattr(ctx, "_set_sequence_nr", lambda _: None)(2**63 - 1)
+        with torch._C.DisableTorchFunctionSubclass():  # or that of a subclass is a view
+            return tensor.data
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
-def _share(tensors: dict[int, Tensor], first: bool, detach: bool) -> dict[int, Tensor]:
-    """Return the tensors of a replica: the same storage, and gradients for the originals unless they are detached.
+class _Share:
+    """A tensor of the wrapped module and its alias in one replica.
 
-    NOTE [parameters that a forward changes]: A module may change its parameters in its forward, under `no_grad`. For
-    that, the first replica has views, which autograd treats as it treats the originals. The others count their changes
-    separately, so the backward of one of them does not notice that another one has changed what it has saved. That is
-    right if all make the same change, and it is one that may be made any number of times, as `clamp_` is.
-    `_warn_of_shared_changes` warns, because this need not be so.
+    NOTE [versions of what replicas share]: Torch refuses a backward that needs a tensor which was changed in place
+    since; it compares versions. An alias counts its changes alone: a forward may change parameters under `no_grad`, and
+    the change of one replica must not spoil what the others have saved. That is right if all make the same change, and
+    it is one that may be made any number of times, as `clamp_` is. So where the same change would be noticed on one
+    device, versions are carried over: to the originals after each forward (`count_changes`), and to the aliases before
+    each forward and each backward (`follow_originals`), for what the caller has changed in the meantime.
     """
-    copies = {}
-    differentiable = [] if detach else [key for key, tensor in tensors.items() if tensor.requires_grad]
-    if first:
-        copies = {key: tensors[key][...] for key in differentiable}  # a view that lets sparse gradients through
-    elif differentiable:
-        shared = _Share.apply(*[tensors[key] for key in differentiable])  # type: ignore[no-untyped-call]
-        copies = dict(zip(differentiable, shared, strict=True))
-    for key, tensor in tensors.items():
-        if key not in copies:
-            copies[key] = tensor.detach() if first else tensor.data
-    return copies
+
+    __slots__ = ("alias", "name", "node", "original", "versions")
+
+    def __init__(self, name: str, original: Tensor, alias: Tensor) -> None:
+        self.name, self.original, self.alias, self.node = name, original, alias, alias.grad_fn
+        self.versions = self.current_versions()
+
+    def current_versions(self) -> tuple[int, int]:
+        return self.original._version, self.alias._version
 
 
-def _warn_of_shared_changes(replicas: Sequence[Any]) -> None:
-    """Warn of parameters that replicas have changed in place in memory that they share, see the note there."""
-    shares = [share for replica in replicas for share in replica.__dict__.get("_sync_shares", {}).items()]
-    changed = sorted({name for name, tensor in shares if not tensor.is_inference() and tensor._version})
-    if changed:
+def _shares(replicas: Sequence[Any]) -> list[_Share]:
+    return [share for replica in replicas for share in replica.__dict__.get("_sync_shares", ())]
+
+
+def _follow_originals(shares: Sequence[_Share]) -> None:
+    """Count a change of the aliases whose originals were changed, see NOTE [versions of what replicas share]."""
+    for share in shares:
+        if share.original._version != share.versions[0]:
+            increment_version(share.alias)
+            share.versions = share.current_versions()
+
+
+def _count_changes(shares: Sequence[_Share]) -> list[_Share]:
+    """Count a change of the originals whose aliases were changed; return those aliases."""
+    changed = [share for share in shares if share.alias._version != share.versions[1]]
+    for original in {id(share.original): share.original for share in changed}.values():
+        increment_version(original)
+    for share in shares if changed else ():
+        share.versions = share.current_versions()
+    return changed
+
+
+def _check_changes(changed: Sequence[_Share]) -> None:
+    """Refuse what one device refuses, and warn of parameters that several replicas have changed in their memory.
+
+    Raises:
+        RuntimeError: for changes that autograd has recorded.
+    """
+    recorded = sorted({share.name for share in changed if share.node not in (None, share.alias.grad_fn)})
+    if recorded:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation: a replica has changed its "
+            f"parameters {recorded}; change parameters outside of the forward, under torch.no_grad()"
+        )
+    numbers = Counter(id(share.original) for share in changed)
+    repeated = sorted({share.name for share in changed if numbers[id(share.original)] > 1})
+    if repeated:
         warnings.warn(
-            f"expected parameters that replicas share to stay as they are, but got {changed} changed in place by each "
+            f"expected parameters that replicas share to stay as they are, but got {repeated} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
             "clamp_, but make any other outside of the forward",
-            stacklevel=13,
+            stacklevel=11,
         )
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
     """Return one replica of `module` for each of `devices`.
 
-    On the first replica of a device the buffers are those that were put there: the module's own on the first device.
-    Further replicas of that device get copies. Parameters are non-leaf tensors over shared storage.
+    Parameters are non-leaf tensors over the storage that all replicas of a device share. The first of these replicas
+    has the buffers that are there, which are the module's own on the first device; the others get copies.
     """
-    distinct = list(dict.fromkeys(devices))
-    if len(distinct) == 1:
-        template = _Template(module)
-        return [template.replica(i == 0, detach) for i in range(len(devices))]
-    placed = dict(zip(distinct, nn.parallel.replicate(module, distinct, detach), strict=True))
-    templates = {device: _Template(replica) for device, replica in placed.items()}
-    # The first replica of each device is the one that torch has made.
-    return [placed.pop(device) if device in placed else templates[device].replica(False, detach) for device in devices]
+    placed = {devices[0]: module}
+    if len(distinct := list(dict.fromkeys(devices))) > 1:
+        placed = dict(zip(distinct, nn.parallel.replicate(module, distinct, detach), strict=True))
+    numbers = Counter(devices)
+    replicas = {device: iter(_replicas_of(copy, numbers[device], detach)) for device, copy in placed.items()}
+    return [next(replicas[device]) for device in devices]
 
 
-class _Part(NamedTuple):
-    """A submodule: what a replica of it refers to, by name."""
+def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module]:
+    """Return `number` replicas of a module, on the device where it is."""
+    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs,
+    # lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of
+    # its own for buffers and submodules. They are filled directly, since to set hundreds of attributes through
+    # `nn.Module.__setattr__` takes longer than all the rest of a replication.
+    copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
+    tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
+    shares: list[list[_Share]] = [[] for _ in range(number)]
 
-    module: nn.Module
-    children: dict[str, nn.Module]
-    absent: list[str]  # parameters that are None
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    plain: bool  # whether attributes may be set without asking the module
+    def alias(name: str, original: Tensor) -> list[Tensor]:
+        if id(original) not in tensors:
+            differentiable = original.requires_grad and not detach
+            make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else attrgetter("data")
+            aliases = [make(original) for _ in copies]
+            tensors[id(original)] = aliases
+            for i in range(0 if original.is_inference() else number):
+                shares[i].append(_Share(name, original, aliases[i]))
+        return tensors[id(original)]
 
+    def copy(original: Tensor) -> list[Tensor]:
+        if id(original) not in tensors:
+            tensors[id(original)] = [original, *(original.detach().clone() for _ in copies[1:])]
+        return tensors[id(original)]
 
-class _Template:
-    """A module that was looked through once, to be replicated several times."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._parts = [_part_of(module) for module in root.modules()]
-        shared = [tensor for part in self._parts for tensor in part.parameters.values()]
-        buffers = [buffer for part in self._parts for buffer in part.buffers.values()]
-        self._shared = {id(tensor): tensor for tensor in [*shared, *[b for b in buffers if b.requires_grad]]}
-        self._buffers = {id(buffer): buffer for buffer in buffers if id(buffer) not in self._shared}
-        self._names = {
-            id(tensor): f"{prefix}.{name}" if prefix else name
-            for (prefix, _), part in zip(root.named_modules(), self._parts, strict=True)
-            for name, tensor in [*part.parameters.items(), *part.buffers.items()]
-            if id(tensor) in self._shared
+    named: dict[str, nn.Module] = dict(module.named_modules())
+    for prefix, child in named.items():
+        for of_modules in copies:
+            of_modules[child] = child._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        path = f"{prefix}." if prefix else ""
+        # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
+        former: dict[str, Tensor] = child.__dict__.get("_former_parameters", {})
+        given = former | {name: tensor for name, tensor in child._parameters.items() if tensor is not None}
+        parameters = {name: alias(path + name, tensor) for name, tensor in given.items()}
+        buffers = {
+            name: alias(path + name, tensor) if tensor.requires_grad else copy(tensor)
+            for name, tensor in child._buffers.items()
+            if tensor is not None
         }
-
-    def replica(self, first: bool, detach: bool) -> nn.Module:
-        """Return one more replica; the first has the buffers of the module itself."""
-        # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`.
-        # RNNs, lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has
-        # dictionaries of its own for buffers and submodules. They are filled directly, since to set hundreds of
-        # attributes through `nn.Module.__setattr__` takes longer than all the rest of a replication.
-        replicas: dict[nn.Module, nn.Module] = {
-            part.module: part.module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-            for part in self._parts
-        }
-        tensors = _share(self._shared, first, detach)
-        for key, buffer in self._buffers.items():
-            tensors[key] = buffer if first else buffer.detach().clone()
-        for part in self._parts:
-            replica = replicas[part.module]
-            parameters = {name: tensors[id(tensor)] for name, tensor in part.parameters.items()}
-            buffers = {name: tensors[id(buffer)] for name, buffer in part.buffers.items()}
-            for name in part.absent:
+        absent = [name for name, parameter in child._parameters.items() if parameter is None]
+        plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without asking it
+        for i, of_modules in enumerate(copies):
+            replica = of_modules[child]
+            for name in absent:
                 replica._parameters[name] = None
-            for name, child in part.children.items():
-                replica._modules[name] = replicas[child]
-            replica.__dict__["_former_parameters"] = parameters
-            if part.plain:
-                replica.__dict__.update(parameters)
-                replica._buffers.update(buffers)
+            own = {name: of_replicas[i] for name, of_replicas in parameters.items()}
+            replica.__dict__["_former_parameters"] = own
+            if plain:
+                replica.__dict__.update(own)
+                replica._buffers.update((name, of_replicas[i]) for name, of_replicas in buffers.items())
             else:
-                for name, tensor in (parameters | buffers).items():
-                    setattr(replica, name, tensor)
-        if not first:
-            shares = {name: tensors[key] for key, name in self._names.items()}
-            replicas[self._root].__dict__["_sync_shares"] = shares
-        return replicas[self._root]
-
-
-def _part_of(module: nn.Module) -> _Part:
-    # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
-    former: dict[str, Tensor] = module.__dict__.get("_former_parameters", {})
-    return _Part(
-        module,
-        {name: child for name, child in module._modules.items() if child is not None},
-        [name for name, parameter in module._parameters.items() if parameter is None],
-        former | {name: parameter for name, parameter in module._parameters.items() if parameter is not None},
-        {name: buffer for name, buffer in module._buffers.items() if buffer is not None},
-        type(module).__setattr__ is nn.Module.__setattr__,
-    )
+                for name, of_replicas in (parameters | buffers).items():
+                    setattr(replica, name, of_replicas[i])
+    for i, of_modules in enumerate(copies):
+        for child, replica in of_modules.items():
+            for name, grandchild in child._modules.items():
+                if grandchild is not None:
+                    replica._modules[name] = of_modules[grandchild]
+        of_modules[module].__dict__["_sync_shares"] = shares[i]
+    return [of_modules[module] for of_modules in copies]
 
 
 def parallel_apply(
@@ -377,7 +372,6 @@ def parallel_apply(
     for failure in failures:
         if failure is not None:
             raise failure.rebuild()
-    _warn_of_shared_changes(modules)
     return outputs
 
 
@@ -466,40 +460,30 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for child in _children(tree) or () for tensor in tensors_in(child)]
 
 
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int, cuts: Cuts | None = None) -> list[Any]:
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Containers keep their type; what is not a tensor is shared by all. No copy is made where none is needed.
-
-    Args:
-        tree: what is cut.
-        devices: where the chunks are to be.
-        dim: the dimension to cut along.
-        cuts: gets the tensors whose chunks may be changed in place, so that `_rejoin` can apply the changes to them.
-            None: no chunk of a tensor in a graph may be changed.
+    Containers keep their type; what is not a tensor is shared by all. A chunk has memory of its own: whatever its
+    replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
+    that is there twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
     """
+    with torch._C.DisableTorchFunctionSubclass():
+        return _scatter(tree, devices, dim, {})
+
+
+def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[int, list[Tensor]]) -> list[Any]:
     if isinstance(tree, Tensor):
-        chunks = _chunks(tree, len(devices), dim, cuts)
-        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+        if id(tree) not in found:
+            chunks = tree.chunk(len(devices), dim)
+            several = len(chunks) > 1
+            pairs = zip(chunks if several else [tree], devices, strict=False)
+            found[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
+        return found[id(tree)]
     children = _children(tree)
     if not children:
         return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    parts = [scatter(child, devices, dim, cuts) for child in children]
+    parts = [_scatter(child, devices, dim, found) for child in children]
     return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
-
-
-def _chunks(tensor: Tensor, number: int, dim: int, cuts: Cuts | None) -> Sequence[Tensor]:
-    """Cut one tensor.
-
-    Chunks that are views must not be changed in place if they are in a graph; and they count their changes together, so
-    that a change of one would look like one of all that others have saved. Those of `unsafe_chunk` lie in the same
-    memory, and are tensors of their own. A leaf that requires grad must not be changed on one device either.
-    """
-    if cuts is None or tensor.is_nested or (tensor.is_leaf and tensor.requires_grad):
-        return tensor.chunk(number, dim)
-    if id(tensor) not in cuts:
-        cuts[id(tensor)] = tensor, tensor.unsafe_chunk(number, dim)
-    return cuts[id(tensor)][1]
 
 
 def check_structures(outputs: Sequence[Any]) -> None:

@@ -221,7 +221,7 @@ def warn_of_shared_draws(devices: Sequence[torch.device]) -> Iterator[None]:
             "dropout does, draws other numbers when it is recomputed, and its gradients are wrong, so keep draws out "
             "of checkpointed functions (whether these were inside of one cannot be told), or give every replica a "
             "device of its own",
-            stacklevel=12,
+            stacklevel=11,
         )
 
 

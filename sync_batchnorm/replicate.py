@@ -19,10 +19,11 @@ from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import profiling, recompute
+from sync_batchnorm import distributed, profiling, recompute
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
@@ -98,7 +99,7 @@ class _ReplicaHandle:
         """Run the body as the forward of `replica`."""
         token = _running.set(replica)
         try:
-            with self.state.entered(), self.coordinator.forward_of(self.replica_id):
+            with self.state.entered(), distributed.in_order(), self.coordinator.forward_of(self.replica_id):
                 yield
         finally:
             _running.reset(token)
@@ -284,7 +285,7 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
             f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
             "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
             "that their forward calls",
-            stacklevel=11,
+            stacklevel=10,
         )
 
 
@@ -305,7 +306,8 @@ class _Callbacks(DataParallel[Any]):
 
     @uncompiled
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
-        if len(device_ids) == 1:
+        if len(device_ids) == 1 and not (distributed.has_peers() and torch.is_grad_enabled()):
+            # With peers, a single chunk runs as a replica too: see NOTE [order of a backward] in `distributed.py`.
             return [module]
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
@@ -341,6 +343,7 @@ class _Callbacks(DataParallel[Any]):
                 raise
         else:
             coordinator.raise_if_hidden()
+            distributed.count_all_calls()  # before the nodes that gather the outputs
             return outputs
         finally:
             for handle in handles:

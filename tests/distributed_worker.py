@@ -15,9 +15,16 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and sys.argv[4] == "gpus":
+    import simulated_gpus
+
+    simulated_gpus.simulate(3)  # before torch is imported
 
 import pytest
 import torch
@@ -41,6 +48,8 @@ from sync_batchnorm import (
 )
 
 CHECKS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {}
+ON_GPUS: list[str] = []  # the checks that also run on simulated GPUs
+DEVICE = "cpu"  # "cuda" on simulated GPUs
 ROWS = [3, 1, 2]  # of the process of that rank, in most checks
 
 RANK = SIZE = 0
@@ -57,6 +66,11 @@ def check(*sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return register
 
 
+def on_gpus_too(function: Callable[[], None]) -> Callable[[], None]:
+    ON_GPUS.append(function.__name__)
+    return function
+
+
 def cut(batch: Tensor, rows: list[int] | None = None) -> Tensor:
     """Return the rows of this process."""
     return batch.split((rows or ROWS)[:SIZE])[RANK]
@@ -69,7 +83,7 @@ def total(rows: list[int] | None = None) -> int:
 def summed(tensor: Tensor) -> Tensor:
     """Return the sum over all processes."""
     result = tensor.detach().clone()
-    dist.all_reduce(result)
+    dist.all_reduce(result, group=dist.group.WORLD)
     return result
 
 
@@ -127,6 +141,17 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, input, use_reentrant=self.reentrant)
 
 
+def assert_same_sums(model: nn.Module, plain: nn.Module, tolerance: float | None = None) -> None:
+    """Compare the gradients of the parameters, summed over all processes."""
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if reference.grad is not None:
+            assert_equal(summed(parameter.grad), reference.grad, f"gradient of {name}", tolerance)
+        elif DEVICE == "cpu":
+            assert parameter.grad is None, name
+        else:  # see `assert_same_gradient` in `helpers.py`
+            assert parameter.grad is None or not parameter.grad.count_nonzero(), name
+
+
 def assert_one_batch(
     plain: nn.Module,
     model: nn.Module,
@@ -145,8 +170,7 @@ def assert_one_batch(
     expected.backward(grad)
     actual.backward(cut(grad, rows))
     assert_equal(part.grad, cut(whole.grad, rows), "input gradient", tolerance)
-    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_equal(summed(parameter.grad), reference.grad, f"gradient of {name}", tolerance)
+    assert_same_sums(model, plain, tolerance)
     assert_same_buffers(model, plain, tolerance)
 
 
@@ -354,8 +378,8 @@ def penalty(model: nn.Module, input: Tensor, grad: Tensor) -> tuple[Tensor, Tens
 
 
 def assert_same_second_gradients(model: nn.Module, plain: nn.Module, rows: list[int], both: bool) -> None:
-    batch = torch.randn(total(rows), 2, 4, 3, dtype=torch.float64)
-    grad = torch.randn(total(rows), 2, 4, 3, dtype=torch.float64)
+    batch = torch.randn(total(rows), 2, 4, 3, dtype=torch.float64, device=DEVICE)
+    grad = torch.randn_like(batch)
     upstream = torch.randn_like(grad)
     whole, part = batch.clone().requires_grad_(), cut(batch, rows).clone().requires_grad_()
     expected, expected_loss = penalty(plain, whole, grad)
@@ -437,6 +461,14 @@ def sync_moments_spans_processes() -> None:
 @check(2, 3)
 def layers_that_processes_synchronize_need_no_wrapper() -> None:
     assert_synchronized(nn.Sequential(SynchronizedBatchNorm2d(3)))
+
+
+@check(2, 3)
+def layers_with_a_group_size_need_a_wrapper() -> None:
+    model = nn.Sequential(SynchronizedBatchNorm2d(3, group_size=2))
+    with pytest.raises(RuntimeError, match=r"0 \(SynchronizedBatchNorm2d\): no wrapper is around it"):
+        assert_synchronized(model)
+    assert_synchronized(DataParallelWithCallback(model, ["cpu"] * 2))
 
 
 @check(2, 3)
@@ -582,6 +614,202 @@ def replicas_with_weights_of_their_own_compute_what_one_device_computes() -> Non
     assert_one_batch(plain, parallel, torch.randn(total(rows), 3, 6, 5, dtype=torch.float64), rows)
 
 
+# The order of the collectives in a backward, which must not depend on the number of replicas.
+
+
+def norm_conv(channels: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+
+class Residual(nn.Module):
+    """Blocks that compute their shortcut first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcuts = nn.ModuleList(norm_conv() for _ in range(3))
+        self.paths = nn.ModuleList(nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for shortcut, path in zip(self.shortcuts, self.paths, strict=True):
+            rest = shortcut(input)
+            input = torch.tanh(path(input) + rest)
+        return input
+
+
+class Dense(nn.Module):
+    """Pre-activation layers whose outputs are concatenated, and one that all levels share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(3 * i), nn.Conv2d(3 * i, 3, 1)) for i in (1, 2, 3))
+        self.shared = nn.BatchNorm2d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for level in self.levels:
+            input = torch.cat((self.shared(level(input)), input), 1)
+        return input
+
+
+class PartlyFrozen(Residual):
+    """A net with layers in eval mode between those that synchronize."""
+
+    def train(self, mode: bool = True) -> PartlyFrozen:
+        super().train(mode)
+        for path in self.paths:
+            path[0].eval()
+        return self
+
+
+class Ignored(Residual):
+    """A net that ignores the outputs of layers which it calls between others, as those of an auxiliary head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(norm_conv(), nn.Tanh(), norm_conv())
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = super().forward(input)
+        self.head(input)
+        return super().forward(input)
+
+
+class Bare(nn.Module):
+    """Layers with almost nothing between them, so that replicas make fewer nodes than there are calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        rest = self.norms[0](input)
+        return rest * self.norms[1](torch.tanh(self.norms[2](input)))
+
+
+class Heads(nn.Module):
+    """A net with many more calls than parameters, and a head half way, whose output is the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.BatchNorm2d(3)
+        self.trunk = nn.Sequential(*[nn.BatchNorm2d(3)] * 30)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        input = self.trunk(input)
+        head = self.head(input)
+        return self.trunk(input), head
+
+
+BRANCHED = [Residual, Dense, PartlyFrozen, Ignored, Bare]
+MIXES = {  # devices and rows of each process
+    "1/1": ([1, 1, 1], [2, 3, 1]),
+    "2/1": ([2, 1, 3], [4, 2, 3]),
+    "3/2": ([3, 2, 1], [3, 4, 1]),
+    "2/2, one chunk": ([2, 2, 2], [4, 1, 1]),
+    "none/2": ([0, 2, 0], [2, 4, 1]),  # without a wrapper
+}
+
+
+def on_replicas(model: nn.Module, number: int) -> nn.Module:
+    """Wrap a synchronized copy of a model for a number of replicas; none to leave it without a wrapper."""
+    model = convert_model(copy.deepcopy(model))
+    devices: list[Any] = ["cpu"] * number if DEVICE == "cpu" else list(range(number))
+    return DataParallelWithCallback(model, devices) if number else model
+
+
+def every_mix(*nets: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, list[int]]]:
+    """Yield each net, a synchronized copy of it on the replicas of this process, and the rows of all processes."""
+    for make in nets:
+        for devices, rows in MIXES.values():
+            plain = randomize(make()).to(DEVICE, torch.float64).train()
+            yield plain, on_replicas(plain, devices[RANK]).train(), rows[:SIZE]
+
+
+@check(2, 3)
+@on_gpus_too
+def branched_nets_equal_one_process_for_any_mix_of_replicas() -> None:
+    for plain, model, rows in every_mix(*BRANCHED):
+        for _ in range(2):
+            assert_one_batch(plain, model, torch.randn(total(rows), 3, 4, 3, dtype=torch.float64, device=DEVICE), rows)
+
+
+@check(2, 3)
+def several_calls_in_one_loss_equal_one_process_for_any_mix_of_replicas() -> None:
+    for plain, model, rows in every_mix(Residual, Ignored, Bare):
+        # As a discriminator is called: the second call may make more chunks than the first, or fewer.
+        losses, sums = [], []
+        for of_call in (rows, rows[::-1]):
+            batch = torch.randn(total(of_call), 3, 4, 3, dtype=torch.float64, device=DEVICE)
+            expected, actual = plain(batch), model(cut(batch, of_call))
+            grad = torch.randn_like(expected)
+            losses.append((actual * cut(grad, of_call)).sum())
+            sums.append((expected * grad).sum())
+        # And one that takes the output of the last one.
+        expected, actual = plain(expected.tanh()), model(actual.tanh())
+        sum([*sums, (expected * grad).sum()]).backward()
+        sum([*losses, (actual * cut(grad, of_call)).sum()]).backward()
+        assert_same_sums(model, plain)
+        assert_same_buffers(model, plain)
+
+
+@check(2, 3)
+def threads_that_have_recorded_nothing_equal_one_process_for_any_mix_of_replicas() -> None:
+    def step(plain: nn.Module, model: nn.Module, rows: list[int]) -> None:
+        batch = torch.randn(total(rows), 3, 4, 3, dtype=torch.float64, device=DEVICE)
+        actual = model(cut(batch, rows))  # the first nodes of this thread
+        expected = plain(batch)
+        grads = [torch.randn_like(output) for output in expected]
+        torch.autograd.backward(actual, [cut(grad, rows) for grad in grads])
+        torch.autograd.backward(expected, grads)
+        assert_same_sums(model, plain)
+
+    for mix in every_mix(Heads):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(step, *mix).result()
+
+
+@check(2, 3)
+@on_gpus_too
+def gradient_penalties_equal_one_process_for_any_mix_of_replicas() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 1), Residual(), nn.Conv2d(3, 2, 1))
+
+    for plain, model, rows in every_mix(make):
+        assert_same_second_gradients(model, plain, rows, both=True)
+
+
+class NoGradient(torch.autograd.Function):
+    """Keeps the gradient of its input to itself."""
+
+    @staticmethod
+    def forward(ctx: object, input: Tensor) -> Tensor:
+        return input * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> None:
+        return None
+
+
+@check(2, 3)
+def a_process_that_gets_no_gradient_takes_part_in_the_exchange() -> None:
+    for create_graph in (False, True):
+        for devices in ([0, 0, 0], [2, 2, 2], [2, 0, 1]):
+            plain = randomize(nn.BatchNorm2d(3)).double()
+            model = on_replicas(plain, devices[RANK])
+            batch = torch.randn(total(), 3, 4, 4, dtype=torch.float64)
+            whole, part = batch.clone().requires_grad_(), cut(batch).clone().requires_grad_()
+            expected, actual = plain(whole), model(part)
+            grad = torch.randn_like(expected)
+            with torch.no_grad():
+                cut(grad)[...] *= RANK != 1
+                dist.all_reduce(grad)  # what the others have drawn is the same, but for the rows of rank 1
+                grad /= SIZE
+                grad.split(ROWS[:SIZE])[1].zero_()
+            loss = NoGradient.apply(actual).sum() if RANK == 1 else (actual * cut(grad)).sum()
+            (found,) = torch.autograd.grad(loss, part, create_graph=create_graph)
+            (wanted,) = torch.autograd.grad((expected * grad).sum(), whole)
+            assert_equal(found.detach(), cut(wanted))
+
+
 # Activation checkpointing.
 
 
@@ -686,6 +914,89 @@ def ddp_around_replicas_equals_one_process() -> None:
     parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
     ddp = DistributedDataParallel(parallel)
     assert_same_training(plain, ddp, rows=4)
+
+
+def assert_same_uneven_training(
+    make: Callable[[], nn.Module], rows: Sequence[int], devices: Sequence[int] = (2, 2, 2), **options: Any
+) -> None:
+    """Compare three steps with one process, of which the second one is that of an uneven batch."""
+    plain = randomize(make()).double()
+    ddp = DistributedDataParallel(on_replicas(plain, devices[RANK]), **options)
+    for of_step in ([4] * SIZE, list(rows), [4] * SIZE):
+        batch = torch.randn(total(of_step), 3, 4, 3, dtype=torch.float64)
+        for module in (plain, ddp):
+            module.zero_grad()
+        expected = plain(batch)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        ddp(cut(batch, of_step)).backward(cut(grad, of_step) * SIZE)
+        assert_same_gradients(ddp, plain)
+        assert_same_buffers(ddp, plain)
+        with torch.no_grad():
+            for parameter, reference in zip(ddp.parameters(), plain.parameters(), strict=True):
+                if reference.grad is not None:
+                    reference -= 0.05 * reference.grad
+                parameter.copy_(reference)  # Otherwise rounding errors grow from step to step.
+
+
+class Large(Dense):
+    """A net of more than a megabyte, which is the size of the first bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(*[nn.Conv2d(3, 20000, 1), nn.Tanh(), nn.Conv2d(20000, 3, 1)])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(self.wide(input))
+
+
+@check(2, 3)
+def ddp_around_replicas_trains_with_uneven_batches() -> None:
+    for make in (Residual, Dense, Large):
+        for rows in ([4, 1, 1], [1, 4, 2]):
+            assert_same_uneven_training(make, rows)
+            assert_same_uneven_training(make, rows, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def ddp_around_any_number_of_replicas_equals_one_process() -> None:
+    for devices in ([2, 1, 3], [1, 3, 0], [0, 2, 1]):  # none: without a wrapper
+        for make in (Residual, Bare, Dense):
+            assert_same_uneven_training(make, [3, 4, 1], devices, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def ddp_around_replicas_takes_its_options_with_uneven_batches() -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        assert_same_uneven_training(Residual, [4, 1, 2], **options, bucket_cap_mb=1e-4)
+    assert_same_uneven_training(Ignored, [4, 1, 2], find_unused_parameters=True, bucket_cap_mb=1e-4)
+
+
+@check(2, 3)
+def accumulation_of_uneven_batches_equals_one_process() -> None:
+    plain = randomize(Residual()).double()
+    ddp = DistributedDataParallel(DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ["cpu"] * 2))
+    for of_step in ([4, 4, 4], [1, 4, 2], [4, 1, 1]):
+        batch = torch.randn(total(of_step), 3, 4, 3, dtype=torch.float64)
+        expected = plain(batch)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        with contextlib.nullcontext() if of_step[1] == 1 else ddp.no_sync():
+            ddp(cut(batch, of_step)).backward(cut(grad, of_step) * SIZE)
+    assert_same_gradients(ddp, plain)
+
+
+@check(2, 3)
+def process_that_has_no_batches_left_ends_the_others_with_the_error_of_ddp() -> None:
+    ddp = DistributedDataParallel(DataParallelWithCallback(convert_model(Residual()), ["cpu"] * 2))
+
+    def train() -> None:
+        with ddp.join(throw_on_early_termination=True):
+            for _ in range(2 + RANK):
+                ddp(torch.randn(4, 3, 4, 3)).mean().backward()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
 
 
 @check(2, 3)
@@ -884,6 +1195,26 @@ def run_failures(folder: Path) -> None:
             dist.FileStore(str(folder / "ends"), SIZE).set(function.__name__, "")
 
 
+def on_the_host(collective: Callable[..., object]) -> Callable[..., object]:
+    """Return a collective that takes tensors of simulated GPUs, for which there is no backend."""
+
+    def run(*args: Any, group: Any) -> None:
+        copies = [[t.cpu() for t in a] if isinstance(a, list) else a.cpu() for a in args]
+        collective(*copies, group=group)
+        target, result = (args[0], copies[0]) if isinstance(args[0], list) else ([args[0]], [copies[0]])
+        for tensor, copied in zip(target, result, strict=True):
+            tensor.copy_(copied)
+
+    return run
+
+
+def run_checks_on_gpus(folder: Path) -> None:
+    global DEVICE, CHECKS
+    DEVICE, CHECKS = "cuda", {name: CHECKS[name] for name in ON_GPUS}
+    dist.all_gather, dist.all_reduce = on_the_host(dist.all_gather), on_the_host(dist.all_reduce)
+    run_checks(folder)
+
+
 def run_checks(folder: Path) -> None:
     results = {}
     for name, (function, sizes) in CHECKS.items():
@@ -908,7 +1239,7 @@ def main(rank: int, size: int, folder: Path, what: str) -> None:
     warnings.simplefilter("error")
     store = dist.FileStore(str(folder / "world"), SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
-    {"checks": run_checks, "failures": run_failures}[what](folder)
+    {"checks": run_checks, "gpus": run_checks_on_gpus, "failures": run_failures}[what](folder)
 
 
 if __name__ == "__main__":

@@ -86,13 +86,13 @@ CAN_FORK = hasattr(os, "fork") and not torch.cuda.device_count()
 
 
 @pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, str]]]:
     """The outcome of every check in each process of a world of the given size: empty if it succeeded."""
 
     @functools.cache
-    def results_of(size: int) -> list[dict[str, str]]:
+    def results_of(size: int, what: str = "checks") -> list[dict[str, str]]:
         start = ForkedWorld if CAN_FORK and size == 2 else World
-        world = start(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
+        world = start(size, tmp_path_factory.mktemp(f"world{size}"), what)
         world.join()
         found = []
         for rank in range(size):
@@ -118,6 +118,17 @@ def test_in_a_world(name, size, results_of):
     for rank, results in enumerate(results_of(size)):
         outcome = results.get(name, "did not run, because an earlier check broke the world")
         assert not outcome, f"rank {rank} of {size}:\n{outcome}"
+
+
+@pytest.mark.cuda
+@pytest.mark.simulated
+@pytest.mark.slow
+@pytest.mark.watchdog(SECONDS)
+@pytest.mark.parametrize("name", distributed_worker.ON_GPUS)
+def test_on_several_gpus_in_each_process(name, results_of):
+    for rank, results in enumerate(results_of(2, "gpus")):
+        outcome = results.get(name, "did not run, because an earlier check broke the world")
+        assert not outcome, f"rank {rank} of 2:\n{outcome}"
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow)])
@@ -194,10 +205,9 @@ def test_host_waits_for_the_count_only_where_it_may_be_one(monkeypatch, counts, 
         for row, count in zip(gathered, counts, strict=True):
             row.copy_(packed)[1] = count
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_gather", all_gather)
     vectors = torch.randn(2, 3, dtype=torch.float64, device="cuda").unbind()
-    *_, count = distributed.merge_over_processes(*vectors, counts[0], None)
+    *_, count = distributed.merge_over_processes(*vectors, counts[0], distributed.Peers(None, 2, 1))
     assert type(count) is kind
     assert int(count) == sum(counts)
 

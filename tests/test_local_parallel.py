@@ -91,13 +91,6 @@ def test_scalar_arguments_are_refused():
         DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
 
 
-def test_chunks_that_are_cut_by_hand_are_views_also_after_a_forward():
-    parallel, data = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2), torch.zeros(4, 1)
-    parallel(data)
-    chunks, _ = parallel.scatter((data,), {}, parallel.device_ids)
-    assert all(chunk._is_view() for (chunk,) in chunks)  # No call would record changes of them in the graph of `data`.
-
-
 def test_parameter_that_no_replica_uses_has_no_gradient():
     class Unused(nn.Linear):
         def __init__(self):

@@ -192,7 +192,6 @@ def test_wrappers_may_be_compiled(devices, whole):
         inputs = [doubles(6, 4, devices=devices)] * 2
         inputs[1] = inputs[0].clone()
         assert_equal(compiled(inputs[1]), plain(inputs[0]))
-        assert_equal(inputs[1], inputs[0])
     assert_same_state(parallel, plain)
 
 
@@ -291,61 +290,85 @@ class InPlace(nn.Module):
 
 # On distinct GPUs inputs are cut, and parameters copied, by torch, which then refuses operations in place.
 local = pytest.mark.parametrize("devices", [p for p in device_lists(1, 3) if not p.id.startswith("cuda-")])
-
-
-def in_place_step(model, input, device):
-    backbone = nn.Linear(4, 4).double().to(device)
-    with torch.no_grad():
-        backbone.weight.copy_(torch.arange(16.0).view(4, 4).cos())
-        backbone.bias.fill_(0.1)
-    features = backbone(input)
-    output = model(features)
-    loss = (output**3).sum() + features.sin().sum()
-    loss.backward()
-    return output, features, backbone.weight.grad, backbone.bias.grad
+replicas = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
 
 
 @local
 def test_head_that_begins_in_place_equals_one_device(devices):
     plain, parallel = twins(InPlace().double(), devices)
-    input, device = doubles(7, 4, devices=devices), as_devices(devices)[0]
-    expected, actual = (in_place_step(module, input, device) for module in (plain, parallel))
-    for one, other, name in zip(actual, expected, ["output", "features", "weight", "bias"], strict=True):
-        assert_equal(one, other, name)
+    backbone = nn.Linear(4, 4).double().to(as_devices(devices)[0])
+    input, grad = (doubles(7, 4, devices=devices) for _ in range(2))
+    found = []
+    for model in (plain, parallel):
+        backbone.zero_grad()
+        model(backbone(input)).backward(grad)
+        found.append((backbone.weight.grad, backbone.bias.grad))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert_equal(ours, theirs)
     assert_same_state(parallel, plain)
 
 
-@local
-def test_data_that_a_model_changes_in_place_changes_as_on_one_device(devices):
+@replicas
+def test_data_that_a_model_changes_in_place_are_those_of_the_replica_alone(devices):
     plain, parallel = twins(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), devices)
-    inputs = [doubles(7, 4, devices=devices)] * 2
-    inputs[1] = inputs[0].clone()
-    upstream = doubles(7, 4, devices=devices)
-    for module, input in zip((plain, parallel), inputs, strict=True):
-        module(input).backward(upstream)
-    assert_equal(inputs[1], inputs[0])
-    assert inputs[1]._version == inputs[0]._version == 1
+    input, grad = doubles(7, 4, devices=devices), doubles(7, 4, devices=devices)
+    before = input.clone()
+    for model, given in ((plain, before.clone()), (parallel, input)):
+        model(given).backward(grad)
+    assert_equal(input, before)
+    assert input._version == 0
+    assert_same_state(parallel, plain)
+
+
+@replicas
+def test_inputs_that_the_caller_has_saved_or_that_are_leaves_may_change_in_place_in_replicas(devices):
+    plain, parallel = twins(InPlace().double(), devices)
+    data, grad = doubles(7, 4, devices=devices), doubles(7, 4, devices=devices)
+    leaves = [data.clone().requires_grad_() for _ in range(2)]
+    for model, leaf, own in ((plain, leaves[0], torch.clone), (parallel, leaves[1], lambda tensor: tensor)):
+        features = leaf.sigmoid()  # whose gradient needs what it returned
+        (model(own(features)) * grad + features**2).sum().backward()
+    assert_equal(leaves[1].grad, leaves[0].grad)
+    leaves = [data.clone().requires_grad_() for _ in range(2)]
+    plain(leaves[0].clone()).backward(grad)
+    parallel(leaves[1]).backward(grad)
+    assert_equal(leaves[1].grad, leaves[0].grad)
+    assert_equal(leaves[1].detach(), data)
     assert_same_state(parallel, plain)
 
 
 @local
-def test_input_that_the_caller_has_saved_may_not_change_in_place(devices):
-    for model in twins(InPlace().double(), devices):
-        features = doubles(6, 4, devices=devices).requires_grad_().sigmoid()  # whose gradient needs what it returned
-        squares = features**2
-        model(features)
+def test_batch_that_the_caller_overwrites_before_the_backward_gives_no_wrong_gradients(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    batch, grad = doubles(7, 3, 6, 6, devices=devices), doubles(7, 4, 2, 2, devices=devices)
+    plain(batch.clone()).backward(grad)
+    output = parallel(batch)
+    batch.copy_(doubles(7, 3, 6, 6, devices=devices))
+    if len(devices) > 1:
+        output.backward(grad)
+        assert_same_state(parallel, plain)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward(grad)
+
+
+@local
+def test_change_in_place_before_an_exception_spoils_no_earlier_graph(devices):
+    class Failing(nn.Module):
+        def forward(self, input):
+            input.mul_(2)
+            raise LookupError("the cause")
+
+    features = doubles(6, 4, devices=devices).requires_grad_().sigmoid()
+    squares = features**2
+    expected = 2 * features.detach()
+    with pytest.raises(LookupError, match="the cause"):
+        DataParallelWithCallback(Failing(), devices)(features)
+    if len(devices) > 1:
+        assert_equal(torch.autograd.grad(squares, features, torch.ones_like(squares))[0], expected)
+    else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             squares.sum().backward()
-
-
-@local
-def test_leaf_may_not_change_in_place(devices):
-    for model in twins(InPlace().double(), devices):
-        leaf = doubles(6, 4, devices=devices).requires_grad_()
-        before = leaf.detach().clone()
-        with pytest.raises(RuntimeError, match=r"is being used in an in-place operation|is being modified inplace"):
-            model(leaf)
-        assert_equal(leaf.detach(), before)
 
 
 class Twice(nn.Module):
@@ -361,6 +384,16 @@ def test_one_tensor_as_two_arguments_stays_one():
         assert_equal(output, torch.full((4, 3), 4.0))
         output.backward(torch.ones(4, 3))
     assert_equal(leaves[1].grad, leaves[0].grad)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_inputs_of_inference_mode_are_taken(size):
+    plain, parallel = twins(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval(), ["cpu"] * size)
+    with torch.inference_mode():
+        input = doubles(6, 4)
+        assert_equal(parallel(input), plain(input))
+    with torch.no_grad():
+        assert_equal(parallel(input), plain(input))
 
 
 class Clamping(nn.Module):

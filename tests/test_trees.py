@@ -71,9 +71,43 @@ def test_other_dimensions_can_be_cut(dim):
     assert equal(gather(parts, CPU, dim), x)
 
 
-def test_no_copy_is_made_on_the_device_itself():
+def test_chunks_have_memory_of_their_own():
     x = torch.randn(4, 2)
-    assert [part.data_ptr() for part in scatter(x, [CPU] * 2, 0)] == [x.data_ptr(), x[2:].data_ptr()]
+    parts = scatter({"x": x, "list": [x[:, 0], x.long()]}, [CPU] * 2, 0)
+    before = [part["x"].clone() for part in parts], [part["list"][0].clone() for part in parts]
+    x.zero_()
+    assert equal([part["x"] for part in parts], before[0])
+    assert equal([part["list"][0] for part in parts], before[1])
+    parts[0]["x"].fill_(1)
+    assert equal(x, torch.zeros(4, 2))
+    assert not any(part["x"]._is_view() for part in parts)
+
+
+def test_single_chunk_is_the_tensor_itself():
+    x = torch.randn(1, 2)
+    assert scatter([x], [CPU] * 2, 0)[0][0] is x
+
+
+def test_tensor_that_is_there_twice_is_cut_once():
+    x = torch.randn(4, 2)
+    first, second = scatter({"one": x, "other": (x,)}, [CPU] * 2, 0)
+    assert first["one"] is first["other"][0]
+    assert second["one"] is second["other"][0]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.randn(5, 4, 3, 2).movedim(1, 0),
+    ],
+    ids=["channels-last", "one-pixel", "transposed", "moved"],
+)
+def test_chunks_keep_the_order_of_dimensions_in_memory(x):
+    for ours, theirs in zip(scatter(x, [CPU] * 2, 0), x.chunk(2), strict=True):
+        assert ours.stride() == theirs.clone().stride()
 
 
 def test_gradients_of_some_parts_only_reach_their_rows():

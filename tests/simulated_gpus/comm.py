@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from torch import Tensor
 from simulated_gpus.devices import StreamContext
 
 __all__ = ["install"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _to(tensor: Tensor, index: int) -> Tensor:
@@ -101,4 +106,15 @@ def install() -> None:
     """Put the functions where `torch.nn.parallel.comm` finds them."""
     functions = (broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out)
     for function in functions:
-        setattr(torch._C, f"_{function.__name__}", function)
+        setattr(torch._C, f"_{function.__name__}", _without_subclasses(function))
+
+
+def _without_subclasses(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one that knows no subclass of `Tensor`, and returns plain tensors, as those in C++."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run

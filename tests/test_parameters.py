@@ -1,0 +1,285 @@
+"""Parameters of replicas: the gradient that each has, when it arrives, and what is noticed when they change."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import device_lists, usual_kernels
+from helpers import as_devices, assert_equal, doubles, graph_of, run_parts, twins
+from torch import Tensor, nn
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+
+pytestmark = usual_kernels
+several = pytest.mark.parametrize("devices", device_lists(2, 3))
+# On distinct GPUs torch copies the parameters.
+local = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
+
+
+class Showing(nn.Module):
+    """Hands its layer to `look` before the call, with the number of the replica, which is that of its first row."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.look = look
+
+    def forward(self, input: Tensor, replica: Tensor) -> Tensor:
+        self.look(self.bn, int(replica[0]))
+        return self.bn(input)
+
+
+class Case:
+    """A model in replicas, with its batch, and the part of each replica of the gradients of weight and bias."""
+
+    def __init__(self, devices: list[Any], look: Any = lambda bn, replica: None) -> None:
+        _, self.parallel = twins(Showing(look).double(), devices)
+        self.layer: Any = self.parallel.module.bn
+        self.number = len(devices)
+        self.input = doubles(3 * self.number - 1, 4, devices=devices).requires_grad_()
+        self.upstream = 5 * (self.input.detach() + doubles(*self.input.shape, devices=devices))
+        self.rows = torch.arange(len(self.input), device=self.input.device) // 3
+        normalized = F.batch_norm(self.input.detach(), None, None, training=True)
+        parts = [(normalized[self.rows == i], self.upstream[self.rows == i]) for i in range(self.number)]
+        self.parts = {
+            "weight": [(x * dy).sum(0) for x, dy in parts],
+            "bias": [dy.sum(0) for _, dy in parts],
+        }
+
+    def forward(self) -> Tensor:
+        output: Tensor = self.parallel(self.input, self.rows)
+        return output
+
+    def check(self, found: dict[int, Any], name: str) -> None:
+        assert sorted(found) == list(range(self.number))
+        for i, part in enumerate(self.parts[name]):
+            assert_equal(found[i].to(part.device), part, f"{name} of replica {i}")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@several
+def test_hook_changes_the_part_of_its_replica(devices, name):
+    seen = {}
+
+    def clamp(replica, grad):
+        seen[replica] = grad.clone()
+        return grad.clamp(-1, 1)
+
+    case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(clamp, replica)))
+    case.forward().backward(case.upstream)
+    case.check(seen, name)
+    assert_equal(getattr(case.layer, name).grad, sum(part.clamp(-1, 1) for part in case.parts[name]))
+    other = "bias" if name == "weight" else "weight"
+    assert_equal(getattr(case.layer, other).grad, sum(case.parts[other]))
+
+
+@several
+def test_retained_gradients_are_the_parts_of_the_replicas(devices):
+    kept = {}
+
+    def keep(bn, replica):
+        kept[replica] = bn.weight
+        bn.weight.retain_grad()
+
+    case = Case(devices, keep)
+    case.forward().backward(case.upstream)
+    case.check({replica: weight.grad for replica, weight in kept.items()}, "weight")
+
+
+@several
+def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
+    kept = {}
+    case = Case(devices, lambda bn, replica: kept.update({replica: bn}))
+    output = case.forward()
+    for name in ("weight", "bias"):
+        ours = [getattr(kept[i], name) for i in range(case.number)]
+        grads = torch.autograd.grad(output, ours, case.upstream, retain_graph=True)
+        case.check(dict(enumerate(grads)), name)
+        (last,) = torch.autograd.grad(output, ours[-1:], case.upstream, retain_graph=True)
+        assert_equal(last.to(output.device), case.parts[name][-1])
+    assert case.layer.weight.grad is None
+
+
+@several
+def test_hooks_that_come_after_the_forward_see_the_parts(devices):
+    kept, tensors, nodes = {}, {}, {}
+    case = Case(devices, lambda bn, replica: kept.update({replica: bn.weight}))
+    output = case.forward()
+    for i, weight in kept.items():
+        weight.register_hook(partial(tensors.__setitem__, i))
+    if len({weight.grad_fn for weight in kept.values()}) == case.number:  # On distinct GPUs torch has one for all.
+        for i, weight in kept.items():
+            weight.grad_fn.register_prehook(lambda grads, i=i: nodes.__setitem__(i, grads[0]))
+        output.backward(case.upstream)
+        case.check(nodes, "weight")
+    else:
+        output.backward(case.upstream)
+    case.check(tensors, "weight")
+
+
+@several
+def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices):
+    seen = {}
+    case = Case(devices, lambda bn, replica: bn.weight.register_hook(partial(seen.__setitem__, replica)))
+    chunks = [(case.input[case.rows == i], case.rows[case.rows == i]) for i in range(case.number)]
+    replicas = case.parallel.replicate(case.parallel.module, case.parallel.device_ids)
+    moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(devices), strict=True)]
+    outputs = case.parallel.parallel_apply(replicas, moved, [{}] * case.number)
+    outputs[1].backward(case.upstream[case.rows == 1].to(outputs[1].device))
+    assert_equal(seen.pop(1).to(case.input.device), case.parts["weight"][1])
+    assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
+    assert_equal(case.layer.weight.grad, case.parts["weight"][1])
+
+
+@local
+def test_every_parameter_of_every_replica_is_a_node_of_its_own(devices):
+    _, parallel = twins(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), devices)
+    output = parallel(torch.randn(6, 4, device=as_devices(devices)[0]))
+    names = [node.name() for node in graph_of(output)]
+    assert names.count("_AliasBackward") == 4 * len(devices)
+
+
+class Telling(nn.Module):
+    """Notes when the gradient of each stage is computed."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+        self.events = events
+
+    def forward(self, input: Tensor) -> Tensor:
+        for i, stage in enumerate(self.stages):
+            input = stage(input).relu()
+            input.register_hook(lambda _, i=i: self.events.append(f"output of {i}"))
+        return input
+
+
+@local
+def test_gradients_of_parameters_arrive_as_they_are_computed(devices):
+    events: list[str] = []
+    model = convert_model(Telling(events)).to(as_devices(devices)[0])
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    DataParallelWithCallback(model, devices)(torch.randn(6, 4, device=as_devices(devices)[0])).pow(3).sum().backward()
+    stages = [
+        sorted(events.index(name) for name, _ in stage.named_parameters(prefix=f"stages.{i}"))
+        for i, stage in enumerate(model.stages)
+    ]
+    last_outputs = [len(events) - 1 - events[::-1].index(f"output of {i}") for i in range(3)]
+    assert last_outputs[2] < stages[2][0] <= stages[2][-1] < events.index("output of 0")
+    assert last_outputs[1] < stages[1][0] <= stages[1][-1] < stages[0][0]
+
+
+class Scaling(nn.Module):
+    """Multiplies by its weight, which is all that its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.weight
+
+
+def change(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.mul_(2)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    "devices", device_lists(1, 2, 3)[:3] + [p for p in device_lists(3) if p.id.startswith("cuda0")]
+)
+def test_parameters_that_change_between_forward_and_backward_are_refused(devices, frozen):
+    for model in twins(Scaling().requires_grad_(not frozen), devices):
+        output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
+        change(next(model.parameters()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward(torch.randn_like(output))
+
+
+@local
+def test_parameters_that_change_before_the_backward_of_any_one_replica_are_refused(devices):
+    _, parallel = twins(Scaling(), devices)
+    for i in range(len(devices)):
+        inputs = [torch.randn(2, 4, device=as_devices(devices)[0], requires_grad=True) for _ in devices]
+        outputs = run_parts(parallel, inputs)
+        change(parallel.module.weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            outputs[i].backward(torch.randn_like(outputs[i]))
+
+
+class NeedsNoWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.weight
+
+
+@local
+def test_parameters_that_no_backward_needs_may_change_before_it(devices):
+    plain, parallel = twins(NeedsNoWeight().double(), devices)
+    input = doubles(6, 4, devices=devices)
+    grad = doubles(6, 4, devices=devices)
+    for model in (plain, parallel):
+        output = model(input)
+        change(next(model.parameters()))
+        output.backward(grad)
+    assert_equal(parallel.module.weight.grad, plain.weight.grad)
+
+
+@local
+def test_replicas_that_are_kept_follow_the_parameters(devices):
+    plain, parallel = twins(Scaling().double(), devices)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    parts = [doubles(2, 4, devices=devices).requires_grad_() for _ in devices]
+
+    def forward() -> list[Tensor]:
+        return parallel.parallel_apply(replicas, [(part,) for part in parts], [{}] * len(parts))
+
+    earlier = forward()
+    for model in (plain, parallel.module):
+        change(model.weight)
+    for output, part in zip(forward(), parts, strict=True):  # of the changed weight, as it is
+        grad = torch.randn_like(output)
+        assert_equal(torch.autograd.grad(output, part, grad, retain_graph=True)[0], grad * plain.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier[-1].backward(torch.randn_like(earlier[-1]))
+
+
+class ChangesOnce(Scaling):
+    """Changes its weight in the replica whose input says so, and fails if that says so too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input[0, 0] == 1:
+            change(self.weight)
+        if input[0, 1] == 1:
+            raise LookupError("the cause")
+        return input * self.weight
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and-fails"])
+@pytest.mark.parametrize("who", [0, 1])
+@local
+def test_change_in_a_forward_is_noticed_by_an_earlier_graph(devices, who, fails):
+    _, parallel = twins(ChangesOnce(), devices)
+    weight, version = parallel.module.weight, parallel.module.weight._version
+    earlier = parallel(torch.zeros(6, 4, device=weight.device, requires_grad=True))
+    squares = weight**2
+    rows = torch.zeros(len(devices), 4, device=weight.device)
+    rows[who, :2] = torch.tensor([1.0, float(fails)])
+    if fails:
+        with pytest.raises(LookupError, match="the cause"):
+            parallel(rows)
+    else:
+        parallel(rows)
+    assert weight._version == version + 1
+    for output in (earlier, squares):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward(torch.randn_like(output))

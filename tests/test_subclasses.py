@@ -1,0 +1,177 @@
+"""Inputs and activations that are a subclass of `Tensor`, as data loaders of MONAI and fastai make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import device_lists, usual_kernels
+from helpers import as_devices, assert_equal, assert_same_state, doubles, twins
+from torch import Tensor, nn
+
+from sync_batchnorm import sync_moments
+
+pytestmark = usual_kernels
+
+
+class Tagged(Tensor):
+    """As plain as a subclass can be."""
+
+
+class WithMeta(Tensor):
+    """Has an attribute, which the results of operations take over from the first of their arguments that has one."""
+
+    meta: dict[str, Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        metas = [arg.meta for arg in args if isinstance(arg, WithMeta) and "meta" in vars(arg)]
+        if isinstance(result, WithMeta) and metas:
+            result.meta = metas[0]
+        return result
+
+
+def tagged(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tagged)
+
+
+def with_meta(tensor: Tensor) -> Tensor:
+    made = tensor.as_subclass(WithMeta)
+    made.meta = {"spacing": 2}
+    return made
+
+
+SUBCLASSES = pytest.mark.parametrize("make", [tagged, with_meta])
+ACTIVATIONS = pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ReLU(), nn.Identity()], ids=str)
+
+
+class Net(nn.Module):
+    """Makes, if `make` is given, a subclass of what it works on."""
+
+    def __init__(self, activation: nn.Module, make: Any = None) -> None:
+        super().__init__()
+        self.conv, self.bn, self.activation = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation
+        self.last = nn.Conv2d(4, 2, 3)
+        self.make = make
+        self.seen: list[Any] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = self.conv(input)
+        input = input if self.make is None else self.make(input)
+        output = self.bn(input)
+        self.seen.append((type(input), type(output), getattr(output, "meta", None)))
+        return self.last(self.activation(output))
+
+
+@ACTIVATIONS
+@SUBCLASSES
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_step_on_an_input_of_a_subclass_equals_one_device(devices, make, activation):
+    plain, parallel = twins(Net(activation).double(), devices)
+    data, grad = doubles(7, 3, 8, 8, devices=devices), doubles(7, 2, 4, 4, devices=devices)
+    for training in (True, False):
+        plain.train(training)
+        parallel.train(training)
+        leaves = [data.clone().requires_grad_() for _ in range(2)]
+        outputs = [model(make(leaf)) for model, leaf in zip((plain, parallel), leaves, strict=True)]
+        assert_equal(*(output.as_subclass(Tensor) for output in outputs))
+        for output in outputs:
+            output.backward(grad)
+        assert_equal(leaves[1].grad, leaves[0].grad)
+        assert_same_state(parallel, plain)
+
+
+@ACTIVATIONS
+@SUBCLASSES
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_step_of_a_model_that_makes_a_subclass_equals_one_device(devices, make, activation):
+    plain, parallel = twins(Net(activation, make).double(), devices)
+    data, grad = doubles(7, 3, 8, 8, devices=devices), doubles(7, 2, 4, 4, devices=devices)
+    leaves = [data.clone().requires_grad_() for _ in range(2)]
+    outputs = [model(leaf) for model, leaf in zip((plain, parallel), leaves, strict=True)]
+    assert_equal(*(output.as_subclass(Tensor) for output in outputs))
+    for output in outputs:
+        output.backward(grad)
+    assert_equal(leaves[1].grad, leaves[0].grad)
+    assert_same_state(parallel, plain)
+    assert parallel.module.seen == plain.seen * len(devices)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["master", "slave"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_may_have_different_classes(devices, first):
+    class Mixed(Net):
+        def forward(self, input: Tensor) -> Tensor:
+            return self.last(self.activation(self.bn(tagged(input) if bool(input.sum() > 0) == first else input)))
+
+    def step(model: nn.Module, leaf: Tensor) -> None:
+        output = model(leaf)
+        output.backward(grad)
+
+    net = Mixed(nn.ReLU(inplace=True))
+    net.bn = nn.BatchNorm2d(3)
+    net.last = nn.Conv2d(3, 2, 3)
+    plain, parallel = twins(net.double(), devices)
+    data, grad = doubles(6, 3, 5, 5, devices=devices), doubles(6, 2, 3, 3, devices=devices)
+    data[:3], data[3:] = data[:3].abs(), -data[3:].abs()
+    leaves = [data.clone().requires_grad_() for _ in range(2)]
+    step(plain, leaves[0])
+    step(parallel, leaves[1])
+    assert_equal(leaves[1].grad, leaves[0].grad)
+    assert_same_state(parallel, plain)
+
+
+@SUBCLASSES
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_replicas_get_plain_chunks_as_from_torch(devices, make):
+    class Looking(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(type(input))
+            return input * 2
+
+    seen: list[Any] = []
+    _, parallel = twins(Looking(), devices)
+    data = torch.randn(6, 3, device=as_devices(devices)[0])
+    output = parallel(make(data))
+    assert seen == [Tensor] * len(devices)
+    assert type(output) is Tensor
+    assert_equal(output, data * 2)
+
+
+@SUBCLASSES
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_outputs_of_a_subclass_are_gathered(devices, make):
+    class Making(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return make(input * 2)
+
+    _, parallel = twins(Making(), devices)
+    data = torch.randn(6, 3, device=as_devices(devices)[0])
+    output = parallel(data)
+    assert type(output) is Tensor
+    assert_equal(output, data * 2)
+
+
+@SUBCLASSES
+def test_gradients_of_gradients_on_a_subclass_equal_one_device(make):
+    plain, parallel = twins(Net(nn.Tanh(), make).double(), ["cpu"] * 2)
+    data, grad = doubles(6, 3, 8, 8), doubles(6, 2, 4, 4)
+    found = []
+    for model in (plain, parallel):
+        leaf = make(data.clone()).requires_grad_()
+        output = model(leaf)
+        (first,) = torch.autograd.grad(output, leaf, grad, create_graph=True)
+        first.pow(2).sum().backward()
+        found.append(leaf.grad)
+    assert_equal(*(gradient.as_subclass(Tensor) for gradient in found))
+
+
+@SUBCLASSES
+def test_moments_of_a_subclass_are_those_of_the_tensor(make):
+    data = doubles(6, 3, 4)
+    mean, var, count = sync_moments(make(data), None)
+    assert count == 24
+    assert_equal(mean.as_subclass(Tensor), data.mean((0, 2)))
+    assert_equal(var.as_subclass(Tensor), data.var((0, 2), correction=0))
