@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import (
     BatchStatistics,
-    LayerSet,
     Pipe,
     RunningStatistics,
     merge_messages,
@@ -47,6 +45,7 @@ from sync_batchnorm.replicate import (
     refuse_stranger,
     swap_class,
 )
+from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
     "SynchronizedBatchNorm",
@@ -221,11 +220,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self.group_size is None:
             return group
         if self._sync_pipe is None and self.group_size > 1:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
                 "process, so its statistics are those of this process; pass process_group=torch.distributed."
-                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes",
-                stacklevel=5,
+                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes"
             )
         return None
 
@@ -269,11 +267,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False) and _warned.add(self):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
                 "are those of one replica; wrap the model with DataParallelWithCallback, or call "
-                "patch_replication_callback(data_parallel) on the DataParallel object that you have",
-                stacklevel=5,
+                "patch_replication_callback(data_parallel) on the DataParallel object that you have"
             )
 
     def extra_repr(self) -> str:
@@ -286,7 +283,7 @@ def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
 
 
-_warned = LayerSet()  # of their missing callback
+_warned = ModuleSet()  # of their missing callback
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
@@ -443,7 +440,7 @@ def _warn_of(left: dict[str, list[str]], what: str) -> None:
         lines = [
             f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in left.items()
         ]
-        warnings.warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines), stacklevel=3)
+        warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines))
 
 
 def _is_scripted(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ replicas share the storage of the parameters instead of copying it, and their gr
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.errors import CapturedError
+from sync_batchnorm.warning import warn
 
 __all__: list[str] = []
 
@@ -224,11 +224,10 @@ def _warn_of_shared_changes(replicas: Sequence[Any]) -> None:
     shares = [share for replica in replicas for share in replica.__dict__.get("_sync_shares", {}).items()]
     changed = sorted({name for name, tensor in shares if not tensor.is_inference() and tensor._version})
     if changed:
-        warnings.warn(
+        warn(
             f"expected parameters that replicas share to stay as they are, but got {changed} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
-            "clamp_, but make any other outside of the forward",
-            stacklevel=13,
+            "clamp_, but make any other outside of the forward"
         )
 
 
@@ -553,10 +552,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         if all(output.dim() == 0 for output in outputs) and dim == 0:
-            warnings.warn(
+            warn(
                 "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector.",
-                stacklevel=4,
+                "and return a vector."
             )
             return torch.stack([output.to(device) for output in outputs])
         return torch.cat([output.to(device) for output in outputs], dim)

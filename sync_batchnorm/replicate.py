@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import profiling, recompute
+from sync_batchnorm import profiling
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId, as_device
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId
+from sync_batchnorm.warning import warn
 
 __all__ = [
     "CallbackContext",
@@ -280,11 +280,10 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
                 # That of another module may have been taken before the class of that one was converted.
                 copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
     if compiled:
-        warnings.warn(
+        warn(
             f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
             "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
-            "that their forward calls",
-            stacklevel=11,
+            "that their forward calls"
         )
 
 
@@ -329,9 +328,8 @@ class _Callbacks(DataParallel[Any]):
             handle.state, handle.watched = state, True
         coordinator = handles[0].coordinator
         coordinator.call([handle.replica_id for handle in handles])
-        devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         try:
-            with recompute.warn_of_shared_draws(devices), profiling.recorded_in_part():
+            with profiling.recorded_in_part():
                 outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
             _give_up(coordinator, error)
