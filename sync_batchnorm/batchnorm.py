@@ -109,6 +109,13 @@ def check_sync_options(eps_mode: str | None, group_size: int | None, process_gro
         )
 
 
+class _LayerMaster(SyncMaster):
+    """That of a layer: it belongs to one forward, and copied or pickled it becomes None, as a `SlavePipe` does."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class _SynchronizedBatchNorm(_BatchNorm):
     """What all synchronized layers share; not for use by itself.
 
@@ -157,7 +164,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
-            ctx.sync_master = SyncMaster(merge_messages)
+            ctx.sync_master = _LayerMaster(merge_messages)
             self._sync_pipe = ctx.sync_master
         else:
             self._sync_pipe = ctx.sync_master.register_slave(copy_id)
@@ -170,7 +177,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             if self._sync_missed:
                 self._catch_up(self._sync_missed)
             return super().forward(input)
-        if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
+        if self._sync_pipe is None and is_in_replica():
             refuse_stranger(self)
         group = self._active_group()
         if self._sync_pipe is None and group is None:

@@ -216,7 +216,7 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
     try:
         with pytest.raises(KeyboardInterrupt):
             parallel(*batch())
-        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._sync_handle.coordinator)
+        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._compiled_call_impl.coordinator)
     finally:
         drains.set()
         parallel.thread.join()

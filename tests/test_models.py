@@ -55,7 +55,7 @@ class Steps(nn.Module):
         return input
 
 
-ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the layer of the"
+ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the one of the"
 
 
 def test_original_layer_in_a_plain_list_is_refused(wrap):
@@ -117,10 +117,90 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
             return borrowed(input)
 
     borrowed = SynchronizedBatchNorm1d(4)
-    with pytest.raises(RuntimeError, match=r"expected a layer that is registered in the wrapped .* but got a Sync"):
+    with pytest.raises(RuntimeError, match=r"expected a layer or wrapper that is registered in the .* but got a Sync"):
         wrap(Borrowing())(torch.randn(6, 4))
     borrowed.eval()
     wrap(Borrowing())(torch.randn(6, 4))
+
+
+HOLDS = {
+    "list": lambda wrapper: [wrapper],
+    "partial": lambda wrapper: [functools.partial(wrapper)],
+    "closure": lambda wrapper: [lambda input: wrapper(input)],
+}
+
+
+class Calling(nn.Module):
+    """Calls a wrapper that is no part of it."""
+
+    def __init__(self, wrapper, hold=HOLDS["list"]):
+        super().__init__()
+        self.bn, self.held = nn.BatchNorm1d(4), hold(wrapper)
+
+    def forward(self, input):
+        return self.bn(input + self.held[0](input))
+
+
+def inner_net():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+
+
+INNER = {
+    "two devices": lambda net: DataParallelWithCallback(convert_model(net), ["cpu"] * 2),
+    "one device": lambda net: DataParallelWithCallback(convert_model(net), ["cpu"]),
+    "patched": lambda net: patch_replication_callback(OwnForward(convert_model(net), 2)),
+}
+UNREGISTERED = (
+    r"expected a layer or wrapper that is registered in the wrapped module, but got a \w+ that is not \(replica"
+)
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_wrapper_that_is_no_part_of_the_model_is_refused(wrap, hold):
+    inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=UNREGISTERED):
+        wrap(convert_model(Calling(inner, hold).double()))(doubles(12, 4))
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_every_wrapper_that_trains_and_is_no_part_of_the_model_is_refused(inner, mode):
+    net = inner_net().append(nn.BatchNorm1d(4)).double()
+    inner = inner(net)
+    net[1].eval()
+    parallel = DataParallelWithCallback(convert_model(Calling(inner).double()), ["cpu"] * 3)
+    with mode(), pytest.raises(RuntimeError, match=UNREGISTERED):
+        parallel(doubles(12, 4))
+
+
+def test_wrapper_of_the_model_itself_is_refused_in_a_replica():
+    net = convert_model(Calling(None).double())
+    net.inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
+    net.held = [net.inner]
+    with pytest.raises(RuntimeError, match="expected the copy of inner that belongs to replica"):
+        DataParallelWithCallback(net, ["cpu"] * 2)(doubles(12, 4))
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_wrapper_that_is_no_part_of_the_model_may_run_in_eval_mode(wrap, inner):
+    frozen = inner_net()
+    frozen(doubles(5, 4))
+    plain, parallel = Calling(frozen.eval()).double(), Calling(inner(copy.deepcopy(frozen)).eval()).double()
+    assert_same_step(plain, wrap(convert_model(parallel)), doubles(12, 4))
+
+
+def test_wrapper_without_synchronized_layers_may_train_in_a_replica(wrap):
+    net = nn.Linear(4, 4).double()
+    plain, parallel = Calling(net), Calling(DataParallelWithCallback(copy.deepcopy(net), ["cpu"] * 2))
+    assert_same_step(plain.double(), wrap(convert_model(parallel.double())), doubles(12, 4))
+    assert_same_state(parallel.held[0], net)
+
+
+def test_shallow_copy_of_an_original_layer_is_no_part_of_the_model(wrap):
+    net = Steps()
+    net.steps = [copy.copy(net.bn)]
+    with pytest.raises(RuntimeError, match=UNREGISTERED):
+        wrap(net)(torch.randn(6, 4))
 
 
 def test_copy_that_its_class_does_not_connect_warns_and_is_not_refused():
