@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -276,8 +276,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if getattr(self, "_is_replica", False) and _warned.add(self):
             warn(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
-                "are those of one replica; wrap the model with DataParallelWithCallback, or call "
-                "patch_replication_callback(data_parallel) on the DataParallel object that you have"
+                "are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
+                "patch_replication_callback(data_parallel) on the DataParallel object around it"
             )
 
     def extra_repr(self) -> str:
@@ -606,25 +606,25 @@ def assert_synchronized(model: nn.Module) -> None:
 
 
 def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    wrappers = [(name, module) for name, module in model.named_modules() if isinstance(module, DataParallel)]
+    wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
-            # The innermost wrapper comes last. The root has no name, and contains everything.
-            around = [module for prefix, module in wrappers if not prefix or name.startswith(prefix + ".")]
-            why = _why_unsynchronized(layer, around[-1] if around else None)
+            why = _why_unsynchronized(layer, [wrapper for wrapper, modules in wrappers if layer in modules])
             if why is not None:
                 yield name, layer, why
 
 
-def _why_unsynchronized(layer: _BatchNorm, wrapper: DataParallel[nn.Module] | None) -> str | None:
+def _why_unsynchronized(layer: _BatchNorm, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     if not isinstance(layer, _SynchronizedBatchNorm):
         return "it is not synchronized; call convert_model(model)"
     if not layer.training:
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
-    if wrapper is not None and not isinstance(wrapper, _Callbacks):
-        return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
-    if wrapper is None and distributed.active_group(layer.process_group) is None:
+    # The outermost of nested wrappers makes the replicas, and a layer may be in several that are not nested.
+    for wrapper in wrappers:
+        if not isinstance(wrapper, _Callbacks):
+            return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
+    if not wrappers and distributed.active_group(layer.process_group) is None:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 import warnings
 
@@ -28,6 +29,10 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Sequential(SynchronizedBatchNorm2d(4)))
 
 
+def _ours(net: nn.Module) -> DataParallelWithCallback:
+    return DataParallelWithCallback(net, ["cpu"] * 2)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -36,9 +41,10 @@ def _net() -> nn.Sequential:
         patch_replication_callback(nn.DataParallel(_net())),
         patch_replication_callback(TorchStyle(_net(), 2)),
         nn.Sequential(DataParallelWithCallback(_net(), ["cpu"] * 2)),
-        nn.Linear(2, 2),
+        DataParallelWithCallback(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"] * 2)), ["cpu"] * 3),
+        nn.DataParallel(nn.Linear(2, 2)),
     ],
-    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "no batch norm"],
+    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "nested", "no batch norm"],
 )
 def test_synchronized_model_passes(model):
     assert_synchronized(model)
@@ -90,10 +96,26 @@ def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, line
     assert str(caught.value) == text + "\n  ".join(lines)
 
 
-def test_innermost_wrapper_decides():
-    model = DataParallelWithCallback(nn.Sequential(nn.DataParallel(_net())), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"2 that would not:\n  module\.0\.module\.1 "):
+UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(_ours, nn.DataParallel), (nn.DataParallel, _ours), (lambda net: nn.DataParallel(_ours(net)), _ours)],
+    ids=["inside", "outside", "outermost"],
+)
+def test_every_wrapper_around_a_layer_must_connect_replicas(outer, inner):
+    model = outer(nn.Sequential(inner(_net())))
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  [\w.]+\.1 .*: {UNCONNECTED}\n"):
         assert_synchronized(model)
+    assert_synchronized(convert_model(model))
+
+
+def test_every_way_to_a_layer_must_connect_replicas():
+    net = _net()
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  0\.module\.1 .*: {UNCONNECTED}\n"):
+        assert_synchronized(nn.Sequential(_ours(net), nn.DataParallel(net)))
+    assert_synchronized(nn.ModuleDict({"net": net, "wrapped": _ours(net)}))
 
 
 def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_own():
@@ -109,7 +131,8 @@ def test_converted_and_wrapped_model_passes():
 
 WARNING = (
     r"SynchronizedBatchNorm1d trains in a replica that was never connected to its peers, so its statistics are those "
-    r"of one replica; wrap the model with DataParallelWithCallback, or call patch_replication_callback\(data_parallel\)"
+    r"of one replica; wrap the model with DataParallelWithCallback alone, or call "
+    r"patch_replication_callback\(data_parallel\) on the DataParallel object around it"
 )
 
 
@@ -125,6 +148,11 @@ def _warnings(model: nn.Module, forwards: int = 3) -> list[warnings.WarningMessa
 def test_stock_wrapper_warns_with_the_fix():
     with pytest.warns(UserWarning, match=WARNING):
         TorchStyle(SynchronizedBatchNorm1d(4), 2)(torch.randn(4, 4))
+
+
+def test_stock_wrapper_around_ours_warns_with_the_fix():
+    (warning,) = _warnings(DataParallelWithCallback(SynchronizedBatchNorm1d(4), ["cpu"] * 2))
+    assert re.match(WARNING, str(warning.message))
 
 
 def test_warning_comes_once_for_each_layer():
