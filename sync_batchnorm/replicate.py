@@ -2,8 +2,8 @@
 
 A forward of the wrapper makes its replicas, gives each of them a handle on one `Coordinator`, and calls
 `__data_parallel_replicate__` on every copy of every submodule that has it. Nothing of that is stored on the wrapped
-module: all state lives on the replicas and ends with them. This file knows no batch norm; any module may use the
-callback.
+module: all state lives on the replicas and ends with them. Any module may use the callback. Of batch norms this file
+knows those of torch alone, and warns of a model in which nothing else would synchronize them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
 from sync_batchnorm import profiling
@@ -28,7 +29,7 @@ from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId
-from sync_batchnorm.warning import warn
+from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
     "CallbackContext",
@@ -67,7 +68,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     _execute_callbacks(modules, profiling.coordinator_of_forward((), DEFAULT_TIMEOUT))
 
 
-def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> None:
+def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
+    """Execute the callbacks; return whether there are any."""
     # One walk for all replicas: the others are looked through only where the first has a callback.
     found = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
     for copy_id, replica in enumerate(modules):
@@ -75,6 +77,7 @@ def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -
             module: Any = _submodule(replica, name)
             with joining(coordinator, copy_id, name or type(module).__name__):
                 module.__data_parallel_replicate__(ctx, copy_id)
+    return bool(found)
 
 
 def _is_called_back(module: nn.Module) -> bool:
@@ -332,6 +335,21 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
         )
 
 
+_warned = ModuleSet()  # wrappers of models that nobody has converted
+
+
+def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
+    """Warn once of each wrapper whose module trains batch norms and has nothing that could synchronize."""
+    plain = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    if plain and _warned.add(wrapper):
+        first = plain[0] or "the module itself"
+        warn(
+            f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
+            f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
+            "filter this warning if every replica is meant to normalize with its own part of the batch"
+        )
+
+
 _coordinators: ContextVar[list[Coordinator]] = ContextVar(
     "sync_batchnorm_coordinators"
 )  # of the call of a wrapper in this thread
@@ -358,7 +376,8 @@ class _Callbacks(DataParallel[Any]):
         _detach_from_originals(module, replicas)
         coordinator = profiling.coordinator_of_forward([str(device) for device in device_ids], self._sync_timeout)
         _coordinators.get([]).append(coordinator)
-        _execute_callbacks(replicas, coordinator)
+        if not _execute_callbacks(replicas, coordinator):
+            _warn_of_plain_layers(self, module)
         replicas = [r if type(r).__call__ is nn.Module.__call__ else _OwnCall(r) for r in replicas]
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
