@@ -364,11 +364,15 @@ def parallel_apply(
         work(0)
     else:
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
+        begun = 0
         with running:
-            for thread in threads:
-                thread.start()
-            if cores is not None:
-                cores.restore()
+            try:
+                for thread in threads:
+                    thread.start()
+                    begun += 1
+            finally:  # a process may have no more threads
+                if cores is not None:
+                    cores.restore(begun)
             for _ in threads:
                 through.get()
         for thread in threads:
@@ -394,7 +398,6 @@ class _Cores:
         self._all = torch.get_num_threads()
         self._share = max(1, self._all // num_replicas)
         self._taken: SimpleQueue[None] = SimpleQueue()
-        self._num_replicas = num_replicas
 
     def take_share(self) -> None:
         """In the thread of a replica."""
@@ -405,12 +408,14 @@ class _Cores:
         finally:
             self._taken.put(None)
 
-    def restore(self) -> None:
-        """In the thread of the caller."""
-        for _ in range(self._num_replicas):
-            self._taken.get()
-        if self._share < self._all:
-            torch.set_num_threads(self._all)
+    def restore(self, begun: int) -> None:
+        """In the thread of the caller, once it has started those of `begun` replicas."""
+        try:
+            for _ in range(begun):
+                self._taken.get()
+        finally:
+            if self._share < self._all:
+                torch.set_num_threads(self._all)
 
 
 class CallerState:

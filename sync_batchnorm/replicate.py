@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
+from time import monotonic
 from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
@@ -258,13 +259,20 @@ class _Unregistered(nn.Module):
         pass
 
 
-def _give_up(coordinator: Coordinator, error: BaseException) -> None:
+# The seconds that an interrupted caller gives its replicas to notice: arbitrary, more than most operations take. The
+# program is likely to end, and a daemon thread that is inside of torch by then aborts the process ("terminate called
+# without an active exception").
+_PATIENCE = 1.0
+
+
+def _give_up(coordinators: Sequence[Coordinator], error: BaseException) -> None:
     """Release the replicas, because their caller no longer waits for them."""
-    coordinator.abort(error)
+    for coordinator in coordinators:
+        coordinator.abort(error)
     if not isinstance(error, Exception):
-        # The program is likely to end, and a daemon thread that is inside of torch by then aborts the process
-        # ("terminate called without an active exception"). One second is arbitrary: more than most operations take.
-        coordinator.drain(1.0)
+        deadline = monotonic() + _PATIENCE
+        for coordinator in coordinators:
+            coordinator.drain(max(0.0, deadline - monotonic()))
 
 
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
@@ -399,7 +407,10 @@ class _Callbacks(DataParallel[Any]):
             with profiling.recorded_in_part():
                 outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
-            _give_up(coordinator, error)
+            if coordinator in _coordinators.get([]):
+                coordinator.abort(error)  # and `__call__` waits for the replicas
+            else:
+                _give_up([coordinator], error)
             # What is not an Exception happened in this thread, see `_Watch`: Ctrl-C, while replicas ran.
             failure = coordinator.failure() if isinstance(error, Exception) else None
             if failure is None:
@@ -424,8 +435,8 @@ class _Callbacks(DataParallel[Any]):
             return output
         except BaseException as error:
             failure = None
+            _give_up(coordinators, error)
             for coordinator in coordinators:
-                _give_up(coordinator, error)
                 if failure is None and coordinator.has_caused(error):
                     failure = coordinator.failure()
             if failure is None:
