@@ -470,8 +470,11 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, or if a replica trains a synchronized layer that is no part of it.
+            replicated, or if a replica trains a synchronized layer that is no part of it, also in another wrapper.
         ReplicaSyncError: from a call, if the replicas cannot meet.
+
+    Warns:
+        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.
     """
 
     def __init__(
