@@ -119,9 +119,10 @@ class _Watch:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # in copies and pickles by a method of the user's own
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replica: Any = self._replica()
-        called = self._called(sys._getframe(1)) or replica
+        called: Any = self._called() or replica
         if called is not replica:
             return called._call_impl(*args, **kwargs)
         token = _running.set(self)
@@ -138,15 +139,17 @@ class _Watch:
         finally:
             _running.reset(token)
 
-    @staticmethod
-    def _called(frame: FrameType) -> Any:
-        """Return the module that `frame` calls; None if it cannot be told.
+    def _called(self) -> nn.Module | None:
+        """Return the module that is called; None if it cannot be told.
 
         A copy that took over the attributes as they are, as in ``twin.__dict__ = self.__dict__.copy()``, has this
         object too, and must run itself. Which module is called stands in the frame of `Module.__call__` alone.
         """
-        code = getattr(getattr(nn.Module, "_wrapped_call_impl", None), "__code__", None)
-        return frame.f_locals.get("self") if frame.f_code is code else None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_wrapped_call_impl":
+            frame = frame.f_back
+        module = None if frame is None else frame.f_locals.get("self")
+        return module if isinstance(module, nn.Module) and _watch_of(module) is self else None
 
 
 _running: ContextVar[_Watch | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread

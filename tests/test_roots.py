@@ -168,6 +168,24 @@ def test_replicas_end_without_a_garbage_collection():
         gc.enable()
 
 
+@pytest.mark.watchdog(120)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
+def test_root_that_calls_itself_in_a_compiled_function_runs():
+    def look(self: Looking, input: Tensor) -> Tensor:
+        twin = copy.copy(self)
+        self.look = twin.look = None
+        twin.factor = 2.0
+        return compiled(lambda x: self(x) - 3 * twin(x), input)
+
+    def apply(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        return function(input * 2)
+
+    compiled = torch.compile(apply, backend="eager")
+    plain = Looking(look).double()
+    parallel = DataParallelWithCallback(convert_model(Looking(look).double()), DEVICES)
+    assert_same_step(plain, parallel, doubles(2 * R, 3))
+
+
 class OwnCall(Looking):
     """Has a `__call__` of its own, which goes past that of torch."""
 
