@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -30,7 +29,6 @@ from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import (
     BatchStatistics,
-    LayerSet,
     Pipe,
     RunningStatistics,
     merge_messages,
@@ -47,6 +45,7 @@ from sync_batchnorm.replicate import (
     refuse_stranger,
     swap_class,
 )
+from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
     "SynchronizedBatchNorm",
@@ -110,6 +109,13 @@ def check_sync_options(eps_mode: str | None, group_size: int | None, process_gro
         )
 
 
+class _LayerMaster(SyncMaster):
+    """That of a layer: it belongs to one forward, and copied or pickled it becomes None, as a `SlavePipe` does."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class _SynchronizedBatchNorm(_BatchNorm):
     """What all synchronized layers share; not for use by itself.
 
@@ -158,7 +164,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
-            ctx.sync_master = SyncMaster(merge_messages)
+            ctx.sync_master = _LayerMaster(merge_messages)
             self._sync_pipe = ctx.sync_master
         else:
             self._sync_pipe = ctx.sync_master.register_slave(copy_id)
@@ -171,7 +177,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
             if self._sync_missed:
                 self._catch_up(self._sync_missed)
             return super().forward(input)
-        if self._sync_pipe is None and is_in_replica() and not getattr(self, "_is_replica", False):
+        if self._sync_pipe is None and is_in_replica():
             refuse_stranger(self)
         group = self._active_group()
         if self._sync_pipe is None and group is None:
@@ -221,11 +227,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self.group_size is None:
             return group
         if self._sync_pipe is None and self.group_size > 1:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
                 "process, so its statistics are those of this process; pass process_group=torch.distributed."
-                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes",
-                stacklevel=5,
+                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes"
             )
         return None
 
@@ -269,11 +274,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False) and _warned.add(self):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
-                "are those of one replica; wrap the model with DataParallelWithCallback, or call "
-                "patch_replication_callback(data_parallel) on the DataParallel object that you have",
-                stacklevel=5,
+                "are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
+                "patch_replication_callback(data_parallel) on the DataParallel object around it"
             )
 
     def extra_repr(self) -> str:
@@ -286,7 +290,7 @@ def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
 
 
-_warned = LayerSet()  # of their missing callback
+_warned = ModuleSet()  # of their missing callback
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
@@ -443,7 +447,7 @@ def _warn_of(left: dict[str, list[str]], what: str) -> None:
         lines = [
             f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in left.items()
         ]
-        warnings.warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines), stacklevel=3)
+        warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines))
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -602,26 +606,26 @@ def assert_synchronized(model: nn.Module) -> None:
 
 
 def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    wrappers = [(name, module) for name, module in model.named_modules() if isinstance(module, DataParallel)]
+    wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
-            # The innermost wrapper comes last. The root has no name, and contains everything.
-            around = [module for prefix, module in wrappers if not prefix or name.startswith(prefix + ".")]
-            why = _why_unsynchronized(layer, around[-1] if around else None)
+            why = _why_unsynchronized(layer, [wrapper for wrapper, modules in wrappers if layer in modules])
             if why is not None:
                 yield name, layer, why
 
 
-def _why_unsynchronized(layer: _BatchNorm, wrapper: DataParallel[nn.Module] | None) -> str | None:
+def _why_unsynchronized(layer: _BatchNorm, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     if not isinstance(layer, _SynchronizedBatchNorm):
         return "it is not synchronized; call convert_model(model)"
     if not layer.training:
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
-    if wrapper is not None and not isinstance(wrapper, _Callbacks):
-        return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
+    # The outermost of nested wrappers makes the replicas, and a layer may be in several that are not nested.
+    for wrapper in wrappers:
+        if not isinstance(wrapper, _Callbacks):
+            return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
     among_processes = layer.group_size is None and distributed.active_group(layer.process_group) is not None
-    if wrapper is None and not among_processes:
+    if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     return None

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import Place
 from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
+from sync_batchnorm.warning import ModuleSet
 
 __all__ = ["merge_messages", "sync_moments"]
 
@@ -375,30 +375,7 @@ def _has_tangent(tensor: Tensor | None) -> bool:
     return tangent is not None
 
 
-class LayerSet:
-    """A set of layers, each together with all its replicas.
-
-    Every forward has new replicas, and nothing may be stored on the user's module. What a module and all its replicas
-    have in common is the dictionary of its forward hooks, which no copy or pickle shares.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[int, ReferenceType[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, layer: nn.Module) -> bool:
-        return id(layer._forward_hooks) in self._found
-
-    def add(self, layer: nn.Module) -> bool:
-        """Add `layer`; return whether it was not there, to one caller alone."""
-        key = id(layer._forward_hooks)
-        seen = ref(layer._forward_hooks, lambda _: self._found.pop(key, None))
-        return self._found.setdefault(key, seen) is seen
-
-
-_needs_exact = LayerSet()  # the layers for which fast statistics were not good enough
+_needs_exact = ModuleSet()  # the layers for which fast statistics were not good enough
 
 
 def _exchange(pipe: Pipe | None, message: Message) -> Call:

@@ -7,7 +7,6 @@ replicas share the storage of the parameters instead of copying it, and their gr
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from sync_batchnorm.errors import CapturedError
+from sync_batchnorm.warning import warn
 
 __all__: list[str] = []
 
@@ -234,11 +234,10 @@ def _check_changes(changed: Sequence[_Share]) -> None:
     numbers = Counter(id(share.original) for share in changed)
     repeated = sorted({share.name for share in changed if numbers[id(share.original)] > 1})
     if repeated:
-        warnings.warn(
+        warn(
             f"expected parameters that replicas share to stay as they are, but got {repeated} changed in place by each "
             "of them, at the same time; that is right for a change which may be made any number of times, such as "
-            "clamp_, but make any other outside of the forward",
-            stacklevel=11,
+            "clamp_, but make any other outside of the forward"
         )
 
 
@@ -360,11 +359,15 @@ def parallel_apply(
         work(0)
     else:
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
+        begun = 0
         with running:
-            for thread in threads:
-                thread.start()
-            if cores is not None:
-                cores.restore()
+            try:
+                for thread in threads:
+                    thread.start()
+                    begun += 1
+            finally:  # a process may have no more threads
+                if cores is not None:
+                    cores.restore(begun)
             for _ in threads:
                 through.get()
         for thread in threads:
@@ -389,7 +392,6 @@ class _Cores:
         self._all = torch.get_num_threads()
         self._share = max(1, self._all // num_replicas)
         self._taken: SimpleQueue[None] = SimpleQueue()
-        self._num_replicas = num_replicas
 
     def take_share(self) -> None:
         """In the thread of a replica."""
@@ -400,12 +402,14 @@ class _Cores:
         finally:
             self._taken.put(None)
 
-    def restore(self) -> None:
-        """In the thread of the caller."""
-        for _ in range(self._num_replicas):
-            self._taken.get()
-        if self._share < self._all:
-            torch.set_num_threads(self._all)
+    def restore(self, begun: int) -> None:
+        """In the thread of the caller, once it has started those of `begun` replicas."""
+        try:
+            for _ in range(begun):
+                self._taken.get()
+        finally:
+            if self._share < self._all:
+                torch.set_num_threads(self._all)
 
 
 class CallerState:
@@ -537,10 +541,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         if all(output.dim() == 0 for output in outputs) and dim == 0:
-            warnings.warn(
+            warn(
                 "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector.",
-                stacklevel=4,
+                "and return a vector."
             )
             return torch.stack([output.to(device) for output in outputs])
         return torch.cat([output.to(device) for output in outputs], dim)

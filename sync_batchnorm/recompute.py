@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -159,16 +158,6 @@ def _checkpoints() -> _Checkpoints:
     return checkpoints
 
 
-def is_recording() -> bool:
-    """Return whether a checkpoint records what this thread does."""
-    return bool(_checkpoints().recording)
-
-
-def recorded() -> set[Any]:
-    """Return the checkpoints that have recorded a call of a layer and still live, as weak references."""
-    return set(_kept.keyrefs())
-
-
 def keep(owner: object, make_result: Callable[[], Any]) -> None:
     """Keep the result of a call for its recomputation, if a checkpoint records it.
 
@@ -195,38 +184,3 @@ def recall(owner: object) -> Any:
         return None
     repeated.append(owner)
     return results[number]
-
-
-_CPU = torch.device("cpu")
-
-
-@contextmanager
-def warn_of_shared_draws(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Run the body, which calls one replica on each of `devices`, and warn if they draw where they are checkpointed."""
-    around = is_recording()
-    if len(devices) < 2 or not (around or torch.is_grad_enabled()):
-        yield
-        return
-    # All threads share the generator of the CPU, wherever their replicas compute.
-    shared = list(dict.fromkeys([_CPU, *[device for device in devices if devices.count(device) > 1]]))
-    states, known = [_state(device) for device in shared], recorded()
-    yield
-    drawn = [
-        str(device) for device, state in zip(shared, states, strict=True) if not torch.equal(_state(device), state)
-    ]
-    if drawn and (around or recorded() - known):
-        warnings.warn(
-            "expected a random generator for each replica in a forward with activation checkpointing, but got draws "
-            f"of {len(devices)} replicas from the one of {' and '.join(drawn)}; a checkpointed function that draws, as "
-            "dropout does, draws other numbers when it is recomputed, and its gradients are wrong, so keep draws out "
-            "of checkpointed functions (whether these were inside of one cannot be told), or give every replica a "
-            "device of its own",
-            stacklevel=11,
-        )
-
-
-def _state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state

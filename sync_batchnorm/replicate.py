@@ -2,8 +2,8 @@
 
 A forward of the wrapper makes its replicas, gives each of them a handle on one `Coordinator`, and calls
 `__data_parallel_replicate__` on every copy of every submodule that has it. Nothing of that is stored on the wrapped
-module: all state lives on the replicas and ends with them. This file knows no batch norm; any module may use the
-callback.
+module: all state lives on the replicas and ends with them. Any module may use the callback. Of batch norms this file
+knows those of torch alone, and warns of a model in which nothing else would synchronize them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
-from types import MethodType
+from time import monotonic
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import distributed, profiling, recompute
+from sync_batchnorm import distributed, profiling
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId, as_device
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId
+from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
     "CallbackContext",
@@ -63,21 +65,24 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     Args:
         modules: the replicas of one module, in the order of their copy ids.
     """
+    _refuse_training_in_replica(modules[0], modules[0])
     _execute_callbacks(modules, profiling.coordinator_of_forward((), DEFAULT_TIMEOUT))
 
 
-def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> None:
+def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
+    """Execute the callbacks; return whether there are any."""
     # One walk for all replicas: the others are looked through only where the first has a callback.
-    found = [
-        (name, CallbackContext())
-        for name, module in modules[0].named_modules()
-        if hasattr(type(module), "__data_parallel_replicate__")
-    ]
+    found = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
     for copy_id, replica in enumerate(modules):
         for name, ctx in found:
             module: Any = _submodule(replica, name)
             with joining(coordinator, copy_id, name or type(module).__name__):
                 module.__data_parallel_replicate__(ctx, copy_id)
+    return bool(found)
+
+
+def _is_called_back(module: nn.Module) -> bool:
+    return hasattr(type(module), "__data_parallel_replicate__")
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:
@@ -85,27 +90,100 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     return found
 
 
-class _ReplicaHandle:
-    """The place of one replica in the coordinator of its forward."""
+class _Watch:
+    """What calls a replica: the coordinator learns when the replica begins, and how it ends.
 
-    def __init__(self, coordinator: Coordinator, replica_id: int, state: CallerState) -> None:
+    NOTE [calls of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
+    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
+    call the replica. So there is a `_Watch` in the root of each replica and in nothing else, in the attribute in which
+    `Module.compile` puts a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies
+    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `_refuse_other_calls` looks whether
+    the first still holds. For the second see `_called`.
+    """
+
+    def __init__(
+        self, original: nn.Module, replica: nn.Module, coordinator: Coordinator, replica_id: int, state: CallerState
+    ) -> None:
+        self.original = original
         self.coordinator = coordinator
         self.replica_id = replica_id
         self.state = state
-        self.watched = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
+        self.raises = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
+        self._replica = ref(replica)  # which holds this object
 
-    @contextmanager
-    def running(self, replica: nn.Module) -> Iterator[None]:
-        """Run the body as the forward of `replica`."""
-        token = _running.set(replica)
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the modules that are part of the replica."""
+        replica = self._replica()
+        return () if replica is None else replica.modules()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # in copies and pickles by a method of the user's own
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replica: Any = self._replica()
+        called: Any = self._called() or replica
+        if called is not replica:
+            return called._call_impl(*args, **kwargs)
+        token = _running.set(self)
         try:
             with self.state.entered(), distributed.in_order(), self.coordinator.forward_of(self.replica_id):
-                yield
+                return replica._call_impl(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            if not self.raises:
+                raise
+            # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
+            raise ReplicaSyncError(f"{type(error).__name__} in replica {self.replica_id}") from None
         finally:
             _running.reset(token)
 
+    def _called(self) -> nn.Module | None:
+        """Return the module that is called; None if it cannot be told.
 
-_running: ContextVar[nn.Module | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica
+        A copy that took over the attributes as they are, as in ``twin.__dict__ = self.__dict__.copy()``, has this
+        object too, and must run itself. Which module is called stands in the frame of `Module.__call__` alone.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_wrapped_call_impl":
+            frame = frame.f_back
+        module = None if frame is None else frame.f_locals.get("self")
+        return module if isinstance(module, nn.Module) and _watch_of(module) is self else None
+
+
+_running: ContextVar[_Watch | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
+
+
+class _OwnCall(nn.Module):
+    """Calls a replica whose class has a `__call__` of its own: all of that is part of its forward."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        super().__init__()
+        self.replica = replica
+        self.training = replica.training
+        self.__dict__["_sync_shares"] = replica.__dict__.get("_sync_shares", {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replica(*args, **kwargs)
+
+
+@functools.cache
+def _refuse_other_calls() -> None:
+    """Raise an error for a torch whose modules do not call what is put into them."""
+    module = nn.Module()
+    module.__dict__.update(forward=lambda: False, _compiled_call_impl=lambda: True)
+    if not module():
+        raise RuntimeError(
+            "expected modules that call what Module.compile() has put into them, but got those of torch "
+            f"{torch.__version__}, of which nobody would learn how a replica ends; use a torch that this version of "
+            "sync_batchnorm was tested with"
+        )
+
+
+def _watch_of(module: nn.Module) -> _Watch | None:
+    watch = module.__dict__.get("_compiled_call_impl")
+    return watch if isinstance(watch, _Watch) else None
 
 
 def is_in_replica() -> bool:
@@ -118,36 +196,42 @@ def is_in_replica() -> bool:
 is_in_replica._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def refuse_stranger(layer: nn.Module) -> None:
-    """Raise the error for a `layer` that runs in the replica of this thread, and is no part of it.
-
-    The copies of a module share the dictionary of its forward hooks. So an original is found by that of its copy.
+def refuse_stranger(stranger: nn.Module) -> None:
+    """Raise the error for a layer or wrapper that trains in the replica of this thread, and is no part of it.
 
     Raises:
-        RuntimeError: naming the layer, if the wrapped module has it, and the replica.
+        RuntimeError: naming it, if it is part of the wrapped module itself, and the replica.
     """
-    replica = _running.get()
-    if replica is None:
+    watch = _running.get()
+    if watch is None or any(module is stranger for module in watch.modules()):
         return
-    handle: _ReplicaHandle = replica.__dict__["_sync_handle"]
-    who = handle.coordinator.who(handle.replica_id)
-    names = [name for name, copy in replica.named_modules() if copy._forward_hooks is layer._forward_hooks]
+    who = watch.coordinator.who(watch.replica_id)
+    names = [name for name, module in watch.original.named_modules() if module is stranger]
     if names:
         raise RuntimeError(
-            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the layer of the "
-            "wrapped module itself, which is no part of any replica; let the forward reach its layers through "
-            "attributes of self that are modules (nn.ModuleList instead of a list), and wrap the forward of the "
-            "DataParallel instead of that of the module, or that of its class"
+            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
+            "module itself, which is no part of any replica; let the forward reach its layers through attributes of "
+            "self that are modules (nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead "
+            "of that of the module, or that of its class"
         )
     raise RuntimeError(
-        f"expected a layer that is registered in the wrapped module, but got a {type(layer).__name__} that is not "
-        f"({who}), so that every replica would train it with its own part of the batch; make it a submodule of the "
-        "model, or call its eval()"
+        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(stranger).__name__} "
+        f"that is not ({who}), so that every replica would train it with its own part of the batch; make it a "
+        "submodule of the model, or call its eval()"
     )
 
 
+def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
+    """Refuse replicas inside of a replica if they would synchronize with each other alone."""
+    if is_in_replica() and any(child.training and _is_called_back(child) for child in module.modules()):
+        refuse_stranger(wrapper)
+
+
 def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
-    """Make the object that the rest of a pickle or copy fills."""
+    """Make the object that the rest of a pickle or copy fills.
+
+    Without `derive` in pickles of version 1.1 alone, of replicas in their forward.
+    """
     cls = cls if derive is None else derive(cls)
     return cls.__new__(cls)
 
@@ -178,46 +262,20 @@ class _Unregistered(nn.Module):
         pass
 
 
-@functools.lru_cache(maxsize=256)
-def _replica_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the class of a replica whose calls tell the coordinator when they begin and how they end.
-
-    NOTE [classes of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
-    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
-    call the replica. Python looks `__call__` up on the class, so it is the class that is swapped, of the root of each
-    replica and of nothing else.
-    """
-
-    class Replica(_Unregistered, cls):  # type: ignore[valid-type, misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            handle: _ReplicaHandle = self.__dict__["_sync_handle"]
-            try:
-                with handle.running(self):
-                    return super().__call__(*args, **kwargs)
-            except Exception:
-                raise
-            except BaseException as error:
-                if not handle.watched:
-                    raise
-                # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
-                raise ReplicaSyncError(f"{type(error).__name__} in replica {handle.replica_id}") from None
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            _, _, state, *rest = super().__reduce_ex__(protocol)
-            kept = {name: value for name, value in state.items() if name not in ("_sync_handle", "_sync_shares")}
-            return _bare, (cls,), kept, *rest
-
-    Replica.__name__, Replica.__qualname__, Replica.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Replica
+# The seconds that an interrupted caller gives its replicas to notice: arbitrary, more than most operations take. The
+# program is likely to end, and a daemon thread that is inside of torch by then aborts the process ("terminate called
+# without an active exception").
+_PATIENCE = 1.0
 
 
-def _give_up(coordinator: Coordinator, error: BaseException) -> None:
+def _give_up(coordinators: Sequence[Coordinator], error: BaseException) -> None:
     """Release the replicas, because their caller no longer waits for them."""
-    coordinator.abort(error)
+    for coordinator in coordinators:
+        coordinator.abort(error)
     if not isinstance(error, Exception):
-        # The program is likely to end, and a daemon thread that is inside of torch by then aborts the process
-        # ("terminate called without an active exception"). One second is arbitrary: more than most operations take.
-        coordinator.drain(1.0)
+        deadline = monotonic() + _PATIENCE
+        for coordinator in coordinators:
+            coordinator.drain(max(0.0, deadline - monotonic()))
 
 
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
@@ -281,11 +339,25 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
                 # That of another module may have been taken before the class of that one was converted.
                 copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
     if compiled:
-        warnings.warn(
+        warn(
             f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
             "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
-            "that their forward calls",
-            stacklevel=10,
+            "that their forward calls"
+        )
+
+
+_warned = ModuleSet()  # wrappers of models that nobody has converted
+
+
+def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
+    """Warn once of each wrapper whose module trains batch norms and has nothing that could synchronize."""
+    plain = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    if plain and _warned.add(wrapper):
+        first = plain[0] or "the module itself"
+        warn(
+            f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
+            f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
+            "filter this warning if every replica is meant to normalize with its own part of the batch"
         )
 
 
@@ -309,35 +381,41 @@ class _Callbacks(DataParallel[Any]):
         if len(device_ids) == 1 and not (distributed.has_peers() and torch.is_grad_enabled()):
             # With peers, a single chunk runs as a replica too: see NOTE [order of a backward] in `distributed.py`.
             return [module]
+        _refuse_other_calls()
+        _refuse_training_in_replica(self, module)
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         _detach_from_originals(module, replicas)
         coordinator = profiling.coordinator_of_forward([str(device) for device in device_ids], self._sync_timeout)
         _coordinators.get([]).append(coordinator)
+        if not _execute_callbacks(replicas, coordinator):
+            _warn_of_plain_layers(self, module)
+        replicas = [r if type(r).__call__ is nn.Module.__call__ else _OwnCall(r) for r in replicas]
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
-            swap_class(replica, _replica_class(type(replica)))  # type: ignore[arg-type]
-            replica.__dict__["_sync_handle"] = _ReplicaHandle(coordinator, replica_id, state)
-        _execute_callbacks(replicas, coordinator)
+            watch = _Watch(module, replica, coordinator, replica_id, state)
+            replica.__dict__["_compiled_call_impl"] = watch
         return replicas
 
     @uncompiled
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
-        handles: list[_ReplicaHandle] = [r.__dict__["_sync_handle"] for r in replicas if "_sync_handle" in r.__dict__]
-        if not handles:
+        watches = [watch for watch in map(_watch_of, replicas) if watch is not None]
+        if not watches:
             return super().parallel_apply(replicas, inputs, kwargs)
         state = CallerState()
-        for handle in handles:
-            handle.state, handle.watched = state, True
-        coordinator = handles[0].coordinator
-        coordinator.call([handle.replica_id for handle in handles])
-        devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
+        for watch in watches:
+            watch.state, watch.raises = state, True
+        coordinator = watches[0].coordinator
+        coordinator.call([watch.replica_id for watch in watches])
         try:
-            with recompute.warn_of_shared_draws(devices), profiling.recorded_in_part():
+            with profiling.recorded_in_part():
                 outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
         except BaseException as error:
-            _give_up(coordinator, error)
-            # What is not an Exception happened in this thread, see `_replica_class`: Ctrl-C, while replicas ran.
+            if coordinator in _coordinators.get([]):
+                coordinator.abort(error)  # and `__call__` waits for the replicas
+            else:
+                _give_up([coordinator], error)
+            # What is not an Exception happened in this thread, see `_Watch`: Ctrl-C, while replicas ran.
             failure = coordinator.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise
@@ -346,8 +424,8 @@ class _Callbacks(DataParallel[Any]):
             distributed.count_all_calls()  # before the nodes that gather the outputs
             return outputs
         finally:
-            for handle in handles:
-                handle.watched = False
+            for watch in watches:
+                watch.raises = False
         raise failure.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,8 +440,8 @@ class _Callbacks(DataParallel[Any]):
             return output
         except BaseException as error:
             failure = None
+            _give_up(coordinators, error)
             for coordinator in coordinators:
-                _give_up(coordinator, error)
                 if failure is None and coordinator.has_caused(error):
                     failure = coordinator.failure()
             if failure is None:
@@ -397,8 +475,11 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, or if a replica trains a synchronized layer that is no part of it.
+            replicated, or if a replica trains a synchronized layer that is no part of it, also in another wrapper.
         ReplicaSyncError: from a call, if the replicas cannot meet.
+
+    Warns:
+        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.
     """
 
     def __init__(

@@ -234,10 +234,49 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
     try:
         with pytest.raises(KeyboardInterrupt):
             parallel(*batch())
-        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._sync_handle.coordinator)
+        assert "0 failed with ReplicaSyncError" in repr(parallel.replicas[0]._compiled_call_impl.coordinator)
     finally:
         drains.set()
         parallel.thread.join()
+
+
+class Interrupted(TorchStyle):
+    """Is interrupted while replicas of several kinds run."""
+
+    def forward(self, input: Tensor) -> Any:
+        kinds = [self.replicate(self.module, self.device_ids) for _ in range(3)]
+        return self.parallel_apply(kinds[1], [(input,)] * R, [{}] * R)
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Coordinator, float]]:
+    """Whom an interrupted caller waits for, and for how many seconds, which pass at once."""
+    found: list[tuple[Coordinator, float]] = []
+
+    def drain(coordinator: Coordinator, seconds: float) -> None:
+        found.append((coordinator, seconds))
+
+    monkeypatch.setattr(Coordinator, "drain", drain)
+    monkeypatch.setattr("sync_batchnorm.replicate.monotonic", lambda: sum(seconds for _, seconds in found))
+    return found
+
+
+def test_interrupted_caller_waits_for_one_second(waits):
+    with pytest.raises(KeyboardInterrupt):
+        patch_replication_callback(Interrupted(nn.Identity(), R))(torch.zeros(1))
+    assert len({id(coordinator) for coordinator, _ in waits}) == 3
+    assert [seconds for _, seconds in waits] == [1.0, 0.0, 0.0]
+
+
+def test_interrupted_caller_of_kept_replicas_waits_for_one_second(waits):
+    parallel = patch_replication_callback(Interrupted(nn.Identity(), R))
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    with pytest.raises(KeyboardInterrupt):
+        parallel.parallel_apply(replicas, [(torch.zeros(1),)] * R, [{}] * R)
+    assert [seconds for _, seconds in waits] == [1.0]
 
 
 def test_copy_after_a_failure_is_independent_and_works(wrap):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import re
 import threading
 import warnings
 
 import pytest
 import torch
-from scripted import TorchStyle
+from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
 from sync_batchnorm import (
@@ -28,6 +30,10 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Sequential(SynchronizedBatchNorm2d(4)))
 
 
+def _ours(net: nn.Module) -> DataParallelWithCallback:
+    return DataParallelWithCallback(net, ["cpu"] * 2)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -36,9 +42,10 @@ def _net() -> nn.Sequential:
         patch_replication_callback(nn.DataParallel(_net())),
         patch_replication_callback(TorchStyle(_net(), 2)),
         nn.Sequential(DataParallelWithCallback(_net(), ["cpu"] * 2)),
-        nn.Linear(2, 2),
+        DataParallelWithCallback(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"] * 2)), ["cpu"] * 3),
+        nn.DataParallel(nn.Linear(2, 2)),
     ],
-    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "no batch norm"],
+    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "nested", "no batch norm"],
 )
 def test_synchronized_model_passes(model):
     assert_synchronized(model)
@@ -90,10 +97,26 @@ def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, line
     assert str(caught.value) == text + "\n  ".join(lines)
 
 
-def test_innermost_wrapper_decides():
-    model = DataParallelWithCallback(nn.Sequential(nn.DataParallel(_net())), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match=r"2 that would not:\n  module\.0\.module\.1 "):
+UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(_ours, nn.DataParallel), (nn.DataParallel, _ours), (lambda net: nn.DataParallel(_ours(net)), _ours)],
+    ids=["inside", "outside", "outermost"],
+)
+def test_every_wrapper_around_a_layer_must_connect_replicas(outer, inner):
+    model = outer(nn.Sequential(inner(_net())))
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  [\w.]+\.1 .*: {UNCONNECTED}\n"):
         assert_synchronized(model)
+    assert_synchronized(convert_model(model))
+
+
+def test_every_way_to_a_layer_must_connect_replicas():
+    net = _net()
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  0\.module\.1 .*: {UNCONNECTED}\n"):
+        assert_synchronized(nn.Sequential(_ours(net), nn.DataParallel(net)))
+    assert_synchronized(nn.ModuleDict({"net": net, "wrapped": _ours(net)}))
 
 
 def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_own():
@@ -109,7 +132,8 @@ def test_converted_and_wrapped_model_passes():
 
 WARNING = (
     r"SynchronizedBatchNorm1d trains in a replica that was never connected to its peers, so its statistics are those "
-    r"of one replica; wrap the model with DataParallelWithCallback, or call patch_replication_callback\(data_parallel\)"
+    r"of one replica; wrap the model with DataParallelWithCallback alone, or call "
+    r"patch_replication_callback\(data_parallel\) on the DataParallel object around it"
 )
 
 
@@ -125,6 +149,11 @@ def _warnings(model: nn.Module, forwards: int = 3) -> list[warnings.WarningMessa
 def test_stock_wrapper_warns_with_the_fix():
     with pytest.warns(UserWarning, match=WARNING):
         TorchStyle(SynchronizedBatchNorm1d(4), 2)(torch.randn(4, 4))
+
+
+def test_stock_wrapper_around_ours_warns_with_the_fix():
+    (warning,) = _warnings(DataParallelWithCallback(SynchronizedBatchNorm1d(4), ["cpu"] * 2))
+    assert re.match(WARNING, str(warning.message))
 
 
 def test_warning_comes_once_for_each_layer():
@@ -162,6 +191,83 @@ def test_layer_that_need_not_synchronize_does_not_warn(prepare):
     model = prepare(SynchronizedBatchNorm1d(4))
     run = TorchStyle(model, 2) if not model.training else model
     run(torch.randn(4, 4))
+
+
+# Models that nobody has converted
+
+
+PLAIN = (
+    r"expected batch norms that synchronize in the replicas of a DataParallelWithCallback, but got 2 in training mode, "
+    r"none of which does, from '1' on; call convert_model\(model\), or filter this warning if every replica is meant "
+    r"to normalize with its own part of the batch"
+)
+
+
+def _plain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+
+
+def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(forwards):
+            parallel(torch.randn(6, 4))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_model_that_nobody_converted_warns_once_for_each_wrapper(name, mode):
+    for _ in range(2):
+        parallel = WRAPPERS[name](_plain_net())
+        with mode():
+            (text,) = _caught(parallel)
+        assert re.fullmatch(PLAIN.replace("DataParallelWithCallback", type(parallel).__name__), text)
+    assert len(_caught(copy.deepcopy(parallel))) == 1
+    assert _caught(pickle.loads(pickle.dumps(parallel)))
+    assert not _caught(parallel)
+
+
+def test_warning_of_a_model_that_nobody_converted_names_the_call_and_leaves_nothing_behind():
+    parallel = _ours(_plain_net())
+    before = set(parallel.__dict__), len(pickle.dumps(parallel))
+    with pytest.warns(UserWarning, match=PLAIN) as caught, torch.no_grad():
+        parallel(torch.randn(6, 4))
+    assert [warning.filename for warning in caught] == [__file__]
+    assert (set(parallel.__dict__), len(pickle.dumps(parallel))) == before
+
+
+def test_model_that_nobody_converted_warns_in_its_first_training_forward():
+    parallel = _ours(_plain_net()).eval()
+    assert not _caught(parallel)
+    assert not _caught(DataParallelWithCallback(parallel.module.train(), ["cpu"]))  # one device has the whole batch
+    assert len(_caught(parallel.train())) == 1
+
+
+class OwnNorm(nn.Module):
+    """A normalization of a user's own, which synchronizes."""
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        pass
+
+    def forward(self, input):
+        return input
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4)),
+        _plain_net().eval(),
+        nn.Sequential(SynchronizedBatchNorm1d(4), nn.BatchNorm1d(4)),
+        nn.Sequential(SynchronizedBatchNorm1d(4).eval(), nn.BatchNorm1d(4)),
+        nn.Sequential(OwnNorm(), nn.BatchNorm1d(4)),
+        convert_model(_plain_net()),
+    ],
+    ids=["no batch norm", "frozen", "some left", "frozen and some left", "own norm", "converted"],
+)
+def test_model_that_need_not_be_converted_does_not_warn(model):
+    assert not _caught(_ours(model))
 
 
 def test_warning_does_not_depend_on_who_comes_first():

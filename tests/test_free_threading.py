@@ -17,8 +17,8 @@ from helpers import doubles, run_parts, twins
 from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm1d, recompute
-from sync_batchnorm.functional import LayerSet
 from sync_batchnorm.moments import cached_constants
+from sync_batchnorm.warning import ModuleSet
 
 THREADS = 8
 
@@ -69,13 +69,13 @@ def test_replicas_that_drop_what_others_made_do_not_meet_their_end():
 
 def test_layer_is_added_by_one_thread_alone():
     for _ in range(50):
-        layers, layer = LayerSet(), SynchronizedBatchNorm1d(1)
+        layers, layer = ModuleSet(), SynchronizedBatchNorm1d(1)
         assert sum(at_once(*[partial(layers.add, layer)] * THREADS)) == 1
         assert layer in layers
 
 
 def test_layers_that_die_leave_a_set_to_which_others_are_added():
-    layers = LayerSet()
+    layers = ModuleSet()
 
     def add_many() -> None:
         for _ in range(50):

@@ -15,13 +15,14 @@ TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob(
 # What each file may import from the package, in an order in which every file comes after what it imports.
 IMPORTS = {
     "errors": set(),
+    "warning": set(),
     "coordinator": {"errors"},
     "comm": {"coordinator"},
     "profiling": {"coordinator"},
     "compilation": set(),
-    "local_parallel": {"compilation", "errors"},
+    "local_parallel": {"compilation", "errors", "warning"},
     "recompute": set(),
-    "replicate": {"comm", "compilation", "coordinator", "errors", "local_parallel", "profiling", "recompute"},
+    "replicate": {"comm", "compilation", "coordinator", "errors", "local_parallel", "profiling", "warning"},
     "moments": set(),
     "normalization": {"moments"},
     "distributed": set(),
@@ -35,13 +36,23 @@ IMPORTS = {
         "moments",
         "normalization",
         "recompute",
+        "warning",
     },
-    "batchnorm": {"autograd", "comm", "compilation", "distributed", "functional", "local_parallel", "replicate"},
+    "batchnorm": {
+        "autograd",
+        "comm",
+        "compilation",
+        "distributed",
+        "functional",
+        "local_parallel",
+        "replicate",
+        "warning",
+    },
     "selfcheck": {"batchnorm", "replicate"},
 }
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
-WITHOUT_TORCH = ["errors", "coordinator", "comm"]
+WITHOUT_TORCH = ["errors", "warning", "coordinator", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {

@@ -21,7 +21,7 @@ from helpers import (
 from simulated_gpus import is_simulated
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, local_parallel
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, local_parallel
 from sync_batchnorm.local_parallel import as_device, is_local, parallel_apply
 
 
@@ -407,10 +407,39 @@ class CountingThreads(nn.Module):
         return input
 
 
+@pytest.mark.parametrize("started", range(3))
+def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monkeypatch, started):
+    """As where a process may have no more threads: those that were started are released, and later ones have all."""
+    start, number, later, before = threading.Thread.start, [], [], torch.get_num_threads()
+
+    def fails(thread):
+        number.append(thread)
+        if len(number) > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    parallel = DataParallelWithCallback(SynchronizedBatchNorm1d(3), ["cpu"] * 3)
+    try:
+        torch.set_num_threads(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                parallel(torch.randn(6, 3))
+        for thread in number[:started]:
+            thread.join()
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [3]
+        assert parallel(torch.randn(6, 3)).shape == (6, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("available", "share"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share, monkeypatch):
-    def restore(cores):
-        original(cores)
+    def restore(cores, begun):
+        original(cores, begun)
         restored.set()
 
     before, original, restored = torch.get_num_threads(), local_parallel._Cores.restore, threading.Event()

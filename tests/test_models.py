@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import linecache
 import types
 from collections import namedtuple
 
@@ -10,7 +11,6 @@ import torch
 from conftest import device_lists
 from helpers import (
     TwoLayers,
-    are_distinct_gpus,
     as_devices,
     assert_equal,
     assert_same_state,
@@ -18,9 +18,8 @@ from helpers import (
     doubles,
     twins,
 )
-from scripted import WRAPPERS, OwnForward, Scripted, batch, scripted
+from scripted import WRAPPERS, OwnForward, Scripted, TorchStyle, batch, scripted
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -28,6 +27,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     assert_synchronized,
     convert_model,
+    local_parallel,
     patch_replication_callback,
 )
 
@@ -55,7 +55,7 @@ class Steps(nn.Module):
         return input
 
 
-ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the layer of the"
+ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the one of the"
 
 
 def test_original_layer_in_a_plain_list_is_refused(wrap):
@@ -117,10 +117,90 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
             return borrowed(input)
 
     borrowed = SynchronizedBatchNorm1d(4)
-    with pytest.raises(RuntimeError, match=r"expected a layer that is registered in the wrapped .* but got a Sync"):
+    with pytest.raises(RuntimeError, match=r"expected a layer or wrapper that is registered in the .* but got a Sync"):
         wrap(Borrowing())(torch.randn(6, 4))
     borrowed.eval()
     wrap(Borrowing())(torch.randn(6, 4))
+
+
+HOLDS = {
+    "list": lambda wrapper: [wrapper],
+    "partial": lambda wrapper: [functools.partial(wrapper)],
+    "closure": lambda wrapper: [lambda input: wrapper(input)],
+}
+
+
+class Calling(nn.Module):
+    """Calls a wrapper that is no part of it."""
+
+    def __init__(self, wrapper, hold=HOLDS["list"]):
+        super().__init__()
+        self.bn, self.held = nn.BatchNorm1d(4), hold(wrapper)
+
+    def forward(self, input):
+        return self.bn(input + self.held[0](input))
+
+
+def inner_net():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+
+
+INNER = {
+    "two devices": lambda net: DataParallelWithCallback(convert_model(net), ["cpu"] * 2),
+    "one device": lambda net: DataParallelWithCallback(convert_model(net), ["cpu"]),
+    "patched": lambda net: patch_replication_callback(OwnForward(convert_model(net), 2)),
+}
+UNREGISTERED = (
+    r"expected a layer or wrapper that is registered in the wrapped module, but got a \w+ that is not \(replica"
+)
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_wrapper_that_is_no_part_of_the_model_is_refused(wrap, hold):
+    inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=UNREGISTERED):
+        wrap(convert_model(Calling(inner, hold).double()))(doubles(12, 4))
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_every_wrapper_that_trains_and_is_no_part_of_the_model_is_refused(inner, mode):
+    net = inner_net().append(nn.BatchNorm1d(4)).double()
+    inner = inner(net)
+    net[1].eval()
+    parallel = DataParallelWithCallback(convert_model(Calling(inner).double()), ["cpu"] * 3)
+    with mode(), pytest.raises(RuntimeError, match=UNREGISTERED):
+        parallel(doubles(12, 4))
+
+
+def test_wrapper_of_the_model_itself_is_refused_in_a_replica():
+    net = convert_model(Calling(None).double())
+    net.inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
+    net.held = [net.inner]
+    with pytest.raises(RuntimeError, match="expected the copy of inner that belongs to replica"):
+        DataParallelWithCallback(net, ["cpu"] * 2)(doubles(12, 4))
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_wrapper_that_is_no_part_of_the_model_may_run_in_eval_mode(wrap, inner):
+    frozen = inner_net()
+    frozen(doubles(5, 4))
+    plain, parallel = Calling(frozen.eval()).double(), Calling(inner(copy.deepcopy(frozen)).eval()).double()
+    assert_same_step(plain, wrap(convert_model(parallel)), doubles(12, 4))
+
+
+def test_wrapper_without_synchronized_layers_may_train_in_a_replica(wrap):
+    net = nn.Linear(4, 4).double()
+    plain, parallel = Calling(net), Calling(DataParallelWithCallback(copy.deepcopy(net), ["cpu"] * 2))
+    assert_same_step(plain.double(), wrap(convert_model(parallel.double())), doubles(12, 4))
+    assert_same_state(parallel.held[0], net)
+
+
+def test_shallow_copy_of_an_original_layer_is_no_part_of_the_model(wrap):
+    net = Steps()
+    net.steps = [copy.copy(net.bn)]
+    with pytest.raises(RuntimeError, match=UNREGISTERED):
+        wrap(net)(torch.randn(6, 4))
 
 
 def test_copy_that_its_class_does_not_connect_warns_and_is_not_refused():
@@ -195,82 +275,49 @@ def test_wrappers_may_be_compiled(devices, whole):
     assert_same_state(parallel, plain)
 
 
-# Random numbers
-
-
-class Dropping(nn.Module):
-    """Drops in a checkpointed function, behind a synchronized layer."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), SynchronizedBatchNorm1d(4), nn.Dropout(p))
-
-    def forward(self, input):
-        return checkpoint(self.body, input, use_reentrant=False)
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_draws_of_replicas_that_share_a_generator_warn_under_a_checkpoint(devices):
-    device = as_devices(devices)[0]
-    parallel = DataParallelWithCallback(Dropping(0.5).to(device), devices)
-    if are_distinct_gpus(devices):
-        parallel(torch.randn(6, 4, device=device))
-        return
-    with pytest.warns(UserWarning, match=f"but got draws of {len(devices)} replicas from the one of {device}; a"):
-        parallel(torch.randn(6, 4, device=device))
-
-
-def test_draws_of_a_single_replica_do_not_warn():
-    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
-    first = parallel.replicate(parallel.module, parallel.device_ids)[:1]
-    input = torch.randn(2, 4, requires_grad=True)
-    checkpoint(lambda x: parallel.parallel_apply(first, [(x,)], [{}])[0], input, use_reentrant=False)
-
-
-def test_draws_beside_a_checkpoint_that_lives_on_do_not_warn():
-    input = torch.randn(6, 4)
-    output = DataParallelWithCallback(Dropping(0.0), ["cpu"] * 2)(input)
-    DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)(input)
-    output.backward(torch.randn_like(output))
-
-
-def test_draws_in_a_checkpoint_around_the_wrapper_warn():
-    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
-    with pytest.warns(UserWarning, match="but got draws of 2 replicas from the one of cpu"):
-        checkpoint(parallel, torch.randn(6, 4, requires_grad=True), use_reentrant=False)
-
-
-def test_draws_without_gradients_warn_where_a_checkpoint_draws_again():
-    parallel = DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)
-    with pytest.warns(UserWarning, match="but got draws of 2 replicas from the one of cpu"):
-        checkpoint(torch.no_grad()(parallel), torch.randn(6, 4, requires_grad=True), use_reentrant=False)
-
-
-def test_states_of_generators_are_left_alone_where_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.recompute._state", None)
-    with torch.no_grad():
-        DataParallelWithCallback(nn.Dropout(), ["cpu"] * 2)(torch.randn(6, 4))
+# Warnings
 
 
 def test_warnings_point_to_the_call_of_the_wrapper():
     net = ClampingFirst()
     net.bn.compile(backend="eager")
-    net.add_module("dropping", Dropping(0.5))
-    net.register_forward_hook(lambda module, args, output: module.dropping(output))
     parallel = DataParallelWithCallback(convert_model(net), ["cpu"] * 2)
     with pytest.warns(UserWarning, match=r"^expected .*, but got ") as caught:
         parallel(torch.randn(6, 4))
-    assert [warning.filename for warning in caught] == [__file__] * 3
+    assert [warning.filename for warning in caught] == [__file__] * 2
 
 
-@pytest.mark.parametrize("devices", device_lists(1, 3))
-def test_checkpoints_without_draws_and_draws_without_checkpoints_do_not_warn(devices):
-    device = as_devices(devices)[0]
-    input = torch.randn(6, 4, device=device)
-    DataParallelWithCallback(Dropping(0.0).to(device).eval(), devices)(input)
-    DataParallelWithCallback(Dropping(0.5).to(device).body, devices)(input)
-    with torch.no_grad():
-        DataParallelWithCallback(Dropping(0.5).to(device), devices)(input)
+class Around(nn.Module):
+    """Has the layer inside of a container of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(SynchronizedBatchNorm1d(4)))
+
+    def forward(self, input):
+        return self.body(input)
+
+
+def test_warning_in_a_replica_points_to_the_code_that_calls_the_layer():
+    with pytest.warns(UserWarning, match="trains in a replica that was never connected") as caught:
+        TorchStyle(Around(), 2)(torch.randn(6, 4))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert linecache.getline(__file__, warning.lineno).strip() == "return self.body(input)"
+
+
+def test_warning_in_a_thread_without_code_of_the_caller_breaks_nothing():
+    devices = [torch.device("cpu")] * 2
+    replicas = local_parallel.replicate(SynchronizedBatchNorm1d(4), devices, False)
+    with pytest.warns(UserWarning, match="trains in a replica that was never connected"):
+        local_parallel.parallel_apply(replicas, [torch.randn(6, 4)] * 2, [{}] * 2, devices)
+
+
+def test_devices_that_a_wrapper_merely_lists_are_not_asked_for_anything():
+    plain, module = nn.BatchNorm1d(4).double(), SynchronizedBatchNorm1d(4).double()
+    parallel = patch_replication_callback(TorchStyle(module, 2))
+    parallel.device_ids = ["cuda:6"] * 2  # its replicas run on the CPU
+    assert_same_step(plain, parallel, doubles(6, 4))
 
 
 # Operations in place

@@ -51,6 +51,7 @@ FIELDS = {
     "len(devices)": r"\d+",
     "len(found)": r"\d+",
     "len(mean)": r"\d+",
+    "len(plain)": r"\d+",
     "list(sync_group.members)": r"\[\d+(, \d+)*\]",
     "list(results)": r"\[\d+(, \d+)*\]",
     "exchange": EXCHANGE,

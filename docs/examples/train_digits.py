@@ -15,6 +15,7 @@ import argparse
 import copy
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,9 +175,11 @@ def train_three_ways(options: Options) -> dict[str, Curve]:
     start = make_net().to(options.devices[0], options.dtype)
     nets = {name: copy.deepcopy(start) for name in (ONE_DEVICE, UNSYNCHRONIZED, SYNCHRONIZED)}
     convert_model(nets[SYNCHRONIZED])
+    # A plain nn.BatchNorm2d has no replication callback, so to it the wrapper is an ordinary nn.DataParallel. There is
+    # a warning of that, which is what the unsynchronized run is there to show.
+    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
     forwards = {
         ONE_DEVICE: nets[ONE_DEVICE],
-        # A plain nn.BatchNorm2d has no replication callback, so to it the wrapper is an ordinary nn.DataParallel.
         UNSYNCHRONIZED: DataParallelWithCallback(nets[UNSYNCHRONIZED], options.devices),
         SYNCHRONIZED: DataParallelWithCallback(nets[SYNCHRONIZED], options.devices),
     }
