@@ -1,7 +1,8 @@
 """A `DataParallel` for any devices: replicas on the CPU, and several replicas on one device.
 
 `torch.nn.parallel` refuses both. The four steps here do what its four do, with two differences that one device allows:
-replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine.
+replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine. Chunks of
+the inputs are copies, as there.
 """
 
 from __future__ import annotations
@@ -228,8 +229,9 @@ def _check_changes(changed: Sequence[_Share]) -> None:
     recorded = sorted({share.name for share in changed if share.node not in (None, share.alias.grad_fn)})
     if recorded:
         raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation: a replica has changed its "
-            f"parameters {recorded}; change parameters outside of the forward, under torch.no_grad()"
+            f"expected parameters that stay as they are in grad mode, but got {recorded} changed in place in a replica "
+            "(a leaf Variable that requires grad is being used in an in-place operation); change parameters outside of "
+            "the forward, under torch.no_grad()"
         )
     numbers = Counter(id(share.original) for share in changed)
     repeated = sorted({share.name for share in changed if numbers[id(share.original)] > 1})
