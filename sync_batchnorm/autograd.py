@@ -337,49 +337,46 @@ class _Backward:
         return self.found
 
     def joined(self) -> None:
-        """Compute the gradients of the inputs on the joined batch in float64, with the operator of torch."""
-        if any(name != "input" for name, _ in self.wanted):
-            self.parameter_gradients()
-        if not self.wants_inputs:
-            return
+        """Compute on the joined batch in float64, with the operator of torch."""
         numbers, _, grads, inputs, weights = zip(*self.parts, strict=True)
         grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
-        input, weight = torch.cat(inputs).double(), None if weights[0] is None else weights[0].double()
+        wide, input, sizes = grad.double(), torch.cat(inputs).double(), [len(input) for input in inputs]
         mean, invstd = self.call.statistics[self.call.home]
-        # Without eps, which is part of invstd already.
-        grad_input, _, _ = normalization.batch_norm_backward(
-            grad.double(), input, weight, None, None, mean, invstd, True, 0.0, [True, False, False]
-        )
-        parts = torch.split_with_sizes(grad_input.to(grad.dtype), [len(input) for input in inputs])
-        self.found |= {("input", i): part for i, part in zip(numbers, parts, strict=True)}
+        if any(name != "input" for name, _ in self.wanted):
+            parts = zip(grads, wide.split_with_sizes(sizes), input.split_with_sizes(sizes), strict=True)
+            pairs = [(dy, x) for grad, dy, x in parts if grad is not None]
+            rows = [vector for pair in pairs for vector in normalization.gradient_sums(*pair, mean, invstd)]
+            self.find_parameters(torch.stack(rows).to(self.statistics_dtype))
+        if self.wants_inputs:
+            weight = None if weights[0] is None else weights[0].double()
+            # Without eps, which is part of invstd already.
+            grad_input, _, _ = normalization.batch_norm_backward(
+                wide, input, weight, None, None, mean, invstd, True, 0.0, [True, False, False]
+            )
+            found = grad_input.to(grad.dtype).split_with_sizes(sizes)
+            self.found |= {("input", i): part for i, part in zip(numbers, found, strict=True)}
 
-    def parameter_gradients(self) -> Tensor:
-        """Make the gradients of the parameters; return those of bias and weight, ``(replicas with dy, 2, C)``.
+    def find_parameters(self, sums: Tensor) -> None:
+        """Take the rows of `sums` as the gradients of bias and weight of each replica that has one of its output.
 
-        Each replica has its own, which hooks on its parameters see, and `torch.autograd.grad` may be asked for.
+        Each replica gets its own: hooks on its parameters see it, and `torch.autograd.grad` may be asked for it.
         """
-        statistics, dtype = self.call.statistics[self.call.home], self.statistics_dtype
-        mean, invstd = (vector.to(dtype) for vector in statistics)
-        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
-        rows: list[Tensor] = []
-        slots: list[Slot] = []
-        for i, _, grad, input, _ in self.parts:
-            if grad is not None:
-                rows += normalization.gradient_sums(grad, input, mean, invstd)
-                slots += [("bias", i), ("weight", i)]
-        if not rows:
-            return mean.new_zeros(0, 2, len(mean), dtype=torch.float64)
-        sums = torch.stack(rows).double()  # (2 * replicas, C)
-        sums[1::2].addcmul_(sums[::2], moved)
-        self.found |= zip(slots, sums.to(dtype, copy=True).unbind(), strict=True)
-        return sums.view(-1, 2, len(mean))
+        slots = [(name, i) for i, _, grad, *_ in self.parts if grad is not None for name in ("bias", "weight")]
+        self.found |= zip(slots, sums.unbind(), strict=True)
 
     def on_cpu(self) -> None:
         """Compute the sums of each replica, add them up, and make the gradients of the inputs."""
-        call, statistics = self.call, self.call.statistics[self.call.home]
-        sums = self.parameter_gradients()
+        call, statistics, dtype = self.call, self.call.statistics[self.call.home], self.statistics_dtype
+        mean, invstd = (vector.to(dtype) for vector in statistics)
+        moved = (mean - statistics.mean) * statistics.invstd  # all normalized values, by the rounding of the mean
+        pairs = [(grad, input) for _, _, grad, input, _ in self.parts if grad is not None]
+        rows = [vector for pair in pairs for vector in normalization.gradient_sums(*pair, mean, invstd)]
+        sums = torch.stack(rows).double() if rows else mean.new_zeros(0, len(mean), dtype=torch.float64)  # (2 * R, C)
+        sums[1::2].addcmul_(sums[::2], moved)
+        self.find_parameters(sums.to(dtype, copy=True))
         if not self.wants_inputs:
             return
+        sums = sums.view(len(pairs), 2, len(mean))
         weighted = call.group is not None or not call.one_weight
         if weighted:
             weights = [weight for *_, grad, _, weight in self.parts if grad is not None]
@@ -389,7 +386,7 @@ class _Backward:
         totals = self._reduced(sums.sum(0))
         first, *_, weight = self.parts[0]
         factor = statistics.invstd if weighted else self._factor(first, weight)
-        linear = normalization.linear_gradient(statistics, totals, factor, call.count, self.statistics_dtype)
+        linear = normalization.linear_gradient(statistics, totals, factor, call.count, dtype)
         for i, _, grad, input, weight in self.parts:
             if ("input", i) in self.wanted:
                 self.found["input", i] = normalization.input_gradient(grad, input, self._factor(i, weight), linear)

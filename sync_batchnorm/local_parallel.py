@@ -1,7 +1,8 @@
 """A `DataParallel` for any devices: replicas on the CPU, and several replicas on one device.
 
 `torch.nn.parallel` refuses both. The four steps here do what its four do, with two differences that one device allows:
-replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine.
+replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine. Chunks of
+the inputs are copies, as there.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         if not is_local(devices):
             return super().parallel_apply(replicas, inputs, kwargs)
-        shares, changed = _shares(replicas), []
+        shares = _shares(replicas)
         _follow_originals(shares)
         try:
             outputs = parallel_apply(replicas, inputs, kwargs, devices)
@@ -168,8 +169,7 @@ class _Alias(torch.autograd.Function):
         # a parameter run when they would on one device, and what replicas contribute is added up at once. The number is
         # private to torch: without it, gradients arrive at the end of the backward.
         getattr(ctx, "_set_sequence_nr", lambda _: None)(2**63 - 1)
-        with torch._C.DisableTorchFunctionSubclass():  # or that of a subclass is a view
-            return tensor.data
+        return tensor.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
@@ -183,8 +183,8 @@ class _Share:
     since; it compares versions. An alias counts its changes alone: a forward may change parameters under `no_grad`, and
     the change of one replica must not spoil what the others have saved. That is right if all make the same change, and
     it is one that may be made any number of times, as `clamp_` is. So where the same change would be noticed on one
-    device, versions are carried over: to the originals after each forward (`count_changes`), and to the aliases before
-    each forward and each backward (`follow_originals`), for what the caller has changed in the meantime.
+    device, versions are carried over: to the originals after each forward (`_count_changes`), and to the aliases before
+    each forward and each backward (`_follow_originals`), for what the caller has changed in the meantime.
     """
 
     __slots__ = ("alias", "name", "node", "original", "versions")
@@ -228,8 +228,9 @@ def _check_changes(changed: Sequence[_Share]) -> None:
     recorded = sorted({share.name for share in changed if share.node not in (None, share.alias.grad_fn)})
     if recorded:
         raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation: a replica has changed its "
-            f"parameters {recorded}; change parameters outside of the forward, under torch.no_grad()"
+            f"expected parameters that stay as they are in grad mode, but got {recorded} changed in place in a replica "
+            "(a leaf Variable that requires grad is being used in an in-place operation); change parameters outside of "
+            "the forward, under torch.no_grad()"
         )
     numbers = Counter(id(share.original) for share in changed)
     repeated = sorted({share.name for share in changed if numbers[id(share.original)] > 1})
@@ -269,8 +270,10 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
         if id(original) not in tensors:
             differentiable = original.requires_grad and not detach
             make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else attrgetter("data")
-            aliases = [make(original) for _ in copies]
-            tensors[id(original)] = aliases
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # Torch makes plain tensors, and that of a subclass is a view.
+                aliases = tensors[id(original)] = [make(original) for _ in copies]
             for i in range(0 if original.is_inference() else number):
                 shares[i].append(_Share(name, original, aliases[i]))
         return tensors[id(original)]
