@@ -135,7 +135,6 @@ class Call:
 
     count: int | Tensor  # elements per channel in all replicas, and in all processes of the group
     var: Tensor | None = None  # (C,), biased, if it was computed
-    exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias

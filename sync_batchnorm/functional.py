@@ -54,7 +54,8 @@ class RunningStatistics(NamedTuple):
             if self.momentum is None and self.num_batches_tracked is not None:
                 # A tensor: so the host does not wait for the counter.
                 step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
-            buffer.data.lerp_(value.to(buffer.dtype), step)
+            # As torch does it. Not by `lerp_`, which makes NaN of an infinite variance if the momentum is one.
+            buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
 
 
 class BatchStatistics(NamedTuple):
@@ -105,7 +106,6 @@ class Message(ReplicaTensors):
         group: the processes to exchange with; that of the master counts.
         running: the buffers to update; only in the message of the master.
         common: whether weight and bias are those of the wrapped module, and so those of all replicas.
-        exact: whether to make exact statistics at once, see NOTE [fast and exact statistics].
         has_hooks: whether this thread has hooks on saved tensors.
     """
 
@@ -126,13 +126,12 @@ class Message(ReplicaTensors):
         running: RunningStatistics | None = None,
         *,
         common: bool = False,
-        exact: bool = False,
         has_hooks: bool = False,
     ) -> None:
         super().__init__(input, weight, bias, has_hooks)
         self.input, self.weight, self.bias = input.detach(), weight, bias
         self.elements = channel_count(input.shape)  # per channel
-        self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
+        self.rule, self.group, self.running, self.common = rule, group, running, common
         operators = operators_for(input.device)
         usual = rule is not None and rule.mode == "plus" and group is None
         self.fused = usual and operators == "cuda"  # torch has an operator that merges and moves the running statistics
@@ -147,7 +146,8 @@ class Message(ReplicaTensors):
         memory = None
         with torch.no_grad():
             if not self.fused:
-                self.moments, memory = moments.local_moments(self.input, self.exact)
+                eps = 0.0 if self.rule is None else self.rule.eps
+                self.moments, memory = moments.local_moments(self.input, eps)
             elif self.input.numel() and self.rule is not None:
                 self.mean_and_invstd = torch.batch_norm_stats(self.input, self.rule.eps)
             if self.rule is not None:
@@ -241,7 +241,7 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
 
     None if there is a rule, and not a single element.
     """
-    mean, var = _merge_local_moments(call, messages)
+    mean, var = _merge_local_moments(call.home, messages)
     if call.group is not None:
         mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.group)
         _refuse_one(call, messages)
@@ -258,31 +258,16 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
     return pair
 
 
-def _merge_local_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of all replicas; exact ones where fast ones are not precise."""
-    home, eps = call.home, call.rule.eps if call.rule is not None else 0.0
+def _merge_local_moments(home: Place, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of all replicas."""
+    parts = []
     for message in messages:
         if message.moments is None:  # of an input that was small enough to be joined, but cannot be
             message.prepare()
-
-    def merged() -> tuple[Tensor, Tensor]:
-        parts = []
-        for message in messages:
-            mean, var, elements = cast(Moments, message.moments)
-            mean, var = hand_over_packed((mean, var), message.place, home)
-            parts.append(Moments(mean, var, elements))
-        return moments.merge_moments(parts)
-
-    mean, var = merged()
-    inexact = [message for message in messages if not message.exact]
-    unknown = operators_for(home.device) == "cpu" and call.count and mean.numel() and inexact
-    if unknown and not moments.precise(mean, var, eps):
-        call.exact = True
-        for message in inexact:
-            message.exact = True
-            message.prepare()
-        mean, var = merged()
-    return mean, var
+        mean, var, elements = cast(Moments, message.moments)
+        mean, var = hand_over_packed((mean, var), message.place, home)
+        parts.append(Moments(mean, var, elements))
+    return moments.merge_moments(parts)
 
 
 def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
@@ -385,9 +370,6 @@ class LayerSet:
         return self._found.setdefault(key, seen) is seen
 
 
-_needs_exact = LayerSet()  # the layers for which fast statistics were not good enough
-
-
 def _exchange(pipe: Pipe | None, message: Message) -> Call:
     if pipe is None:
         answer = merge_messages([(0, message)])[0][1]
@@ -475,8 +457,7 @@ def sync_batch_norm(
         pipe: the connection of this replica; None if it is the only one of its process.
         rule: how eps enters.
         group: the processes to exchange with, as `distributed.active_group` finds them; None for this one alone.
-        owner: the layer, which remembers whether fast statistics will do, and by which a recomputation without a pipe
-            finds the call that it repeats.
+        owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
         missed: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
@@ -504,15 +485,12 @@ def sync_batch_norm(
         return kept.repeated(memory, input, weight)
     if _is_recomputed(pipe):
         running = None
-    exact = owner is not None and owner in _needs_exact
-    message = Message(input, weight, bias, rule, group, running, common=common, exact=exact, has_hooks=has_hooks)
+    message = Message(input, weight, bias, rule, group, running, common=common, has_hooks=has_hooks)
     call = _exchange(pipe, message)
     if message.running is not None:  # Only now: a call that broke while it was merged is not counted.
         _batch_statistics(call, call.home).move(message.running)
     if missed is not None:
         missed.append(_batch_statistics(call, message.place))
-    if call.exact and owner is not None:
-        _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:
         with torch.no_grad():
             normalization.normalize(message.input, message.statistics, message.affine, weight, bias, message.memory)
