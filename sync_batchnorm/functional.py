@@ -379,6 +379,11 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
     return call
 
 
+def _where(pipe: Pipe | None, owner: nn.Module | None) -> str:
+    """Return as text which layer calls, and in which replica."""
+    return pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
+
+
 def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Tensor | None) -> None:
     """Refuse what cannot be differentiated: a peer may be in another transform, and knows no tangents of this replica.
 
@@ -391,7 +396,7 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
         found = "a tensor with a tangent, of forward-mode differentiation"
     else:
         return
-    where = pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
+    where = _where(pipe, owner)
     raise RuntimeError(
         f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
         f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
@@ -399,12 +404,20 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
     )
 
 
-def _is_recomputed(pipe: Pipe | None) -> bool:
-    """Return whether a call without a pipe runs in a backward: it is a recomputation, and not counted.
+def _is_recomputed(pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool) -> bool:
+    """Return whether a call without a pipe, which repeats none, runs in a backward: then it is not counted.
 
     Raises:
-        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one.
+        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one; if the
+            recomputation of a checkpoint calls what its forward has not called.
     """
+    if has_hooks and recompute.is_recomputing():
+        where = _where(pipe, owner)
+        raise RuntimeError(
+            "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
+            f"called, but got a call more of {where}; call the same layers in both, and where the "
+            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input)"
+        )
     if not recompute.in_backward():
         return False
     if pipe is not None:
@@ -469,8 +482,8 @@ def sync_batch_norm(
     Raises:
         ValueError: see `merge_messages`.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
-            and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
+            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     _refuse_transforms(pipe, owner, input, weight, bias)
     has_hooks = recompute.has_hooks()
@@ -483,7 +496,7 @@ def sync_batch_norm(
             memory = memory_for_output(input)
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight)
-    if _is_recomputed(pipe):
+    if _is_recomputed(pipe, owner, has_hooks):
         running = None
     message = Message(input, weight, bias, rule, group, running, common=common, has_hooks=has_hooks)
     call = _exchange(pipe, message)
@@ -497,6 +510,8 @@ def sync_batch_norm(
     output = message.answer
     if output is None:
         output = _normalize_nothing(input, weight, bias, rule)
+    if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
+        output = output.clone()
     requires_grad = output.requires_grad
     if has_hooks:
         recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
@@ -525,8 +540,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
             in all replicas together; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
-            and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
+            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     _refuse_transforms(pipe, None, input)
     has_hooks = recompute.has_hooks()
@@ -534,7 +549,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
-    _is_recomputed(pipe)
+    _is_recomputed(pipe, None, has_hooks)
     message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from helpers import (
 )
 from torch import nn
 
-from sync_batchnorm import normalization
+from sync_batchnorm import SyncMaster, merge_messages, normalization, sync_moments
 from sync_batchnorm.autograd import EpsRule
 
 pytestmark = usual_kernels
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -209,6 +212,46 @@ def test_master_that_records_nothing_leaves_the_gradients_of_the_others_right():
     # The rows of the master are numbers, to which the loss has no path.
     plain.bn(torch.cat((data[:2], theirs[2:])))[2:].backward(grad[2:])
     assert_equal(ours.grad, theirs.grad)
+
+
+class InItsMode(nn.Module):
+    """Calls its layer, and `sync_moments`, in inference mode, without gradients or as usual, as its number says."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.pipe, self.results = nn.BatchNorm2d(4), None, []
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self.pipe = SyncMaster(merge_messages)
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def forward(self, input, mode):
+        with (torch.inference_mode, torch.no_grad, nullcontext)[mode]():
+            mean, var, _ = sync_moments(input, self.pipe)
+            self.results.append((mode, self.bn(input), mean, var))
+
+
+MODES = {"inference": 0, "no-grad": 1, "usual": 2}
+
+
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [5, 120], ids=["small", "large"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, size, kind, first, second):
+    _, parallel = twins(InItsMode(), devices)
+    modes = [MODES[first], MODES[second]]
+    parts = [torch.randn(2, 4, size, size).contiguous(memory_format=FORMATS[kind]).to(d) for d in as_devices(devices)]
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    parallel.parallel_apply(replicas, list(zip(parts, modes, strict=True)), [{}, {}])
+    for mode, output, *moments in parallel.module.results:
+        for result in (output, *moments):
+            assert result.is_inference() == (mode == MODES["inference"])
+        assert output.requires_grad == (mode == MODES["usual"])
+        assert not any(vector.requires_grad for vector in moments)
 
 
 def test_outputs_can_go_backward_one_after_the_other():
