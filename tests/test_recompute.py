@@ -495,6 +495,14 @@ def test_recomputation_that_calls_another_layer_is_refused_with_the_remedy(devic
     output.backward(torch.randn_like(output))
 
 
+@pytest.mark.parametrize(("rows", "counted"), [(1, 2), (2, 1), (6, 1)])
+def test_checkpointed_batch_of_one_chunk_is_counted_twice_as_in_torch(rows, counted):
+    plain, parallel = checkpointed_twins(around_all, ["cpu"] * 3)
+    plain.checkpoints = rows == 1  # on one device, which counts what it computes
+    assert_same_step(plain, parallel, doubles(rows, 3, 4, 5))
+    assert parallel.module.bn.num_batches_tracked == counted
+
+
 def test_reentrant_checkpoint_around_the_wrapper_is_exact():
     plain, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), ["cpu"] * 2)
     data, grad = doubles(4, 3, 4, 5), doubles(4, 3, 4, 5)
