@@ -35,7 +35,8 @@ node without outputs, where the pair is mean and variance, and its user sees it.
 
 NOTE [places]: A place is a device and, on CUDA, a stream: replicas may use streams of their own. What belongs to a
 replica is computed at its place, also by the master and in a backward; so memory goes back to the stream that has used
-it. Tensors go from one place to another through `hand_over` alone.
+it. Tensors go from one place to another through `hand_over` alone. What a backward reads, at any place, the master has
+made before it answers: a replica may differentiate while its peers still wake up.
 """
 
 from __future__ import annotations
