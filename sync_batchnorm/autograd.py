@@ -19,13 +19,14 @@ has made in its thread, and writes in its thread after the exchange, so that all
 NOTE [who saves what]: The common node saves inputs and weights of all replicas, but not those of a replica with hooks
 on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica saves its
 own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call `torch.autograd.grad`
-in their forward; torch frees what a node has saved after the first one. So a backward that has not got all gradients
-keeps it for the next one (`_unpack`).
+in their forward; torch frees what a node has saved after the first one. So the first backward that is not one of all
+replicas gives each of them such a node (`_divide`). From then on, what a replica has saved is freed when a backward has
+used it, and torch itself finds what was freed, or changed in place, as if each replica had a layer of its own.
 
 NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
 guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
 crash the process. So both are read only with the lock of the call held. Only the first backward reads what the node has
-saved, and frees it at once: the others take the tensors from `Call.unfinished`, and torch has nothing left to free.
+saved, and frees it at once: torch has nothing left to free, and the others ask the nodes of their replicas.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
 invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
@@ -34,7 +35,8 @@ node without outputs, where the pair is mean and variance, and its user sees it.
 
 NOTE [places]: A place is a device and, on CUDA, a stream: replicas may use streams of their own. What belongs to a
 replica is computed at its place, also by the master and in a backward; so memory goes back to the stream that has used
-it. Tensors go from one place to another through `hand_over` alone.
+it. Tensors go from one place to another through `hand_over` alone. What a backward reads, at any place, the master has
+made before it answers: a replica may differentiate while its peers still wake up.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class _Save(torch.autograd.Function):
 
 
 def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor:
-    """Save the tensors of one replica, which has hooks on saved tensors, see NOTE [who saves what].
+    """Save the tensors of one replica in a node of its own, see NOTE [who saves what].
 
     Returns:
         What the node returned that saves them. Up to torch 2.12, that node lives as long as this.
@@ -135,7 +137,6 @@ class Call:
 
     count: int | Tensor  # elements per channel in all replicas, and in all processes of the group
     var: Tensor | None = None  # (C,), biased, if it was computed
-    exact: bool = False  # whether fast statistics were not good enough
     clamped: Tensor | None = None  # see `EpsRule`
     joined: bool = False  # whether all inputs were normalized as one batch, in float64
     one_weight: bool = True  # whether all replicas have the same weight and bias
@@ -155,8 +156,7 @@ class Call:
         self.home = self.places[0]  # that of the master
         self.saved: list[Any] = [replica.saved for replica in replicas]
         self.lock = Lock()  # see NOTE [several backwards at once]
-        # What a backward without all gradients keeps for the next one: tensors, their versions, whose gradients came.
-        self.unfinished: tuple[tuple[Tensor | None, ...], list[int], set[int]] | None = None
+        self.divided = False  # whether each replica has what it has saved in a node of its own, see `_divide`
         # One pair for each place, or for each replica where users get them.
         self.pair_places = self.places
         if rule is not None:
@@ -236,31 +236,35 @@ def _wanted(ctx: Any, call: Call) -> set[Slot]:
     return wanted
 
 
-def _unpack(ctx: Any, call: Call, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return inputs and weights that the common node has saved, in turn, see NOTE [who saves what]."""
-    arrived = {i for i, grad in enumerate(grads) if grad is not None}
+def _unpack(ctx: Any, call: Call, of_all: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Return the pairs, if a graph is recorded; and inputs and weights in turn, unless the replicas have them.
+
+    See NOTE [who saves what].
+
+    Args:
+        of_all: whether the running backward uses what all replicas have saved.
+    """
+    number = len(call.pair_places)
     with call.lock:
-        if call.unfinished is not None and _are_unchanged(*call.unfinished[:2]):
-            saved, versions, before = call.unfinished
-            arrived |= before
-        else:
-            saved = ctx.saved_tensors[len(call.pair_places) :]
-            versions = [0 if tensor is None else tensor._version for tensor in saved]
-        call.unfinished = None
-        if not arrived >= {i for _, i in call.slots}:
-            call.unfinished = saved, versions, arrived
-            if not torch.is_grad_enabled():  # or the pairs are read later
-                _free(ctx)
-    return saved
+        pairs = ctx.saved_tensors[:number] if torch.is_grad_enabled() else ()
+        if not of_all and not call.divided:
+            _divide(call, ctx.saved_tensors[number:])
+            _free(ctx)
+        return pairs, () if call.divided else ctx.saved_tensors[number:]
+
+
+def _divide(call: Call, saved: Sequence[Any]) -> None:
+    """Give each replica a node of its own for what the common node has saved for it."""
+    with torch.enable_grad(), without_hooks():  # The hooks of this thread are for what the caller computes.
+        for i, before in enumerate(call.saved):
+            if before is None:
+                call.saved[i] = save_for_hooks(*saved[2 * i : 2 * i + 2])
+    call.divided = True
 
 
 def _free(node: Any) -> None:
     """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
     getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
-
-
-def _are_unchanged(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
-    return all(tensor is None or tensor._version == v for tensor, v in zip(tensors, versions, strict=True))
 
 
 # Private: without it, gradients that nobody has asked for are computed, and dropped.
@@ -298,22 +302,23 @@ class _Backward:
     """The gradients of one backward of a call."""
 
     def __init__(self, ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot]) -> None:
-        self.ctx, self.call, self.wanted = ctx, call, wanted
+        self.call, self.wanted = call, wanted
         self.pair_grads = grads[len(grads) - len(call.pair_places) :]
         self.wants_inputs = any(name == "input" for name, _ in wanted)
         self.found: Gradients = {}
         # The replicas that take part: number, place, upstream gradient, input, weight.
         self.parts: list[tuple[int, Place, Tensor | None, Tensor, Tensor | None]] = []
-        common = _unpack(ctx, call, grads[: len(call.places)])
-        for i, place in enumerate(call.places):
-            grad = None if call.rule is None else grads[i]
-            if grad is not None or ("input", i) in wanted:
+        outputs = grads[: len(call.places)] if call.rule is not None else [None] * len(call.places)
+        used = [i for i, grad in enumerate(outputs) if grad is not None or ("input", i) in wanted]
+        self.pairs, common = _unpack(ctx, call, len(used) == len(outputs))
+        for i in used:
+            if call.saved[i] is None:
                 input, weight = common[2 * i : 2 * i + 2]
-                if call.saved[i] is not None:
-                    with place.entered():  # Hooks may compute what was saved.
-                        input, weight = call.saved[i].grad_fn.saved_tensors
-                if input is not None:
-                    self.parts.append((i, place, grad, input, weight))
+            else:
+                with call.places[i].entered():  # Hooks may compute what was saved.
+                    input, weight = call.saved[i].grad_fn.saved_tensors
+            if input is not None:
+                self.parts.append((i, call.places[i], outputs[i], input, weight))
         self.statistics_dtype = statistics_dtype(self.parts[0][3].dtype) if self.parts else torch.float64
 
     def run(self) -> Gradients:
@@ -447,8 +452,7 @@ class _Backward:
         call, home = self.call, self.call.home
         at: dict[Place, Any] = call.statistics  # the pairs, or the same outside of the graph
         if torch.is_grad_enabled():
-            pairs = self.ctx.saved_tensors[: len(call.pair_places)]
-            at = dict(zip(call.pair_places, (pair.unbind() for pair in pairs), strict=True))
+            at = dict(zip(call.pair_places, (pair.unbind() for pair in self.pairs), strict=True))
         dtype = at[home][0].dtype
         given = zip(self.pair_grads, call.pair_places, strict=True)
         arrived = [hand_over(grad, place, home) for grad, place in given if grad is not None]

@@ -65,6 +65,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
 _STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
 
+MOST_MISSED = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
+
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
 
@@ -195,13 +197,16 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         common, missed = self._has_common_parameters(), self._sync_missed
+        if missed is not None and len(missed) >= MOST_MISSED:
+            self._catch_up(missed)
         return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, common, missed)
 
     @uncompiled
     def _catch_up(self, missed: list[BatchStatistics]) -> None:
         """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
 
-        Only here, where they are used: most forwards have no call in eval mode behind one in training.
+        Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
+        become many, in replicas that somebody keeps.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
         with torch.no_grad():

@@ -26,7 +26,6 @@ from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import Place
 from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
-from sync_batchnorm.warning import ModuleSet
 
 __all__ = ["merge_messages", "sync_moments"]
 
@@ -66,7 +65,8 @@ class RunningStatistics(NamedTuple):
             if self.momentum is None and self.num_batches_tracked is not None:
                 # A tensor: so the host does not wait for the counter.
                 step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
-            buffer.data.lerp_(value.to(buffer.dtype), step)
+            # As torch does it. Not by `lerp_`, which makes NaN of an infinite variance if the momentum is one.
+            buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
 
 
 class BatchStatistics(NamedTuple):
@@ -117,7 +117,6 @@ class Message(ReplicaTensors):
         group: the processes to exchange with; that of the master counts.
         running: the buffers to update; only in the message of the master.
         common: whether weight and bias are those of the wrapped module, and so those of all replicas.
-        exact: whether to make exact statistics at once, see NOTE [fast and exact statistics].
         has_hooks: whether this thread has hooks on saved tensors.
     """
 
@@ -138,13 +137,12 @@ class Message(ReplicaTensors):
         running: RunningStatistics | None = None,
         *,
         common: bool = False,
-        exact: bool = False,
         has_hooks: bool = False,
     ) -> None:
         super().__init__(input, weight, bias, has_hooks)
         self.input, self.weight, self.bias = input.detach(), weight, bias
         self.elements = channel_count(input.shape)  # per channel
-        self.rule, self.group, self.running, self.common, self.exact = rule, group, running, common, exact
+        self.rule, self.group, self.running, self.common = rule, group, running, common
         operators = operators_for(input.device)
         usual = rule is not None and rule.mode == "plus" and group is None
         self.fused = usual and operators == "cuda"  # torch has an operator that merges and moves the running statistics
@@ -159,7 +157,8 @@ class Message(ReplicaTensors):
         memory = None
         with torch.no_grad():
             if not self.fused:
-                self.moments, memory = moments.local_moments(self.input, self.exact)
+                eps = 0.0 if self.rule is None else self.rule.eps
+                self.moments, memory = moments.local_moments(self.input, eps)
             elif self.input.numel() and self.rule is not None:
                 self.mean_and_invstd = torch.batch_norm_stats(self.input, self.rule.eps)
             if self.rule is not None:
@@ -253,7 +252,7 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
 
     None if there is a rule, and not a single element.
     """
-    mean, var = _merge_local_moments(call, messages)
+    mean, var = _merge_local_moments(call.home, messages)
     if call.group is not None:
         call.peers = distributed.peers_of_call(call.group)
         mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.peers)
@@ -271,31 +270,16 @@ def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
     return pair
 
 
-def _merge_local_moments(call: Call, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of all replicas; exact ones where fast ones are not precise."""
-    home, eps = call.home, call.rule.eps if call.rule is not None else 0.0
+def _merge_local_moments(home: Place, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of all replicas."""
+    parts = []
     for message in messages:
         if message.moments is None:  # of an input that was small enough to be joined, but cannot be
             message.prepare()
-
-    def merged() -> tuple[Tensor, Tensor]:
-        parts = []
-        for message in messages:
-            mean, var, elements = cast(Moments, message.moments)
-            mean, var = hand_over_packed((mean, var), message.place, home)
-            parts.append(Moments(mean, var, elements))
-        return moments.merge_moments(parts)
-
-    mean, var = merged()
-    inexact = [message for message in messages if not message.exact]
-    unknown = operators_for(home.device) == "cpu" and call.count and mean.numel() and inexact
-    if unknown and not moments.precise(mean, var, eps):
-        call.exact = True
-        for message in inexact:
-            message.exact = True
-            message.prepare()
-        mean, var = merged()
-    return mean, var
+        mean, var, elements = cast(Moments, message.moments)
+        mean, var = hand_over_packed((mean, var), message.place, home)
+        parts.append(Moments(mean, var, elements))
+    return moments.merge_moments(parts)
 
 
 def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
@@ -375,9 +359,6 @@ def _has_tangent(tensor: Tensor | None) -> bool:
     return tangent is not None
 
 
-_needs_exact = ModuleSet()  # the layers for which fast statistics were not good enough
-
-
 def _exchange(pipe: Pipe | None, message: Message) -> Call:
     if pipe is None:
         answer = merge_messages([(0, message)])[0][1]
@@ -386,6 +367,11 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
     call: Call = answer
     distributed.count_call(call.numbered)
     return call
+
+
+def _where(pipe: Pipe | None, owner: nn.Module | None) -> str:
+    """Return as text which layer calls, and in which replica."""
+    return pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
 
 
 def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Tensor | None) -> None:
@@ -400,7 +386,7 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
         found = "a tensor with a tangent, of forward-mode differentiation"
     else:
         return
-    where = pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
+    where = _where(pipe, owner)
     raise RuntimeError(
         f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
         f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
@@ -408,12 +394,20 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
     )
 
 
-def _is_recomputed(pipe: Pipe | None) -> bool:
-    """Return whether a call without a pipe runs in a backward: it is a recomputation, and not counted.
+def _is_recomputed(pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool) -> bool:
+    """Return whether a call without a pipe, which repeats none, runs in a backward: then it is not counted.
 
     Raises:
-        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one.
+        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one; if the
+            recomputation of a checkpoint calls what its forward has not called.
     """
+    if has_hooks and recompute.is_recomputing():
+        where = _where(pipe, owner)
+        raise RuntimeError(
+            "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
+            f"called, but got a call more of {where}; call the same layers in both, and where the "
+            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input)"
+        )
     if not recompute.in_backward():
         return False
     if pipe is not None:
@@ -484,8 +478,7 @@ def sync_batch_norm(
         pipe: the connection of this replica; None if it is the only one of its process.
         rule: how eps enters.
         group: the processes to exchange with, as `distributed.active_group` finds them; None for this one alone.
-        owner: the layer, which remembers whether fast statistics will do, and by which a recomputation without a pipe
-            finds the call that it repeats.
+        owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
         missed: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
@@ -497,8 +490,8 @@ def sync_batch_norm(
     Raises:
         ValueError: see `merge_messages`.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
-            and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
+            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     _refuse_transforms(pipe, owner, input, weight, bias)
     has_hooks = recompute.has_hooks()
@@ -511,23 +504,22 @@ def sync_batch_norm(
             memory = memory_for_output(input)
             normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
         return kept.repeated(memory, input, weight)
-    if _is_recomputed(pipe):
+    if _is_recomputed(pipe, owner, has_hooks):
         running = None
-    exact = owner is not None and owner in _needs_exact
-    message = Message(input, weight, bias, rule, group, running, common=common, exact=exact, has_hooks=has_hooks)
+    message = Message(input, weight, bias, rule, group, running, common=common, has_hooks=has_hooks)
     call = _exchange(pipe, message)
     if message.running is not None:  # Only now: a call that broke while it was merged is not counted.
         _batch_statistics(call, call.home).move(message.running)
     if missed is not None:
         missed.append(_batch_statistics(call, message.place))
-    if call.exact and owner is not None:
-        _needs_exact.add(owner)
     if message.memory is not None and message.statistics is not None:
         with torch.no_grad():
             normalization.normalize(message.input, message.statistics, message.affine, weight, bias, message.memory)
     output = message.answer
     if output is None:
         output = _normalize_nothing(input, weight, bias, rule)
+    if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
+        output = output.clone()
     requires_grad = output.requires_grad
     if has_hooks:
         recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
@@ -557,8 +549,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
             in all replicas together; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot meet.
-        RuntimeError: in a recomputation by reentrant activation checkpointing; inside of a transform of `torch.func`,
-            and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
+            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     _refuse_transforms(pipe, None, input)
     has_hooks = recompute.has_hooks()
@@ -566,7 +558,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     if kept is not None and kept.statistics is not None:
         pair = kept.repeated(torch.stack(kept.statistics), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
-    _is_recomputed(pipe)
+    _is_recomputed(pipe, None, has_hooks)
     message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(call.count)

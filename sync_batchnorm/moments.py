@@ -4,10 +4,12 @@ No threads, no modules, no autograd. ``C`` is the number of channels, dimension 
 is a number of elements per channel.
 
 NOTE [fast and exact statistics]: On the CPU one operator makes the statistics of an input in one pass. Its variance is
-good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So the master
-looks at the merged ones, and where they are not `precise` takes the exact statistics: those of the input minus the mean
-that was found, which are good to 1e-6 at any ratio. On the CPU the merge itself is in float64, since its vectors are
-tiny.
+good to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica
+looks at what it has found, and where that is not `precise` makes the exact statistics: those of the input minus the
+mean that was found, which are good to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the
+merged ones: the square of a mean of means is no larger than the mean of their squares, and the variances count fully.
+Nothing is remembered: the statistics of a batch depend on the batch and eps alone, also in a run that is resumed. On
+the CPU the merge itself is in float64, since its vectors are tiny.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ def reduced_dims(input: Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor | None]:
+def local_moments(input: Tensor, eps: float = 0.0) -> tuple[Moments, Tensor | None]:
     """Return the moments of `input`, and memory for the output.
 
     Args:
         input: ``(N, C, +)``.
-        exact: see NOTE [fast and exact statistics]; it takes memory of the size of the input for a while.
+        eps: what will be added to the variance, see NOTE [fast and exact statistics].
 
     Returns:
         The moments; and, if there is any, memory that is of no more use, as `normalization.memory_for_output` makes it.
@@ -81,17 +83,12 @@ def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor |
         nothing = input.new_zeros(1, input.shape[1], dtype=dtype)
         return Moments(nothing, nothing, 0), None
     operators, count = operators_for(input.device), channel_count(input.shape)
-    if operators == "cpu" and exact:
-        found, memory = _fast_moments(input)
-        # What is not finite would spoil what is: without a shift, those channels are as torch has them.
-        shift = torch.nan_to_num(found.mean.mean(0), 0.0, 0.0, 0.0)
-        mean, var, part = _fast_moments(input - per_channel(shift, input))[0]
-        mean = mean.double() + shift
-        if not bool(mean.isfinite().all()):  # The fast operator finds NaN where sums, and with them torch, find Inf.
-            mean = torch.where(mean.isfinite(), mean, input.sum(reduced_dims(input), dtype=dtype) / count)
-        return Moments(mean, var, part), memory
     if operators == "cpu":
-        return _fast_moments(input)
+        found, memory = fast_moments(input)
+        # First each part for itself: two calls, which are enough for nearly every input.
+        if not precise(found.mean, found.var, eps) and not precise(*merge_moments([found]), eps):
+            found = exact_moments(input, found, memory)
+        return found, memory
     if operators == "cuda":
         mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     else:
@@ -99,7 +96,26 @@ def local_moments(input: Tensor, exact: bool = False) -> tuple[Moments, Tensor |
     return Moments(mean[None], var[None], count), None
 
 
-def _fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
+def exact_moments(input: Tensor, found: Moments, memory: Tensor | None) -> Moments:
+    """Return the exact moments of `input` on the CPU, from the fast ones and their memory, which is overwritten."""
+    # What is not finite would spoil what is.
+    shift = torch.nan_to_num(found.mean.mean(0), 0.0, 0.0, 0.0)
+    room = memory if memory is not None and memory.dtype == shift.dtype else None
+    mean, var, elements = fast_moments(torch.sub(input, per_channel(shift, input), out=room))[0]
+    mean = mean.double() + shift
+    overflown = ~(mean.isfinite() & var.isfinite()).all(0)
+    if bool(overflown.any()):
+        # As torch: the mean of what is Inf is Inf; if only squares are too large, the variance alone is.
+        wide = input[:, overflown].double()
+        dims, count = reduced_dims(wide), channel_count(wide.shape)
+        mean[:, overflown] = wide.sum(dims) / count
+        wide -= per_channel(mean[0, overflown], wide)
+        var[:, overflown] = (wide.square_().sum(dims) / count).to(var.dtype)
+    return Moments(mean, var, elements)
+
+
+def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
+    """Return the fast moments of `input` on the CPU, and memory for the output."""
     size, channels = len(input), input.shape[1]
     half = input.dtype in (torch.float16, torch.bfloat16)
     if input.dim() == 2 or not input.is_contiguous():
@@ -186,7 +202,7 @@ def merge_moments(moments: Sequence[Moments]) -> tuple[Tensor, Tensor]:
 
 
 def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
-    """Return whether merged fast statistics are good enough, see NOTE [fast and exact statistics]."""
+    """Return whether fast statistics are good enough, see NOTE [fast and exact statistics]."""
     if type(mean) is not Tensor:  # a stand-in without values, as in `FakeTensorMode`
         return True
     lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))

@@ -158,6 +158,11 @@ def _checkpoints() -> _Checkpoints:
     return checkpoints
 
 
+def is_recomputing() -> bool:
+    """Return whether this thread recomputes a checkpoint that is not reentrant, as far as that can be told."""
+    return _checkpoints().recomputing is not None
+
+
 def keep(owner: object, make_result: Callable[[], Any]) -> None:
     """Keep the result of a call for its recomputation, if a checkpoint records it.
 

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from helpers import (
 )
 from torch import nn
 
-from sync_batchnorm import normalization
+from sync_batchnorm import SyncMaster, merge_messages, normalization, sync_moments
 from sync_batchnorm.autograd import EpsRule
 
 pytestmark = usual_kernels
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -211,6 +214,46 @@ def test_master_that_records_nothing_leaves_the_gradients_of_the_others_right():
     assert_equal(ours.grad, theirs.grad)
 
 
+class InItsMode(nn.Module):
+    """Calls its layer, and `sync_moments`, in inference mode, without gradients or as usual, as its number says."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.pipe, self.results = nn.BatchNorm2d(4), None, []
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = self.pipe = SyncMaster(merge_messages)
+        else:
+            self.pipe = ctx.master.register_slave(copy_id)
+
+    def forward(self, input, mode):
+        with (torch.inference_mode, torch.no_grad, nullcontext)[mode]():
+            mean, var, _ = sync_moments(input, self.pipe)
+            self.results.append((mode, self.bn(input), mean, var))
+
+
+MODES = {"inference": 0, "no-grad": 1, "usual": 2}
+
+
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [5, 120], ids=["small", "large"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, size, kind, first, second):
+    _, parallel = twins(InItsMode(), devices)
+    modes = [MODES[first], MODES[second]]
+    parts = [torch.randn(2, 4, size, size).contiguous(memory_format=FORMATS[kind]).to(d) for d in as_devices(devices)]
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    parallel.parallel_apply(replicas, list(zip(parts, modes, strict=True)), [{}, {}])
+    for mode, output, *moments in parallel.module.results:
+        for result in (output, *moments):
+            assert result.is_inference() == (mode == MODES["inference"])
+        assert output.requires_grad == (mode == MODES["usual"])
+        assert not any(vector.requires_grad for vector in moments)
+
+
 def test_outputs_can_go_backward_one_after_the_other():
     _, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
     data, grad = doubles(4, 3).requires_grad_(), doubles(4, 3)
@@ -382,29 +425,79 @@ def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
         assert_equal(parallel(data).detach(), (output + torch.cat(grads)).detach())
 
 
-def test_inputs_are_freed_when_the_last_of_single_gradients_has_come():
-    _, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 2)
-    parts = [doubles(2, 3, 4, 5).requires_grad_() for _ in range(2)]
-    inner = [part * 1 for part in parts]
-    outputs = run_parts(parallel, inner)
-    kept = [weakref.ref(tensor) for tensor in inner]
-    del inner
-    for output, part in zip(outputs, parts, strict=True):
-        torch.autograd.grad(output, part, torch.randn_like(output))
-    assert [reference() for reference in kept] == [None, None]
-    with pytest.raises(RuntimeError, match="a second time"):
-        torch.autograd.grad(outputs[0], parts[0], torch.randn_like(outputs[0]))
+class Outputs:
+    """The outputs of raw replicas, each of a part of its own, whose layer saves a tensor between the two."""
+
+    def __init__(self, devices=("cpu", "cpu")):
+        self.plain, self.parallel = twins(nn.BatchNorm2d(3).double(), devices)
+        self.parts = [doubles(2, 3, 4, 5).to(device).requires_grad_() for device in as_devices(devices)]
+        self.grads = [torch.randn_like(part) for part in self.parts]
+        self.inner = [part * 1 for part in self.parts]
+        self.outputs = run_parts(self.parallel, self.inner)
+
+    def grad(self, i, by=None, **options):
+        """Return the gradient of one output by the input of its replica, or of another one."""
+        return torch.autograd.grad(self.outputs[i], self.parts[i if by is None else by], self.grads[i], **options)[0]
+
+    def expected(self, i, by=None):
+        """Return the same of one device."""
+        parts = [part.detach().cpu().requires_grad_() for part in self.parts]
+        rows = self.plain.cpu()(torch.cat(parts)).split(2)[i]
+        return torch.autograd.grad(rows, parts[i if by is None else by], self.grads[i].cpu())[0]
 
 
-def test_changes_in_place_are_noticed_after_a_backward_of_one_output():
-    _, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 2)
-    parts = [doubles(2, 3, 4, 5).requires_grad_() for _ in range(2)]
-    inner = [part * 1 for part in parts]
-    outputs = run_parts(parallel, inner)
-    torch.autograd.grad(outputs[0], parts[0], torch.randn_like(outputs[0]))
-    inner[1].mul_(2)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(outputs[1], parts[1], torch.randn_like(outputs[1]))
+SECOND_TIME = "Trying to backward through the graph a second time"
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_inputs_are_freed_one_by_one_as_single_gradients_come(devices, order):
+    raw = Outputs(devices)
+    kept = [weakref.ref(tensor) for tensor in raw.inner]
+    raw.inner.clear()
+    for number, i in enumerate(order, 1):
+        assert_equal(raw.grad(i).cpu(), raw.expected(i))
+        assert [reference() is None for reference in kept] == [i in order[:number] for i in range(3)]
+
+
+@pytest.mark.parametrize("order", [[0, 0], [1, 1], [0, 1, 0], [1, 0, 0]], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_output_is_differentiated_a_second_time_only_if_the_graph_was_retained(devices, order):
+    raw = Outputs(devices)
+    for i in order:
+        assert_equal(raw.grad(i, retain_graph=True).cpu(), raw.expected(i))
+    for i in order[:-1]:
+        raw.grad(i)
+    with pytest.raises(RuntimeError, match=SECOND_TIME):
+        raw.grad(order[-1])
+
+
+def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved():
+    raw = Outputs()
+    assert_equal(raw.grad(0, by=1, retain_graph=True), raw.expected(0, by=1))
+    assert_equal(raw.grad(0, by=1), raw.expected(0, by=1))
+    with pytest.raises(RuntimeError, match=SECOND_TIME):  # as if each replica had a node of its own
+        raw.grad(1)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_changes_in_place_are_noticed_after_a_backward_of_one_output(devices):
+    raw = Outputs(devices)
+    raw.grad(0)
+    with torch.no_grad():
+        raw.inner[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        raw.grad(1)
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["freed", "retained"])
+def test_hooks_of_the_caller_see_nothing_of_a_backward_of_one_output(retain):
+    raw, seen = Outputs(), []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append):
+        found = raw.grad(0, retain_graph=retain), raw.grad(1)
+    assert not seen
+    for i in range(2):
+        assert_equal(found[i], raw.expected(i))
 
 
 class InModes(nn.Module):

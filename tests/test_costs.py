@@ -1,5 +1,7 @@
 """What a layer costs, counted: bytes that it saves and allocates, exchanges, and the tensors that replicas send."""
 
+import threading
+
 import pytest
 import torch
 from conftest import FREE_THREADED, KERNELS, device_lists
@@ -90,17 +92,14 @@ def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype):
     output.backward(torch.randn_like(output))
 
 
-# Of the size of the input: the input minus its mean; the output; and with contiguous inputs one more, since the
-# operator that makes the statistics also makes an output of its own.
+# Of the size of the input: the output; and one more. With channels_last for the input minus its mean. Contiguous inputs
+# are centered in the memory of the output, but the operator that makes the statistics also makes an output of its own.
 @one_mode_at_a_time
-@pytest.mark.parametrize(("kind", "taken"), [("contiguous", 3), ("channels_last", 2)])
-def test_exact_statistics_take_memory_to_center_the_input(kind, taken):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_exact_statistics_take_memory_once_more(kind):
     _, parallel = twins(Allocating(), ["cpu"] * 2)
-    data = torch.randn(4, 8, 150, 150).contiguous(memory_format=FORMATS[kind]) + 1000
-    parallel(data)
-    parallel.module.counts.clear()
-    parallel(data)  # The layer asks for exact statistics at once now.
-    assert parallel.module.counts == [taken, taken]
+    parallel(torch.randn(4, 8, 150, 150).contiguous(memory_format=FORMATS[kind]) + 1000)
+    assert parallel.module.counts == [2, 2]
 
 
 @one_mode_at_a_time
@@ -137,17 +136,40 @@ def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     assert sorted(layers) == ["first"] * replicas + ["second"] * replicas
 
 
-def statistics_made(model, batch, monkeypatch):
-    """Return for each computation of local statistics in a forward whether exact ones were asked for."""
-    made, local_moments = [], moments.local_moments
-    monkeypatch.setattr(moments, "local_moments", lambda x, exact=False: made.append(exact) or local_moments(x, exact))
-    model(batch)
-    monkeypatch.undo()
-    return made
+class Offset(nn.Module):
+    """Adds to its input what it is told, in each replica another number; keeps the number of its thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+        self.threads = {}
+
+    def forward(self, input, offset):
+        self.threads[threading.get_ident()] = float(offset[0])
+        return self.bn(input + float(offset[0]))
 
 
-def test_layer_that_needed_exact_statistics_asks_for_them_at_once(monkeypatch):
-    _, parallel = twins(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), ["cpu"] * 2)
-    far = torch.randn(2, 4, 200, 200) + 1000
-    assert statistics_made(parallel, far, monkeypatch) == [False, False, True, True, False, False]
-    assert statistics_made(parallel, far, monkeypatch) == [True, True, False, False]
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("offsets", [(0, 0), (1000, 0), (0, 1000), (1000, 1000)], ids=str)
+def test_each_replica_whose_mean_is_large_makes_exact_statistics_in_its_thread(offsets, kind, monkeypatch):
+    _, parallel = twins(Offset(), ["cpu"] * 2)
+    made, exact_moments = [], moments.exact_moments
+
+    def note_and_make(*args):
+        made.append(threading.get_ident())
+        return exact_moments(*args)
+
+    monkeypatch.setattr(moments, "exact_moments", note_and_make)
+    data = torch.randn(2, 4, 200, 200).contiguous(memory_format=FORMATS[kind])
+    for _ in range(2):  # Nothing is remembered: the second call is as the first.
+        parallel.module.threads.clear()
+        made.clear()
+        parallel(data, torch.tensor(offsets))
+        assert sorted(parallel.module.threads[thread] for thread in made) == [offset for offset in offsets if offset]
+
+
+def test_parts_of_small_deviation_do_not_ask_for_exact_statistics(monkeypatch):
+    _, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
+    data = torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous()  # Each sample is constant.
+    monkeypatch.setattr(moments, "exact_moments", None)
+    parallel(data)

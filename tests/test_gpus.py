@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+from sync_batchnorm.coordinator import Coordinator
 
 pytestmark = [
     pytest.mark.cuda,
@@ -350,6 +351,55 @@ def test_groups_are_normalized_apart(devices):
     assert_equal(ours.grad, wanted, "input gradient")
     assert_equal(model.running_mean, plain.running_mean, "running mean")  # that of the first group
     assert_equal(model.running_var, plain.running_var, "running variance")
+
+
+class DifferentiatesFirst(nn.Module):
+    """Takes a gradient in the forward of one replica, by a batch from which all replicas have their parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, input, batch, grad):
+        output = self.bn(input)
+        if grad is not None:
+            self.found += torch.autograd.grad(output, batch, grad, create_graph=self.create_graph)
+            self.differentiated.set()
+        return output.detach()
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("devices", gpu_lists(2, 4))
+def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchange(
+    devices, first, create_graph, monkeypatch
+):
+    """A replica that is back from the exchange has all that a backward of the call reads, at all places.
+
+    So what the backward needs at the place of a replica must not be left to the thread of that replica, which here does
+    not go on before another one has differentiated.
+    """
+    plain, parallel = twins(DifferentiatesFirst().double(), devices)
+    module, exchange = parallel.module, Coordinator.exchange
+    module.create_graph, module.differentiated, module.found = create_graph, threading.Event(), []
+
+    def exchange_and_wait(coordinator, sync_group, identifier, *args):
+        result = exchange(coordinator, sync_group, identifier, *args)
+        if identifier != first:
+            assert module.differentiated.wait(5.0)
+        return result
+
+    monkeypatch.setattr(Coordinator, "exchange", exchange_and_wait)
+    batch = doubles(2 * len(devices), 3, 4, 5, devices=devices).requires_grad_()
+    parts = [part.to(device) for part, device in zip(batch.chunk(len(devices)), as_devices(devices), strict=True)]
+    grads = [torch.randn_like(part) if i == first else None for i, part in enumerate(parts)]
+    replicas = parallel.replicate(module, parallel.device_ids)
+    inputs = [(part, batch, grad) for part, grad in zip(parts, grads, strict=True)]
+    parallel.parallel_apply(replicas, inputs, [{} for _ in inputs])
+    rows = plain.bn(batch).chunk(len(devices))[first]
+    (expected,) = torch.autograd.grad(rows, batch, grads[first].to(rows.device))
+    (found,) = module.found
+    assert_equal(*used_here((found.detach(), expected)))
 
 
 LOW = [torch.float16, torch.bfloat16]

@@ -21,8 +21,11 @@ def plain_moments(input):
 
 
 def moments_of(input, exact=False):
-    """Return the moments of `input` as ``(2, C)``."""
-    return torch.stack(moments.merge_moments([moments.local_moments(input, exact)[0]]))
+    """Return the moments of `input` as ``(2, C)``; on the CPU the fast or the exact ones."""
+    found, memory = moments.local_moments(input) if input.is_cuda else moments.fast_moments(input)
+    if exact and not input.is_cuda:
+        found = moments.exact_moments(input, found, memory)
+    return torch.stack(moments.merge_moments([found]))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,20 @@ def test_statistics_with_a_mean_of_sixteen_deviations_are_trusted():
 
 def test_constant_channels_that_eps_covers_are_trusted():
     assert moments.precise(torch.tensor([0.04]), torch.tensor([0.0]), eps=1e-5)
+
+
+def test_statistics_that_are_precise_in_all_parts_are_precise_when_they_are_merged():
+    random = torch.Generator().manual_seed(0)
+    for _ in range(500):
+        numbers = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=random) * 4
+        mean, var = numbers[0].exp() * numbers[0].sign(), numbers[1].exp()
+        largest = (mean.square() / (var + 1e-5)).max()
+        parts = [
+            moments.Moments(m * (256 / largest).sqrt(), v, 3 + i)
+            for i, (m, v) in enumerate(zip(mean, var, strict=True))
+        ]
+        assert all(moments.precise(part.mean, part.var, 1.01e-5) for part in parts)
+        assert moments.precise(*moments.merge_moments(parts), eps=1.01e-5)
 
 
 def test_local_moments_of_nothing_are_zero():

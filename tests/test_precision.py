@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from conftest import KERNELS, every_kernel
-from helpers import run_parts, twins
+from helpers import TOLERANCES, run_parts, twins
 from torch import nn
 
 from sync_batchnorm.coordinator import Coordinator
@@ -317,3 +317,58 @@ def test_value_that_is_not_finite_spoils_the_statistics_as_in_torch(size, kind, 
     torch.testing.assert_close(parallel.module.running_mean, plain.running_mean, equal_nan=True)
     torch.testing.assert_close(parallel.module.running_var, plain.running_var, equal_nan=True)
     assert plain.running_var.isfinite().tolist() == [True, False, True]
+
+
+OVERFLOWS = [(torch.float32, value) for value in (1e20, 1e25, 1e30, 3e38)]
+OVERFLOWS += [(torch.bfloat16, 1e25), (torch.bfloat16, 3e38), (torch.float64, 1e160), (torch.float64, 1e300)]
+
+
+@pytest.mark.parametrize(("kernel", "size"), [("joined", 6), ("separate", 120), ("exact", 120)], indirect=["kernel"])
+@pytest.mark.parametrize(("dtype", "value"), OVERFLOWS, ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kernel, size, kind, dtype, value):
+    """As in torch, on contiguous inputs in float32: on others, it has NaN for the largest values."""
+    data = torch.rand(8, 3, size, size, dtype=torch.float64) * 2 - 1
+    data[:, 1] *= value
+    data, upstream = data.to(dtype), torch.randn(data.shape).to(dtype)
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    plain, parallel = twins(nn.BatchNorm2d(3, momentum=0.3).to(kept), ["cpu"] * 2)
+    if kernel == "joined":  # In float64, where only squares of float64 numbers overflow.
+        kept = torch.float64
+        plain.to(kept)
+    theirs = data.to(kept).clone().requires_grad_()
+    ours = data.clone().contiguous(memory_format=FORMATS[kind]).requires_grad_()
+    expected, actual = plain(theirs), torch.cat(run_parts(parallel, ours.split([3, 5])))
+    expected.backward(upstream.to(kept))
+    actual.backward(upstream)
+    layer, inputs = parallel.module, data.double().abs().amax((0, 2, 3))  # the size of what is added up to the mean
+    assert layer.running_var.isinf().tolist() == [False, True, False]
+    compared = [
+        (actual, expected, None),
+        (layer.running_mean, plain.running_mean, inputs),
+        (layer.running_var, plain.running_var, None),
+        (layer.bias.grad, plain.bias.grad, None),
+    ]
+    if plain.weight.grad.isfinite().all():  # Above 1e37, the sums of torch overflow as well.
+        compared += [(layer.weight.grad, plain.weight.grad, None), (ours.grad, theirs.grad, None)]
+    for tensors in compared:
+        found, wanted, scales = (t if t is None or t.dim() == 1 else t.detach().movedim(1, 0) for t in tensors)
+        for i in range(3):
+            scale = wanted[i].abs().max() if scales is None else scales[i]
+            atol = TOLERANCES[found.dtype if found.dim() > 1 else torch.float32] * float(scale)
+            same = scale.isinf()
+            torch.testing.assert_close(found[i], wanted[i].to(found.dtype), rtol=0, atol=0.0 if same else atol)
+
+
+@pytest.mark.parametrize("kernel", sorted({*KERNELS} - {"general"}), indirect=True)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("momentum", [0.5, 0.9, 1.0, None], ids=str)
+@pytest.mark.parametrize("value", [1e25, torch.inf], ids=str)
+def test_running_statistics_take_over_what_is_infinite_at_any_momentum(value, momentum):
+    plain, parallel = twins(nn.BatchNorm2d(3, momentum=momentum), ["cpu"] * 2)
+    data = torch.randn(4, 3, 100, 100)
+    data[:, 1, 0] = value
+    for module in (plain, parallel):
+        module(data)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(parallel.module, name), getattr(plain, name), equal_nan=True)

@@ -209,7 +209,7 @@ def test_recomputation_that_goes_further_than_its_forward_is_refused_with_the_re
     _, parallel = checkpointed_twins(looks_again, devices)
     output = parallel(doubles(4, 3, 4, 5, devices=devices))
     recomputes = True
-    with pytest.raises(RuntimeError, match="but got a recomputation that differentiates each replica by itself"):
+    with pytest.raises(RuntimeError, match=r"but got a call more of bns\.0, replica \d; call the same layers in both"):
         output.backward(torch.randn_like(output))
 
 
@@ -473,6 +473,34 @@ def test_reentrant_checkpoints_are_refused_with_the_remedy(devices, path):
     parallel.module.path = around_all
     output = parallel(data)  # and nothing is left of it
     output.backward(torch.randn_like(output))
+
+
+def bound_late(net, x):
+    for bn in net.bns:
+        x = net.run(lambda x: torch.tanh(bn(torch.tanh(x))), x)  # noqa: B023
+    return x
+
+
+# As above, with torch 2.8.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _checkpoint_without_reentrant_generator")
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_recomputation_that_calls_another_layer_is_refused_with_the_remedy(devices):
+    _, parallel = checkpointed_twins(bound_late, devices, batch_norms=3)
+    output = parallel(doubles(6, 3, 4, 5, devices=devices).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"more of bns\.\d, replica \d.*bind the loop variable") as error:
+        output.backward(torch.randn_like(output))
+    assert "use_reentrant" not in str(error.value)
+    parallel.module.path = in_a_row
+    output = parallel(doubles(6, 3, 4, 5, devices=devices))  # and nothing is left of it
+    output.backward(torch.randn_like(output))
+
+
+@pytest.mark.parametrize(("rows", "counted"), [(1, 2), (2, 1), (6, 1)])
+def test_checkpointed_batch_of_one_chunk_is_counted_twice_as_in_torch(rows, counted):
+    plain, parallel = checkpointed_twins(around_all, ["cpu"] * 3)
+    plain.checkpoints = rows == 1  # on one device, which counts what it computes
+    assert_same_step(plain, parallel, doubles(rows, 3, 4, 5))
+    assert parallel.module.bn.num_batches_tracked == counted
 
 
 def test_reentrant_checkpoint_around_the_wrapper_is_exact():

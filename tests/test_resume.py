@@ -1,0 +1,107 @@
+"""A run that is resumed from its state dicts computes, bit for bit, what the uninterrupted one does."""
+
+import copy
+import io
+
+import pytest
+import torch
+from conftest import every_kernel
+from helpers import randomize
+from torch import nn
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+
+pytestmark = every_kernel
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def with_infinity(batch):
+    batch[1, 2, 0, 0] = torch.inf
+    return batch
+
+
+UNUSUAL = {
+    "usual": lambda batch: batch,
+    "infinity": with_infinity,
+    "nan": lambda batch: with_infinity(batch) * 0,
+    "large-mean": lambda batch: batch + 1e4,
+    "large-mean-in-one-replica": lambda batch: batch + torch.tensor([1e4, 0, 0, 0, 0]).view(-1, 1, 1, 1),
+    "constant": lambda batch: batch * 0 + 3,
+    "overflow": lambda batch: batch * 1e30,
+}
+
+
+class Run:
+    """A training on two CPU replicas: what it computes is kept, and its state may be saved and loaded."""
+
+    def __init__(self, model, momentum=0.1):
+        self.parallel = DataParallelWithCallback(convert_model(copy.deepcopy(model)), ["cpu"] * 2, timeout=5.0)
+        for layer in (child for child in self.parallel.modules() if isinstance(child, nn.BatchNorm2d)):
+            layer.momentum = momentum
+        self.optimizer = torch.optim.SGD(self.parallel.parameters(), 0.1, momentum=0.9)
+
+    def step(self, batch, grad):
+        """Train with `batch`, and return all that the step computes. As a gradient scaler does, skip what overflows."""
+        self.optimizer.zero_grad()
+        input = batch.clone(memory_format=torch.preserve_format).requires_grad_()
+        output = self.parallel(input)
+        output.backward(grad)
+        grads = [parameter.grad for parameter in self.parallel.parameters()]
+        if all(bool(found.isfinite().all()) for found in grads):
+            self.optimizer.step()
+        state = [tensor.clone() for tensor in self.parallel.state_dict().values()]
+        return [output.detach(), input.grad, *grads, *state]
+
+    def saved(self):
+        file = io.BytesIO()
+        torch.save([self.parallel.state_dict(), self.optimizer.state_dict()], file)
+        file.seek(0)
+        return file
+
+    def load(self, file):
+        for part, state in zip((self.parallel, self.optimizer), torch.load(file), strict=True):
+            part.load_state_dict(state)
+
+
+def assert_same_bits(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def net(kind):
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    return randomize(model).to(memory_format=FORMATS[kind])
+
+
+def batches(kind, *, after=3):
+    """Return batches with the gradients of their outputs: one before the unusual one, that one, and some after it."""
+    made = [(torch.randn(5, 4, 9, 9) + 0.5, torch.randn(5, 6, 7, 7)) for _ in range(2 + after)]
+    return [[tensor.contiguous(memory_format=FORMATS[kind]) for tensor in pair] for pair in made]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_run_that_is_resumed_after_an_unusual_batch_is_the_uninterrupted_one(unusual, kind):
+    model, steps = net(kind), batches(kind)
+    steps[1][0] = UNUSUAL[unusual](steps[1][0])
+    first = Run(model)
+    for step in steps[:2]:
+        first.step(*step)
+    second = Run(model)
+    second.load(first.saved())
+    for step in steps[2:]:
+        assert_same_bits(second.step(*step), first.step(*step))
+
+
+@pytest.mark.parametrize("unusual", [name for name in UNUSUAL if name != "usual"])
+def test_equal_state_and_batch_give_equal_bits_whatever_came_before(unusual):
+    model, steps = net("contiguous"), batches("contiguous", after=1)
+    steps[1][0] = UNUSUAL[unusual](steps[1][0])
+    run, expected = Run(model), []
+    for _ in range(2):
+        run.parallel.module.load_state_dict(model.state_dict())
+        run.optimizer.state.clear()
+        expected.append(run.step(*steps[2]))
+        run.step(*steps[1])
+    assert_same_bits(*expected)
