@@ -109,6 +109,9 @@ def twins(
 WITHOUT_BIAS = [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
 needs_bias_argument = pytest.mark.skipif(not WITHOUT_BIAS, reason="the layers of this torch have no bias argument")
 
+# What tests ignore that train a model which nobody has converted, to see that a comparison tells it.
+WARNING_OF_BASELINES = "ignore:expected batch norms that synchronize:UserWarning"
+
 TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float64: 1e-10,
     torch.float32: 1e-5,

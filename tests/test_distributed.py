@@ -190,12 +190,12 @@ def test_channels_that_differ_where_the_backend_lets_them_pass_are_told(monkeypa
         for row, channels in zip(gathered, (3, 4), strict=True):
             row.copy_(packed)[0] = channels
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_gather", all_gather)
+    vectors, peers = torch.randn(2, 3).unbind(), distributed.Peers(None, 2, 1)
     with pytest.raises(
         ValueError, match=r"one number of channels in all processes, but got 3 in this one and \[3, 4\]"
     ):
-        distributed.merge_over_processes(*torch.randn(2, 3).unbind(), 5, None)
+        distributed.merge_over_processes(*vectors, 5, peers)
 
 
 @pytest.mark.cuda

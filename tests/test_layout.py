@@ -22,10 +22,19 @@ IMPORTS = {
     "compilation": set(),
     "local_parallel": {"compilation", "errors", "warning"},
     "recompute": set(),
-    "replicate": {"comm", "compilation", "coordinator", "errors", "local_parallel", "profiling", "warning"},
+    "distributed": set(),
+    "replicate": {
+        "comm",
+        "compilation",
+        "coordinator",
+        "distributed",
+        "errors",
+        "local_parallel",
+        "profiling",
+        "warning",
+    },
     "moments": set(),
     "normalization": {"moments"},
-    "distributed": set(),
     "autograd": {"distributed", "local_parallel", "moments", "normalization", "recompute"},
     "functional": {
         "autograd",
@@ -58,6 +67,7 @@ WITHOUT_TORCH = ["errors", "warning", "coordinator", "comm"]
 WAITING = {
     "autograd": {"Lock"},  # around what several backwards share, and never while anything is computed
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
+    "distributed": {"Lock"},  # around numbers alone
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"Lock", "SimpleQueue", "Thread"},  # threads that it has started, and their end
 }

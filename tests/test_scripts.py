@@ -14,6 +14,7 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import WARNING_OF_BASELINES
 from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import clip_grad_norm_, parametrizations, spectral_norm
@@ -797,6 +798,7 @@ def test_script_ends_as_on_one_device(name):
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(WARNING_OF_BASELINES)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_tells_whether_layers_are_synchronized(name):
     def unsynchronized(net):

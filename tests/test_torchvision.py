@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import anatomy, classes
+from helpers import WARNING_OF_BASELINES, anatomy, classes
 from torch import nn
 
 from sync_batchnorm import (
@@ -89,6 +89,7 @@ def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
 
 
 @pytest.mark.watchdog(120.0)
+@pytest.mark.filterwarnings(WARNING_OF_BASELINES)
 def test_the_comparison_sees_replicas_that_do_not_synchronize(monkeypatch):
     monkeypatch.setattr(zoo, "convert_model", lambda model: model)
     largest = zoo.train_both(*zoo.FAMILIES["mobilenet_v3_small"]())

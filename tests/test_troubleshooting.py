@@ -35,6 +35,7 @@ FIELDS = {
     "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
     "repeated": NAMES,
     "recorded": NAMES,
+    "call": r"\d+",
     "compiled": NAMES,
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
