@@ -197,6 +197,13 @@ class _Share:
         return self.original._version, self.alias._version
 
 
+class _Shares(list[_Share]):
+    """Those of one replica, which copies and pickles of it leave out."""
+
+    def __reduce__(self) -> tuple[type[list[_Share]], tuple[()]]:
+        return list, ()
+
+
 def _shares(replicas: Sequence[Any]) -> list[_Share]:
     return [share for replica in replicas for share in replica.__dict__.get("_sync_shares", ())]
 
@@ -264,7 +271,7 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
     # `nn.Module.__setattr__` takes longer than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
-    shares: list[list[_Share]] = [[] for _ in range(number)]
+    shares = [_Shares() for _ in range(number)]
 
     def alias(name: str, original: Tensor) -> list[Tensor]:
         if id(original) not in tensors:

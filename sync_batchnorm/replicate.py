@@ -162,7 +162,7 @@ class _OwnCall(nn.Module):
         super().__init__()
         self.replica = replica
         self.training = replica.training
-        self.__dict__["_sync_shares"] = replica.__dict__.get("_sync_shares", {})
+        self.__dict__["_sync_shares"] = replica.__dict__.get("_sync_shares", [])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.replica(*args, **kwargs)

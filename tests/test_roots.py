@@ -158,6 +158,20 @@ def test_deep_copy_of_a_layer_is_no_part_of_a_replica(copied, replica):
         DataParallelWithCallback(Net(), ["cpu"] * 2)(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
 
 
+def test_pickle_of_a_replica_holds_nothing_of_its_forward():
+    pickles: list[bytes] = []
+
+    def look(self: nn.Module, input: Tensor) -> None:
+        look, self.look = self.look, None  # a function of a test has no pickle
+        pickles.append(pickle.dumps(self))
+        self.look = look
+
+    with torch.no_grad():
+        run(look)
+    for name in (b"local_parallel", b"coordinator"):
+        assert not any(name in pickled for pickled in pickles)
+
+
 def test_replicas_end_without_a_garbage_collection():
     replicas: list[Any] = []
     gc.disable()
