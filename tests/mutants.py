@@ -92,6 +92,18 @@ EQUIVALENT = [
         "0 < input.numel() < JOINED`",
         "Where the joined computation begins is a matter of speed; others give the same numbers.",
     ),
+    Equivalent(
+        "functional.py",
+        "sync_moments",
+        "`if has_hooks:` -> `if True:`",
+        "Without hooks on saved tensors no checkpoint is found; looking for one only takes time.",
+    ),
+    Equivalent(
+        "functional.py",
+        "sync_batch_norm",
+        "`if has_hooks:` -> `if True:`",
+        "Without hooks on saved tensors no checkpoint is found; looking for one only takes time.",
+    ),
 ]
 
 

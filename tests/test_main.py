@@ -6,12 +6,15 @@ import json
 import os
 import runpy
 import sys
+import textwrap
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import device_lists
+from helpers import as_devices
 from simulated_gpus import is_simulated
 
 from sync_batchnorm import __main__ as command
@@ -345,6 +348,53 @@ def test_copy_that_arrives_wrong_is_found(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", lose_the_last)
     assert selfcheck.check_copy("cpu", "cpu") == (False, "1 of 64 values arrive wrong")
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_parity_is_checked_with_the_devices_that_are_given(devices):
+    assert selfcheck.check_parity("float64", list(map(str, as_devices(devices))))[0]
+
+
+def test_parity_is_checked_with_replicas_of_unequal_size(monkeypatch):
+    sizes = set()
+
+    def convert(model):
+        model[0].register_forward_pre_hook(lambda layer, args: sizes.add(len(args[0])))
+        return convert_model(model)
+
+    monkeypatch.setattr(selfcheck, "convert_model", convert)
+    selfcheck.check_parity("float64", ["cpu", "cpu"])
+    assert sizes == {1, 2}
+
+
+@pytest.mark.watchdog(60)
+def test_findings_before_a_crash_of_the_checks_are_kept(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    code = """
+        import os, sys
+        from sync_batchnorm import selfcheck
+
+        def check(item):
+            if item.devices[0] == "cuda:1":
+                os._exit(7)
+            return selfcheck.Finding(item, True, "fine")
+
+        selfcheck.check = check
+        selfcheck.main(sys.argv[1])
+    """
+    findings = run(PAIR, soon(), [sys.executable, "-c", textwrap.dedent(code)])
+    assert findings == [Finding(PAIR[0], True, "fine"), Finding(PAIR[1], False, "its process ended with status 7")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "finding"), [([], (True, "3 devices")), ([1, 2], (False, "arrives wrong on cuda:1, cuda:2"))]
+)
+def test_broadcast_that_arrives_wrong_names_the_devices(monkeypatch, wrong, finding):
+    def broadcast(sent, devices):
+        return [sent + 1 if device.index in wrong else sent for device in devices]
+
+    monkeypatch.setattr(torch.nn.parallel.comm, "broadcast", broadcast)
+    assert selfcheck.check_broadcast(["cpu", "cuda:1", "cuda:2"]) == finding
 
 
 @pytest.mark.skipif(is_simulated(), reason="the checks run in processes of their own, which have no simulated GPUs")

@@ -110,6 +110,14 @@ def test_exact_variance_is_good_to_a_millionth_at_any_ratio(ratio, memory_format
     assert float(((var - expected) / expected).abs().max()) <= 1e-6
 
 
+def test_device_without_operators_for_batch_norm_uses_none(monkeypatch):
+    monkeypatch.setattr(moments, "FUSED", ())
+    for name in ("batch_norm_update_stats", "native_group_norm"):
+        monkeypatch.setattr(torch, name, None)
+    input = doubles(4, 3, 2)
+    assert_equal(moments_of(input), plain_moments(input))
+
+
 def test_one_channel_of_large_mean_takes_no_digits_from_the_others():
     input = doubles(4, 8, 20, 20).float()
     input[:, 3] += 1e4
