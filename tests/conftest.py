@@ -47,7 +47,7 @@ def within(seconds: float, body: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # a test may have replaced the other one
         stacks = "\n".join("".join(traceback.format_stack(f)) for f in sys._current_frames().values())
         pytest.fail(f"not back within {seconds} seconds, so something hangs:\n{stacks}", pytrace=False)
     succeeded, value = outcome[0]

@@ -88,6 +88,7 @@ def test_table_of_this_machine_is_all_right(capsys):
     assert progress.splitlines() == ["parity in float32 ...", "parity in float64 ...", "time ..."]
 
 
+@pytest.mark.watchdog(60)
 def test_module_runs_as_a_program_and_prints_json(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sync_batchnorm", "--json", "--devices", "cpu,cpu"])
     monkeypatch.delitem(sys.modules, command.__name__)
