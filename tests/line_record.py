@@ -13,6 +13,7 @@ import importlib._bootstrap_external as bootstrap  # type: ignore[import-not-fou
 import importlib.util
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,14 @@ _file: int | None = None
 def ran(statement: str) -> None:
     """Note that a statement runs, the first time in each test: at once, as a process may end in any way."""
     if statement not in _seen:
+        if not _seen:
+            _write(_owners)
         _seen.add(statement)
-        write({"statement": statement, "for": _owners})
+        _write(statement)
 
 
-def write(entry: dict[str, Any]) -> None:
+def _write(entry: Any) -> None:
+    """Write what a process runs for, then each statement that it runs for that; and a test, once it has ended."""
     global _file
     if _file is None:
         FOLDER.mkdir(exist_ok=True)
@@ -106,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     yield
     _run_for([])
     seconds, passed = round(_now() - begin, 4), outcomes == ["passed"] * 3
-    write({"test": item.nodeid, "seconds": seconds, "shared": shared, "passed": passed})
+    _write({"test": item.nodeid, "seconds": seconds, "shared": shared, "passed": passed})
 
 
 OUTCOMES = pytest.StashKey[list[str]]()
@@ -141,14 +145,18 @@ def _name(fixturedef: pytest.FixtureDef[Any]) -> str:
 
 def collect(root: Path) -> dict[str, dict[str, Any]]:
     """Return what was recorded in a copy, by test: its seconds, shared fixtures, statements, and whether it passed."""
-    entries = [
-        json.loads(line) for path in (root / FOLDER.name).glob("*.jsonl") for line in path.read_text().splitlines()
-    ]
-    statements: dict[str, set[str]] = {}
-    for entry in entries:
-        for owner in entry.get("for", ()):
-            statements.setdefault(owner, set()).add(entry["statement"])
-    found = [entry for entry in entries if "test" in entry]
+    statements: dict[str, set[str]] = defaultdict(set)
+    found: list[dict[str, Any]] = []
+    for path in (root / FOLDER.name).glob("*.jsonl"):
+        owners: list[str] = []
+        for entry in map(json.loads, path.read_text().splitlines()):
+            if isinstance(entry, list):
+                owners = entry
+            elif isinstance(entry, str):
+                for owner in owners:
+                    statements[owner].add(entry)
+            else:
+                found.append(entry)
     # The first test with a shared fixture has paid for all of them, but any of them pays if it runs alone.
     costs: dict[str, float] = {}
     for entry in found:
@@ -161,6 +169,6 @@ def collect(root: Path) -> dict[str, dict[str, Any]]:
             "seconds": max(costs[owner] for owner in owners),
             "shared": entry["shared"],
             "passed": entry["passed"],
-            "statements": sorted(set().union(*(statements.get(owner, ()) for owner in owners))),
+            "statements": sorted(set().union(*(statements[owner] for owner in owners))),
         }
     return tests

@@ -63,6 +63,18 @@ class Equivalent(NamedTuple):
 
 EQUIVALENT = [
     Equivalent(
+        "__main__.py",
+        "_copies",
+        'finding.item.kind == "copy"]` -> `return [finding.item for finding in findings if True]`',
+        "Copies come first, and name every GPU that the other checks name.",
+    ),
+    Equivalent(
+        "autograd.py",
+        "_in_order",
+        "if True and other != stream",
+        "On CUDA every place has a stream; this is asked for the type checker.",
+    ),
+    Equivalent(
         "coordinator.py",
         "Coordinator.leave",
         "-> `caught = None if False",
@@ -180,7 +192,7 @@ def _record(place: str, quick: bool, files: Sequence[str], jobs: int) -> Recorde
             sys.exit(f"The tests cannot be recorded:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
         found = line_record.collect(root)
     left_out = [test for test in found if not found[test]["passed"]]
-    seconds = f"{time.monotonic() - begin:.0f} seconds, {sum(test['seconds'] for test in found.values()):.0f} of tests"
+    seconds = f"{time.monotonic() - begin:.0f} seconds"
     print(f"recorded {len(found)} tests ({place}) in {seconds}; {len(left_out)} did not pass, and are left out")
     for test in left_out:
         print(f"    {test}")
@@ -227,10 +239,13 @@ def within_budget(names: Sequence[str], tests: Recorded, budget: float) -> int:
 
 
 class _Chosen:
-    """A plugin of pytest: runs the given tests in the given order, and knows the first that fails."""
+    """A plugin of pytest: runs the given tests, in their order but file by file, and knows the first that fails."""
 
     def __init__(self, tests: Sequence[str]) -> None:
-        self.order = {test: index for index, test in enumerate(tests)}
+        # File by file, or fixtures that the tests of a file share would be made again and again.
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        ordered = sorted(tests, key=lambda test: files.index(test.partition("::")[0]))
+        self.order = {test: index for index, test in enumerate(ordered)}
         self.failed = ""
 
     @pytest.hookimpl(trylast=True)

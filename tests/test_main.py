@@ -368,7 +368,7 @@ def test_parity_is_checked_with_replicas_of_unequal_size(monkeypatch):
     assert sizes == {1, 2}
 
 
-@pytest.mark.watchdog(60)
+@pytest.mark.watchdog(120)
 def test_findings_before_a_crash_of_the_checks_are_kept(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     code = """

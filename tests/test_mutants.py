@@ -187,8 +187,8 @@ def test_recorded_bytecode_notes_each_statement_and_keeps_its_line():
 
 def test_recording_gives_what_a_fixture_has_run_to_all_its_tests(tmp_path):
     entries = [
-        '{"statement": "a.py:1", "for": []}\n{"statement": "a.py:2", "for": ["t::a", "t: world"]}',
-        '{"test": "t::a", "seconds": 1.0, "shared": ["t: world"], "passed": true}',
+        '[]\n"a.py:1"\n["t::a", "t: world"]\n"a.py:2"',
+        '{"test": "t::a", "seconds": 9.0, "shared": ["t: world"], "passed": true}\n["t::b"]\n"a.py:3"',
         '{"test": "t::b", "seconds": 1.0, "shared": ["t: world"], "passed": true}',
         '{"test": "t::c", "seconds": 1.0, "shared": [], "passed": false}',
     ]
@@ -196,5 +196,7 @@ def test_recording_gives_what_a_fixture_has_run_to_all_its_tests(tmp_path):
     for entry, number in zip(entries, itertools.count()):
         (tmp_path / "recorded" / f"{number}.jsonl").write_text(entry)
     found = line_record.collect(tmp_path)
-    assert {test: found[test]["statements"] for test in found} == {"t::a": ["a.py:2"], "t::b": ["a.py:2"], "t::c": []}
+    statements = {test: found[test]["statements"] for test in found}
+    assert statements == {"t::a": ["a.py:2"], "t::b": ["a.py:2", "a.py:3"], "t::c": []}
+    assert {test: found[test]["seconds"] for test in found} == {"t::a": 9.0, "t::b": 9.0, "t::c": 1.0}
     assert [test for test in found if not found[test]["passed"]] == ["t::c"]
