@@ -126,7 +126,7 @@ def test_mutants_of_a_sample_are_python_and_the_same_for_the_same_seed(all_mutan
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(60)
+@pytest.mark.watchdog(180)
 def test_every_mutant_is_python(all_mutants):
     for mutant in all_mutants:
         ast.parse(mutant.applied(SOURCES[mutant.file]), str(mutant))
