@@ -458,7 +458,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
     or leaves while others wait for it, they are released at once and the caller gets the original exception.
 
-    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. A wrapper that is
+    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. Only where several
+    processes of `torch.distributed` train together does it run in a replica, as larger batches do. A wrapper that is
     part of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
 
     Args:
