@@ -85,39 +85,48 @@ class ForkedWorld(World):
 CAN_FORK = hasattr(os, "fork") and not torch.cuda.device_count()
 
 
+def outcomes_of(world: World, size: int) -> list[dict[str, str]]:
+    """Return the outcome of every check in each process of a world: empty if it succeeded."""
+    world.join()
+    found = []
+    for rank in range(size):
+        try:
+            found.append(world.outcome("results", rank))
+        except AssertionError as error:
+            found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
+    return found
+
+
+def checks_for(size: int) -> list[str]:
+    return [name for name, (_, sizes) in distributed_worker.CHECKS.items() if size in sizes]
+
+
+def assert_right(name: str, results: list[dict[str, str]]) -> None:
+    for rank, outcomes in enumerate(results):
+        outcome = outcomes.get(name, "did not run, because an earlier check broke the world")
+        assert not outcome, f"rank {rank} of {len(results)}:\n{outcome}"
+
+
 @pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
-    """The outcome of every check in each process of a world of the given size: empty if it succeeded."""
-
-    @functools.cache
-    def results_of(size: int) -> list[dict[str, str]]:
-        start = ForkedWorld if CAN_FORK and size == 2 else World
-        world = start(size, tmp_path_factory.mktemp(f"world{size}"), "checks")
-        world.join()
-        found = []
-        for rank in range(size):
-            try:
-                found.append(world.outcome("results", rank))
-            except AssertionError as error:
-                found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
-        return found
-
-    return results_of
+def results_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    start = ForkedWorld if CAN_FORK else World
+    return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "checks"), 2)
 
 
-@pytest.mark.watchdog(SECONDS)  # The first test of a size starts its world.
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=() if size == 2 else pytest.mark.slow)
-        for name, (_, sizes) in distributed_worker.CHECKS.items()
-        for size in sizes
-    ],
-)
-def test_in_a_world(name, size, results_of):
-    for rank, results in enumerate(results_of(size)):
-        outcome = results.get(name, "did not run, because an earlier check broke the world")
-        assert not outcome, f"rank {rank} of {size}:\n{outcome}"
+@pytest.mark.parametrize("name", checks_for(2))
+def test_in_a_world(name, results_of_two):
+    assert_right(name, results_of_two)
+
+
+@pytest.fixture(scope="module")
+def results_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes_of(World(3, tmp_path_factory.mktemp("three"), "checks"), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checks_for(3))
+def test_in_a_world_of_three(name, results_of_three):
+    assert_right(name, results_of_three)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow)])
