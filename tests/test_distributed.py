@@ -5,13 +5,16 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,57 +81,79 @@ class ForkedWorld(World):
                 self.children.append(fork(body, stderr.fileno()))
 
     def join(self) -> list[int]:
-        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in self.children]
+        timer = threading.Timer(SECONDS, self.kill)
+        timer.start()
+        try:
+            return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in self.children]
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def kill(self) -> None:
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(child, signal.SIGKILL)
 
 
 # A child of a process that has used a GPU can run no backward.
 CAN_FORK = hasattr(os, "fork") and not torch.cuda.device_count()
 
 
+def outcomes_of(world: World, size: int) -> list[dict[str, str]]:
+    """Return the outcome of every check in each process of a world: empty if it succeeded."""
+    world.join()
+    found = []
+    for rank in range(size):
+        try:
+            found.append(world.outcome("results", rank))
+        except AssertionError as error:
+            found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
+    return found
+
+
+def checks_for(size: int) -> list[str]:
+    return [name for name, (_, sizes) in distributed_worker.CHECKS.items() if size in sizes]
+
+
+def assert_right(name: str, results: list[dict[str, str]]) -> None:
+    for rank, outcomes in enumerate(results):
+        outcome = outcomes.get(name, "did not run, because an earlier check broke the world")
+        assert not outcome, f"rank {rank} of {len(results)}:\n{outcome}"
+
+
 @pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, str]]]:
-    """The outcome of every check in each process of a world of the given size: empty if it succeeded."""
-
-    @functools.cache
-    def results_of(size: int, what: str = "checks") -> list[dict[str, str]]:
-        start = ForkedWorld if CAN_FORK and size == 2 else World
-        world = start(size, tmp_path_factory.mktemp(f"world{size}"), what)
-        world.join()
-        found = []
-        for rank in range(size):
-            try:
-                found.append(world.outcome("results", rank))
-            except AssertionError as error:
-                found.append(dict.fromkeys(distributed_worker.CHECKS, str(error)))
-        return found
-
-    return results_of
+def results_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    start = ForkedWorld if CAN_FORK else World
+    return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "checks"), 2)
 
 
-@pytest.mark.watchdog(SECONDS)  # The first test of a size starts its world.
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=() if size == 2 else pytest.mark.slow)
-        for name, (_, sizes) in distributed_worker.CHECKS.items()
-        for size in sizes
-    ],
-)
-def test_in_a_world(name, size, results_of):
-    for rank, results in enumerate(results_of(size)):
-        outcome = results.get(name, "did not run, because an earlier check broke the world")
-        assert not outcome, f"rank {rank} of {size}:\n{outcome}"
+@pytest.mark.parametrize("name", checks_for(2))
+def test_in_a_world(name, results_of_two):
+    assert_right(name, results_of_two)
+
+
+@pytest.fixture(scope="module")
+def results_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes_of(World(3, tmp_path_factory.mktemp("three"), "checks"), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checks_for(3))
+def test_in_a_world_of_three(name, results_of_three):
+    assert_right(name, results_of_three)
+
+
+@pytest.fixture(scope="module")
+def results_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes_of(World(2, tmp_path_factory.mktemp("gpus"), "gpus"), 2)
 
 
 @pytest.mark.cuda
 @pytest.mark.simulated
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
 @pytest.mark.parametrize("name", distributed_worker.ON_GPUS)
-def test_on_several_gpus_in_each_process(name, results_of):
-    for rank, results in enumerate(results_of(2, "gpus")):
-        outcome = results.get(name, "did not run, because an earlier check broke the world")
-        assert not outcome, f"rank {rank} of 2:\n{outcome}"
+def test_on_several_gpus_in_each_process(name, results_on_gpus):
+    assert_right(name, results_on_gpus)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow)])
