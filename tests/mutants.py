@@ -81,6 +81,12 @@ EQUIVALENT = [
         "What is made of no error is not used.",
     ),
     Equivalent(
+        "distributed.py",
+        "peers_of_call",
+        "_calls.get(group, 1)",
+        "Processes compare the numbers of their calls; with which number all of them begin is the same to them.",
+    ),
+    Equivalent(
         "errors.py",
         "CapturedError.__init__",
         "-> `if sys.version_info <= (3, 11)",
@@ -97,6 +103,12 @@ EQUIVALENT = [
         "RunningStatistics.update",
         "-> `if False or self.var is None:`",
         "A layer with only one of the two buffers is refused before, in the words of torch.",
+    ),
+    Equivalent(
+        "functional.py",
+        "_out_of_inference_mode",
+        "torch.is_inference_mode_enabled() or any(",
+        "To leave an inference mode that is off changes nothing.",
     ),
     Equivalent(
         "functional.py",

@@ -166,6 +166,11 @@ def test_compiler_that_nobody_has_imported_is_not_asked(monkeypatch):
         assert uncompiled(lambda number: number + 1)(2) == 3
 
 
+def test_function_that_is_never_compiled_says_so_to_the_compiler():
+    # What `torch.compiler.disable` sets, by which a graph that must not break is refused.
+    assert uncompiled(lambda: None)._torchdynamo_disable is True
+
+
 @pytest.mark.slow
 def test_compiler_is_not_imported_by_those_who_do_not_use_it():
     program = """

@@ -255,7 +255,9 @@ def test_backend_without_the_collective_ends_with_the_error_of_torch():
 
 def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", None)  # which such a torch does not have
     assert distributed.active_group(None) is None
+    assert not distributed.has_peers()
 
 
 EXAMPLE = ["--epochs", "1", "--batch", "96"]

@@ -178,6 +178,7 @@ def test_exception_in_a_check_becomes_its_result(monkeypatch):
         ("cpu,-1", r"but got '-1' in 'cpu,-1'"),
         ("cpu", r"expected at least two devices, but got 'cpu'; .* as in cpu,cpu"),
         ("cpu,0", r"expected devices of one kind, but got 'cpu,0'"),
+        ("meta,0", r"expected devices of one kind, but got 'meta,0'"),
         ("0,3", r"expected devices of this machine, but got cuda:3, and torch .* finds 3 CUDA devices"),
         ("cuda:0,cuda:7", r"expected devices of this machine, but got cuda:7"),
     ],
