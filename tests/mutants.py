@@ -128,6 +128,18 @@ EQUIVALENT = [
         "`if has_hooks:` -> `if True:`",
         "Without hooks on saved tensors no checkpoint is found; looking for one only takes time.",
     ),
+    Equivalent(
+        "moments.py",
+        "fast_moments",
+        "-> `if input.dim() != 2 or not input.is_contiguous():",
+        "Either operator gives these numbers; which one is quicker depends on the format.",
+    ),
+    Equivalent(
+        "moments.py",
+        "_counts",
+        "return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)` -> `pass`",
+        "Equal counts may also be made one by one, which takes more calls.",
+    ),
 ]
 
 
