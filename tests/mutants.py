@@ -140,6 +140,24 @@ EQUIVALENT = [
         "return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)` -> `pass`",
         "Equal counts may also be made one by one, which takes more calls.",
     ),
+    Equivalent(
+        "moments.py",
+        "per_channel",
+        "if like.dim() >= 2 else vector",
+        "For two dimensions the view is one of the same shape.",
+    ),
+    Equivalent(
+        "moments.py",
+        "merge_moments",
+        "or moments[:2]`",
+        "Parts without elements are all alike: zeros.",
+    ),
+    Equivalent(
+        "normalization.py",
+        "normalize",
+        "-> `torch.mul(per_channel(scale, input), centered, out=out)`",
+        "The order of two factors does not matter.",
+    ),
 ]
 
 

@@ -405,3 +405,9 @@ def test_broadcast_that_arrives_wrong_names_the_devices(monkeypatch, wrong, find
 def test_gpus_of_this_machine_are_all_right(capsys):
     status, report = report_of(capsys)
     assert status == 0, report
+
+
+def test_gradient_that_is_missing_is_a_difference():
+    tensor = torch.ones(3)
+    assert selfcheck._error(tensor, None) == selfcheck._error(None, tensor) == float("inf")
+    assert selfcheck._error(tensor, tensor) == 0.0

@@ -694,3 +694,9 @@ def test_modes_of_others_see_what_policies_do_not():
             mode.seen.clear()
     assert without[0] == without[1]
     assert any("batch_norm" in name for name in without[0][0])
+
+
+def test_torch_that_does_not_tell_its_hooks_has_none_to_leave_out(monkeypatch):
+    monkeypatch.setattr(torch._C, "_autograd", None)
+    with recompute.without_hooks() as hooks:
+        assert hooks == []
