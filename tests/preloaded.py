@@ -9,14 +9,14 @@ import importlib
 import sys
 from pathlib import Path
 
-import pytest  # noqa: F401  (imported for the processes that are forked)
-
 ROOT = Path(__file__).parents[1]
 
+for name in ("pytest", "torch", "torch._dynamo", "torch.distributed"):
+    importlib.import_module(name)
 sys.path.insert(0, str(ROOT / "docs" / "examples"))
 common = importlib.import_module("common")  # stays alive, with the operators that it may declare
 common.import_torchvision()
 del sys.path[0]
-for name, module in list(sys.modules.items()):
-    if name != __name__ and ROOT in Path(getattr(module, "__file__", None) or "/").parents:
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("common", "sync_batchnorm"):
         del sys.modules[name]

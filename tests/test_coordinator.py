@@ -194,6 +194,13 @@ def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_hig
     assert coordinator.failure() is None
 
 
+def test_first_of_several_failures_of_one_replica_is_shown():
+    coordinator = Coordinator(["cpu"] * 2)
+    for text in ("first", "second"):
+        coordinator.leave(1, ValueError(text))
+    assert "first" in str(coordinator.failure().rebuild())
+
+
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator.abort(OSError())
