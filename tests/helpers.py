@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,13 @@ from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.local_parallel import is_local
+
+
+def skip_module_without(*packages: str) -> None:
+    """Skip the module that calls this where a package is not installed, without importing what costs a second each."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"could not find {', '.join(missing)}", allow_module_level=True)
 
 
 def randomize(module: nn.Module) -> nn.Module:

@@ -124,7 +124,7 @@ def assert_right(name: str, results: list[dict[str, str]]) -> None:
 @pytest.fixture(scope="module")
 def results_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     start = ForkedWorld if CAN_FORK else World
-    return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "checks"), 2)
+    return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "quick"), 2)
 
 
 @pytest.mark.parametrize("name", checks_for(2))
@@ -132,15 +132,17 @@ def test_in_a_world(name, results_of_two):
     assert_right(name, results_of_two)
 
 
-@pytest.fixture(scope="module")
-def results_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return outcomes_of(World(3, tmp_path_factory.mktemp("three"), "checks"), 3)
+@pytest.fixture(scope="module", params=[2, 3])
+def results_of_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return outcomes_of(World(request.param, tmp_path_factory.mktemp("all"), "checks"), request.param)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", checks_for(3))
-def test_in_a_world_of_three(name, results_of_three):
-    assert_right(name, results_of_three)
+@pytest.mark.parametrize(
+    ("results_of_all", "name"), [(n, name) for n in (2, 3) for name in checks_for(n)], indirect=["results_of_all"]
+)
+def test_thoroughly_in_a_world(name, results_of_all):
+    assert_right(name, results_of_all)
 
 
 @pytest.fixture(scope="module")

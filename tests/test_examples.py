@@ -16,13 +16,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import skip_module_without
 
 import sync_batchnorm
 
-colors = pytest.importorskip("matplotlib.colors")
-image = pytest.importorskip("matplotlib.image")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+skip_module_without("matplotlib", "sklearn", "tqdm")
 
 DIGITS = Path(__file__).parents[1] / "docs" / "examples" / "train_digits.py"
 TINY = ["--epochs", "1", "--batch", "96", "--replicas", "3"]
@@ -111,6 +109,8 @@ def test_digits_example_shows_progress_through_all_of_its_steps(tiny_run):
 
 @pytest.mark.watchdog(60)
 def test_digits_example_saves_a_picture(tiny_run):
+    from matplotlib import colors, image
+
     pixels = image.imread(tiny_run.picture)  # (H, W, RGBA)
     assert min(pixels.shape[:2]) >= 400
     for colour in ("#D55E00", "#0072B2"):  # of the unsynchronized and the synchronized curve
@@ -125,6 +125,7 @@ def test_digits_example_fails_when_its_replicas_do_not_synchronize(digits, monke
     assert "NOT as expected: after the whole training the synchronized run differs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.watchdog(60)
 def test_digits_example_in_float32_claims_no_equality(digits, tmp_path, capsys):
     assert digits.main([*TINY, "--dtype", "float32", "--output", str(tmp_path)]) == 0

@@ -320,6 +320,7 @@ def test_time_that_is_over_ends_all_checks():
     ]
 
 
+@pytest.mark.slow
 def test_no_process_is_left_of_a_hung_copy(tmp_path):
     file = tmp_path / "process"
     body = f"open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
@@ -369,6 +370,7 @@ def test_parity_is_checked_with_replicas_of_unequal_size(monkeypatch):
     assert sizes == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.watchdog(120)
 def test_findings_before_a_crash_of_the_checks_are_kept(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import skip_module_without
 
 import sync_batchnorm
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
-colors = pytest.importorskip("matplotlib.colors")
-image = pytest.importorskip("matplotlib.image")
 torchvision = pytest.importorskip("torchvision")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+skip_module_without("matplotlib", "sklearn", "tqdm")
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TINY = {
@@ -84,6 +82,8 @@ def test_example_shows_progress_through_all_of_its_steps(tiny_run: TinyRun):
 
 @pytest.mark.watchdog(90)
 def test_example_saves_a_picture_with_the_colours_of_its_runs(tiny_run: TinyRun):
+    from matplotlib import colors, image
+
     pixels = image.imread(tiny_run.picture)  # (H, W, RGBA)
     assert min(pixels.shape[:2]) >= 400
     for colour in ("#D55E00", "#0072B2"):  # of the unsynchronized and the synchronized curve

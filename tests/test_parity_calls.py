@@ -132,6 +132,7 @@ class Yielding(nn.Module):
 
 
 @pytest.mark.watchdog(60)
+@pytest.mark.once("kernel")
 @pytest.mark.parametrize("forwards", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_many_forwards_under_frequent_thread_switches_stay_equal(forwards):
     net = nn.Sequential(*[layer for _ in range(3) for layer in (Yielding(), nn.BatchNorm1d(3), nn.Linear(3, 3))])

@@ -87,6 +87,7 @@ def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, repl
     Errors(data, [8 // replicas] * replicas, FORMATS[memory_format]).check()
 
 
+@pytest.mark.once("memory_format", "ratio")
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
 def test_step_on_large_inputs_is_as_exact_as_that_of_one_device(ratio, memory_format):
@@ -94,6 +95,7 @@ def test_step_on_large_inputs_is_as_exact_as_that_of_one_device(ratio, memory_fo
     Errors(data, [5, 3], FORMATS[memory_format]).check()
 
 
+@pytest.mark.once("memory_format", "size")
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
 @pytest.mark.parametrize("size", ["medium", "large"])

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import skip_module_without
 
 import sync_batchnorm
 
-colors = pytest.importorskip("matplotlib.colors")
-image = pytest.importorskip("matplotlib.image")
+skip_module_without("matplotlib")
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "profile_waits.py"
 TINY = ["--replicas", "3", "--steps", "2", "--delay", "300"]
@@ -94,6 +94,8 @@ def test_example_ends_well_and_blames_the_slow_replica(tiny_run):
     waits = [float(wait) for wait in rows[1][3].split()]
     assert len(waits) == 3
     assert waits[2] == 0
+    from matplotlib import colors, image
+
     pixels = image.imread(folder / "profile_waits.png")  # (H, W, RGBA)
     for colour in ("#E69F00", "#E4E4E4"):  # of the waits and of the forwards
         distances = abs(pixels[..., :3] - colors.to_rgb(colour)).max(axis=-1)

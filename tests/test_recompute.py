@@ -580,6 +580,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.once("path", "early_stop")
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
 @pytest.mark.parametrize("path", [around_all, one_layer_in_three, nested], ids=lambda path: path.__name__)
 @pytest.mark.parametrize("policy", POLICIES)

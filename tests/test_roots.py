@@ -182,6 +182,7 @@ def test_replicas_end_without_a_garbage_collection():
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.watchdog(120)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
 def test_root_that_calls_itself_in_a_compiled_function_runs():

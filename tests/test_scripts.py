@@ -796,6 +796,7 @@ def test_script_ends_as_on_one_device(name):
     assert math.isfinite(worst)
 
 
+@pytest.mark.slow  # What a script tells stays the same from day to day.
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings(WARNING_OF_BASELINES)
