@@ -84,7 +84,10 @@ class Checkpoint(Body):
         return checkpoint(self.body, input * 2, use_reentrant=False) * 3
 
 
-@pytest.mark.parametrize("net", [WholeForward, *(pytest.param(net, marks=pytest.mark.slow) for net in (FunctionThatItCalls, GradientsToo))])
+OTHERS = [pytest.param(net, marks=pytest.mark.slow) for net in (FunctionThatItCalls, GradientsToo)]
+
+
+@pytest.mark.parametrize("net", [WholeForward, *OTHERS])
 def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
     # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
     plain, parallel = twins(net().double(), ["cpu"] * 2, timeout=SECONDS)

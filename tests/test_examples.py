@@ -118,6 +118,7 @@ def test_digits_example_saves_a_picture(tiny_run):
         assert (distances < 0.02).sum() > 100
 
 
+@pytest.mark.slow
 @pytest.mark.watchdog(60)
 def test_digits_example_fails_when_its_replicas_do_not_synchronize(digits, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(digits, "convert_model", lambda model: model)

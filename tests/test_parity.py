@@ -47,6 +47,7 @@ def test_step_is_that_of_the_whole_batch(devs, kind, dtype):
         assert_same_step(plain, parallel, doubles(*shape, devices=devs).to(dtype))
 
 
+@pytest.mark.once("kernel")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
@@ -56,6 +57,7 @@ def test_constructor_options_mean_what_they_mean_in_torch(devices, options):
     assert parallel.module.bias is None or options != {"bias": False}
 
 
+@pytest.mark.once("kernel")
 @pytest.mark.parametrize("batch", [8, 4], ids=["two-a-replica", "one-a-replica"])
 def test_training_stays_equal_step_by_step(devs, batch):
     plain, parallel = twins(TwoLayers().double(), devs)
@@ -153,6 +155,7 @@ def test_unit_weight_and_zero_bias_equal_no_parameters(devices):
     assert_equal(affine(data), bare(data))
 
 
+@pytest.mark.once("kernel")
 @pytest.mark.parametrize("momentum", [None, 0.0, 1.0, 0.1], ids=str)
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_running_statistics_follow_after_a_reset_and_an_empty_batch(devices, momentum):

@@ -590,6 +590,7 @@ def test_policies_of_what_to_save_change_nothing(devices, policy, path, early_st
         assert_exact(path, devices, 8, **saving(*POLICIES[policy]))
 
 
+@pytest.mark.once("kernel")
 @pytest.mark.usefixtures("kernel")
 @usual_kernels[0]
 @pytest.mark.parametrize("policy", POLICIES)
