@@ -341,6 +341,12 @@ def test_checks_run_as_a_program_of_their_own():
     assert parity.ok
 
 
+def test_copy_is_told_with_its_rate(monkeypatch):
+    times = iter([1000.0, 1000.5] * 2)
+    monkeypatch.setattr(selfcheck, "perf_counter", lambda: next(times))
+    assert selfcheck.check_copy("cpu", "cpu") == (True, "0.1 GB/s")  # 64 MiB in half a second
+
+
 def test_copy_that_arrives_wrong_is_found(monkeypatch):
     to = torch.Tensor.to
 
