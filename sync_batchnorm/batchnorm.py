@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -178,13 +178,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if not self.training:
             if self._sync_missed:
                 self._catch_up(self._sync_missed)
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)  # not that of a class which comes in between, see `convert_model`
         if self._sync_pipe is None and is_in_replica():
             refuse_stranger(self)
         group = self._active_group()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         return self._forward_synchronized(input, group)
 
     @uncompiled
@@ -364,31 +364,46 @@ _PLAIN: dict[type[nn.Module], type[_BatchNorm]] = {ours: plain for plain, ours i
 # What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(_BatchNorm, name))
 _FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
+_FORMER_CLASS = "_former_class"  # of a layer for whose class `convert_model` was given a synchronized one
+# What a synchronized layer needs from a layer of another class: some may be None.
+_NEEDED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps", "momentum", "num_features")
 # The methods by which a layer computes, is copied and is pickled. A class that has its own version of one is left as it
 # is, see NOTE [conversion by class].
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def convert_model(
-    module: ModuleT, *, eps_mode: str | None = None, group_size: int | None = None, process_group: Any = None
+    module: ModuleT,
+    *,
+    classes: Mapping[type[nn.Module], type[nn.Module]] | None = None,
+    eps_mode: str | None = None,
+    group_size: int | None = None,
+    process_group: Any = None,
 ) -> ModuleT:
     """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
 
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, and
-    `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change: modules, parameters, buffers,
-    hooks, flags and attributes are the same objects as before, so it may be called before or after an optimizer is
-    built, on a part of a model or all of it, and on the module inside of a `DistributedDataParallel`. Synchronized
-    layers that are already there are left alone, their options included. `revert_model` is the way back.
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, as
+    timm's `BatchNormAct2d` does, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
+    modules, parameters, buffers, hooks, flags and attributes are the same objects as before, so it may be called before
+    or after an optimizer is built, on a part of a model or all of it, and on the module inside of a
+    `DistributedDataParallel`. Synchronized layers that are already there are left alone, their options included.
+    `revert_model` is the way back.
 
     Args:
         module: the model, or a single layer.
+        classes: which synchronized class stands for which class of yours that normalizes and then does something else.
+            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` is one where the forward of `NormAct`
+            calls ``super().forward(input)``; otherwise it needs a forward of its own, which computes the same from
+            ``SynchronizedBatchNorm2d.forward(self, input)``. Layers of exactly that class become layers of the other.
         eps_mode: of the converted layers, as the other two options: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group that a `torch.nn.SyncBatchNorm` has.
 
     Raises:
-        TypeError, ValueError: for bad options, before anything is changed.
+        TypeError, ValueError: for bad options, before anything is changed: also for a class in `classes` that is not
+            derived from the one that it stands for and from a synchronized one, or whose forward is only one of them,
+            and for a layer that lacks what a synchronized one has, like `num_batches_tracked`.
 
     Warns:
         UserWarning: one warning that names every layer which was left as it is, why, and what to do about it: layers
@@ -396,6 +411,8 @@ def convert_model(
     """
     modules = _named_modules(module)
     check_sync_options(eps_mode, group_size, process_group)
+    classes = dict(classes or {})
+    _check_classes(classes, modules)
     left: dict[str, list[str]] = {}
     for name, child in modules:
         if isinstance(child, nn.DataParallel):
@@ -403,8 +420,10 @@ def convert_model(
         elif _is_scripted(child):
             why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
             left.setdefault(why, []).append(name)
-        elif isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm):
-            reason = _make_synchronized(child, eps_mode, group_size, process_group)
+        elif type(child) in classes or (
+            isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm)
+        ):
+            reason = _make_synchronized(child, classes, eps_mode, group_size, process_group)
             if reason:
                 left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
     _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
@@ -459,11 +478,59 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
 
 
+def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: list[tuple[str, nn.Module]]) -> None:
+    for plain, ours in classes.items():
+        if not all(isinstance(cls, type) for cls in (plain, ours)) or not issubclass(ours, _SynchronizedBatchNorm):
+            raise TypeError(
+                f"expected a synchronized class to stand for {_name(plain)}, but got {_name(ours)}; derive one, as in "
+                f"class Synchronized{_name(plain)}({_name(plain)}, SynchronizedBatchNorm2d)"
+            )
+        if plain is ours or not issubclass(ours, plain):
+            raise TypeError(
+                f"expected a subclass of {_name(plain)} to stand for it, but got {_name(ours)}, of which layers would "
+                f"no longer be what they are; derive it from both, as in class {_name(ours)}({_name(plain)}, ...)"
+            )
+        _check_forward(plain, ours)
+    for name, child in modules:
+        missing = [needed for needed in _NEEDED if not hasattr(child, needed)]
+        if type(child) in classes and missing:
+            raise TypeError(
+                f"expected layers of {_name(type(child))} to have all that {_name(classes[type(child)])} needs, but "
+                f"{name or 'the module itself'} has no {missing[0]}; leave this class out"
+            )
+
+
+def _check_forward(plain: type[nn.Module], ours: type[nn.Module]) -> None:
+    """Refuse a class whose forward would leave out the synchronization, or what the plain class does beside it."""
+    found = next(cls for cls in ours.__mro__ if "forward" in vars(cls))
+    if found is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
+        raise TypeError(
+            f"expected {_name(ours)} to compute what {_name(plain)} does, but its forward is that of a synchronized "
+            f"layer alone; name {_name(plain)} first among its bases, or write a forward"
+        )
+    code = getattr(vars(found)["forward"], "__code__", None)
+    if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
+        raise TypeError(
+            f"expected {_name(ours)} to synchronize, but it has the forward of {_name(plain)}, which never calls "
+            "super().forward(input); write a forward that computes the same from "
+            "SynchronizedBatchNorm2d.forward(self, input)"
+        )
+
+
+def _name(cls: Any) -> str:
+    return cls.__name__ if isinstance(cls, type) else repr(cls)
+
+
 def _make_synchronized(
-    layer: _BatchNorm, eps_mode: str | None, group_size: int | None, process_group: Any
+    layer: nn.Module,
+    classes: Mapping[type[nn.Module], type[nn.Module]],
+    eps_mode: str | None,
+    group_size: int | None,
+    process_group: Any,
 ) -> str | None:
     """Convert one layer, or return why it is left."""
-    reason = _reason_to_leave(layer)
+    given = classes.get(type(layer)) or _of_timm(type(layer))
+    reason = _reason_to_leave(layer, given is not None)
     if reason:
         return reason
     if isinstance(layer, LazyModuleMixin):
@@ -472,16 +539,28 @@ def _make_synchronized(
         layer._infer_parameters(layer, (torch.empty(0),))
     cls = type(layer)
     try:
-        layer.__class__ = _SYNCHRONIZED.get(cls) or _mixed(cls)  # type: ignore[arg-type]
+        layer.__class__ = given or _SYNCHRONIZED.get(cls) or _mixed(cls)  # type: ignore[arg-type]
     except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
         return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
     if process_group is not None and cls is nn.SyncBatchNorm:
         layer.__dict__[_FORMER_GROUP] = layer.process_group
+    if cls in classes:
+        layer.__dict__[_FORMER_CLASS] = cls
     layer._set_sync_options(eps_mode, group_size, process_group)  # type: ignore[operator]
     return None
 
 
-def _reason_to_leave(layer: _BatchNorm) -> str | None:
+def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the synchronized class for that of timm which normalizes and activates, and which timm calls anything."""
+    if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
+        return None
+    from sync_batchnorm.timm import SynchronizedBatchNormAct2d
+
+    return SynchronizedBatchNormAct2d if issubclass(SynchronizedBatchNormAct2d, cls) else None
+
+
+def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
+    """Return why a layer cannot be converted; `has_class` if there is a synchronized class that stands for its own."""
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         return "is lazy and has seen no input; run one batch through the model, then convert it"
@@ -489,12 +568,16 @@ def _reason_to_leave(layer: _BatchNorm) -> str | None:
         return "is parametrized; convert the model before its layers are parametrized"
     if cls is not nn.SyncBatchNorm and isinstance(layer, nn.SyncBatchNorm):
         return "is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-    own = [name for name in _COMPUTES if name in vars(layer) or getattr(cls, name, None) is not _of_torch(cls, name)]
-    if own:
-        nearest = next((_SYNCHRONIZED[base].__name__ for base in cls.__mro__ if base in _SYNCHRONIZED), None)
+    own = next((name for name in _COMPUTES if name in vars(layer)), None)
+    if own is not None:
+        return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
+    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not _of_torch(cls, name)), None)
+    if own is not None and not has_class:
+        nearest = next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), SynchronizedBatchNorm)
+        ours = f"Synchronized{cls.__name__}"
         return (
-            f"has a {own[0]} of its own; derive its class from {nearest or SynchronizedBatchNorm.__name__} and call "
-            "super().forward(input), or put a torch.nn.BatchNorm in its place"
+            f"has a {own} of its own; write class {ours}({cls.__name__}, {nearest.__name__}) and call "
+            f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
         )
     expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
     clashes = sorted(name for name in _RESERVED - expected if hasattr(layer, name))
@@ -503,18 +586,18 @@ def _reason_to_leave(layer: _BatchNorm) -> str | None:
     return None
 
 
-def _of_torch(cls: type[_BatchNorm], name: str) -> Any:
+def _of_torch(cls: type[nn.Module], name: str) -> Any:
     # Python 3.10 has no `__getstate__` to inherit.
     return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else _BatchNorm, name, None)
 
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
-    plain = _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
+    plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
     if plain is None:
         return False
     layer.__class__ = plain  # type: ignore[assignment]
     former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
-    for name in _RESERVED:
+    for name in (*_RESERVED, _FORMER_CLASS):
         layer.__dict__.pop(name, None)
     if plain is nn.SyncBatchNorm:
         layer.process_group = former
@@ -549,41 +632,65 @@ def _mixed(cls: type[_BatchNorm]) -> type[_SynchronizedBatchNorm]:
     return types.new_class(f"Synchronized{cls.__name__}", bases, {}, lambda ns: ns.update(namespace))
 
 
-class _Names:
-    """Where the three classes are looked up, and what stood there before the first of nested contexts."""
+class _Patch:
+    """What `patch_sync_batchnorm` keeps: how many contexts are open, and what it puts back when none is."""
 
-    places = (torch.nn, torch.nn.modules)
-    classes = (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)
     lock = threading.Lock()
     depth = 0
-    before: tuple[tuple[Any, str, Any], ...] = ()
+    before: ClassVar[dict[type[_BatchNorm], Any]] = {}
+    left: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
 
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Let `torch.nn.BatchNorm1d/2d/3d` be the synchronized classes inside of this context, for building a model.
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers inside of this context, for building a model.
 
-    The names are replaced in `torch.nn` for the whole process, and put back when the last of nested or concurrent
-    contexts is left, also by an exception. Code that took a class before, as in ``from torch.nn import BatchNorm2d`` or
-    as a default argument, builds plain layers: `convert_model` also finds those.
+    Every layer that is built becomes what `convert_model` makes of it, also in code that took the class before, as in
+    ``from torch.nn import BatchNorm2d`` or as a default argument. Only the `__init__` of the three classes is replaced,
+    for the whole process, and put back when the last of nested or concurrent contexts is left, also by an exception.
+
+    Warns:
+        UserWarning: when the last context is left: one warning that names the classes of layers which were left as they
+            are, and why.
     """
-    with _Names.lock:
-        if not _Names.depth:
-            names = {ours: plain.__name__ for ours, plain in _PLAIN.items()}
-            _Names.before = tuple((p, names[k], getattr(p, names[k])) for p in _Names.places for k in _Names.classes)
-            for place in _Names.places:
-                for kind in _Names.classes:
-                    setattr(place, names[kind], kind)
-        _Names.depth += 1
+    with _Patch.lock:
+        if not _Patch.depth:
+            for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                _Patch.before[cls] = vars(cls).get("__init__")
+                cls.__init__ = _synchronizing(cls.__init__)  # type: ignore[method-assign]
+        _Patch.depth += 1
+    left: dict[str, int] = {}
     try:
         yield
     finally:
-        with _Names.lock:
-            _Names.depth -= 1
-            if not _Names.depth:
-                for place, name, cls in _Names.before:
-                    setattr(place, name, cls)
-                _Names.before = ()
+        with _Patch.lock:
+            _Patch.depth -= 1
+            if not _Patch.depth:
+                for patched, init in _Patch.before.items():
+                    if init is None:
+                        del patched.__init__
+                    else:
+                        patched.__init__ = init  # type: ignore[method-assign]
+                _Patch.before.clear()
+                left, _Patch.left = _Patch.left, {}
+    if left:
+        reasons = "".join(f"\n- {number} layers: {why}" for why, number in left.items())
+        warn(f"patch_sync_batchnorm left BatchNorm layers as they are, which do not synchronize:{reasons}")
+
+
+def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: _BatchNorm, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # A class that was derived from another one in a context keeps this function, which then does nothing.
+        if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
+            reason = _make_synchronized(self, {}, None, None, None)
+            if reason:
+                why = f"{type(self).__name__} {reason}"
+                with _Patch.lock:
+                    _Patch.left[why] = _Patch.left.get(why, 0) + 1
+
+    return __init__
 
 
 def assert_synchronized(model: nn.Module) -> None:

@@ -70,6 +70,12 @@ EQUIVALENT = [
     ),
     Equivalent(
         "autograd.py",
+        "hand_over",
+        "`return tensor` -> `pass`",
+        "What is on its device already comes back from `to` as it is.",
+    ),
+    Equivalent(
+        "autograd.py",
         "_in_order",
         "if True and other != stream",
         "On CUDA every place has a stream; this is asked for the type checker.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import io
 import pickle
 import sys
@@ -464,8 +466,9 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_and_named():
     text = left(net)
     assert text == (
         "convert_model left BatchNorm layers as they are, which do not synchronize, 2 in all:\n"
-        "- 0, 2.0: BatchNormReLU has a forward of its own; derive its class from SynchronizedBatchNorm2d and call "
-        "super().forward(input), or put a torch.nn.BatchNorm in its place"
+        "- 0, 2.0: BatchNormReLU has a forward of its own; write class "
+        "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
+        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see its documentation"
     )
     assert [type(net[0]), type(net[1]), type(net[2][0])] == [BatchNormReLU, SynchronizedBatchNorm2d, BatchNormReLU]
     assert anatomy(net) == before
@@ -494,9 +497,11 @@ def test_a_call_or_pickling_of_its_own_or_a_forward_of_the_object_is_left():
     net = nn.Sequential(Called(2), Reduced(2), nn.BatchNorm2d(2), Saved(2))
     net[2].forward = lambda input: input
     text = left(net)
-    assert "- 0: Called has a __call__ of its own; derive its class from SynchronizedBatchNorm2d" in text
-    assert "- 1: Reduced has a __reduce__ of its own; derive its class from SynchronizedBatchNorm1d" in text
-    assert "- 2: BatchNorm2d has a forward of its own" in text
+    assert (
+        "- 0: Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNorm2d)" in text
+    )
+    assert "- 1: Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized" in text
+    assert "- 2: BatchNorm2d has a forward of its own, set on the object; convert the model before" in text
     assert "- 3: Saved has a __getstate__ of its own" in text
     assert [type(layer) for layer in net] == [Called, Reduced, nn.BatchNorm2d, Saved]
 
@@ -1041,39 +1046,284 @@ def test_the_converter_of_torch_takes_a_converted_model():
     assert [type(net[1]), type(net[4])] == [nn.SyncBatchNorm] * 2
 
 
+# Classes of a user's own
+
+
+class NormTanh(nn.BatchNorm2d):
+    """Calls the forward of torch."""
+
+    def __init__(self, size: int, gain: float) -> None:
+        super().__init__(size)
+        self.gain = gain
+        self.scale = nn.Parameter(torch.full((size, 1, 1), gain))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input)) * self.scale
+
+
+class SynchronizedNormTanh(NormTanh, SynchronizedBatchNorm2d):
+    pass
+
+
+class NormAbs(nn.BatchNorm2d):
+    """Calls the function of torch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.num_batches_tracked += self.training
+        out = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return out.abs()
+
+
+class SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return SynchronizedBatchNorm2d.forward(self, input).abs()
+
+
+class OtherOrder(SynchronizedBatchNorm2d, NormAbs):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).abs()
+
+
+class Standalone(nn.Module):
+    """Has what a batch norm has, and is none."""
+
+    def __init__(self, size: int, count: bool = True) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats = size, 1e-5, 0.1, True, True
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+        if count:
+            self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    forward = NormAbs.forward
+
+
+class SynchronizedStandalone(Standalone, SynchronizedBatchNorm2d):
+    forward = SynchronizedNormAbs.forward
+
+
+USERS_OWN = [
+    (NormTanh, (3, 0.5), SynchronizedNormTanh),
+    (NormAbs, (3,), SynchronizedNormAbs),
+    (NormAbs, (3,), OtherOrder),
+    (Standalone, (3,), SynchronizedStandalone),
+]
+
+
+@pytest.mark.parametrize(("plain", "arguments", "ours"), USERS_OWN)
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_class_that_is_told_trains_as_on_one_device_and_comes_back(plain, arguments, ours, copied):
+    net = randomize(
+        nn.Sequential(nn.Conv2d(2, 3, 3), plain(*arguments), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    ).double()
+    parts, kinds = anatomy(net), classes(net)
+    expected = copy.deepcopy(net)
+    assert anatomy(revert_model(convert_model(net, classes={plain: ours}))) == parts
+    assert classes(net) == kinds
+    assert convert_model(net, classes={plain: ours}) is net
+    assert [type(net[1]), type(net[3])] == [ours, SynchronizedBatchNorm2d]
+    if copied is not None:
+        net = copied(net)
+        assert type(net[1]) is ours
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=5.0)
+    for training in (True, False, True):
+        expected.train(training)
+        parallel.train(training)
+        assert_same_step(expected, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+    assert classes(revert_model(net)) == kinds
+    assert [layer.__dict__.keys() for layer in net] == [layer.__dict__.keys() for layer in expected]
+    assert_same_step(expected, net, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+
+
+def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
+    class Derived(NormTanh):
+        pass
+
+    net = nn.Sequential(NormTanh(3, 1.0), Derived(3, 1.0))
+    with pytest.warns(UserWarning, match=r"- 1: Derived has a forward of its own"):
+        convert_model(net, classes={NormTanh: SynchronizedNormTanh}, group_size=2, eps_mode="clamp")
+    assert (net[0].group_size, net[0].eps_mode) == (2, "clamp")
+    assert type(net[1]) is Derived
+    assert type(revert_model(net)[0]) is NormTanh
+
+
+def test_class_that_is_not_told_is_left_with_the_line_that_tells_it():
+    net = nn.Sequential(NormTanh(3, 1.0))
+    assert (
+        "- 0: NormTanh has a forward of its own; write class SynchronizedNormTanh(NormTanh, SynchronizedBatchNorm2d) "
+        "and call convert_model(model, classes={NormTanh: SynchronizedNormTanh})"
+    ) in left(net)
+    assert type(net[0]) is NormTanh
+    net[0].forward = net[0].forward
+    with pytest.warns(UserWarning, match="NormTanh has a forward of its own, set on the object"):
+        convert_model(net, classes={NormTanh: SynchronizedNormTanh})
+    assert type(net[0]) is NormTanh
+
+
+class Unrelated(SynchronizedBatchNorm2d):
+    pass
+
+
+class ForgetsTheAbs(SynchronizedBatchNorm2d, NormAbs):
+    pass
+
+
+class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "message"),
+    [
+        (NormAbs, nn.BatchNorm2d, "expected a synchronized class to stand for NormAbs, but got BatchNorm2d"),
+        (NormAbs, "a name", "expected a synchronized class to stand for NormAbs, but got 'a name'"),
+        ("a name", Unrelated, "expected a synchronized class to stand for 'a name', but got Unrelated"),
+        (NormAbs, Unrelated, "expected a subclass of NormAbs to stand for it, but got Unrelated"),
+        (Unrelated, Unrelated, "expected a subclass of Unrelated to stand for it, but got Unrelated"),
+        (NormAbs, ForgetsTheAbs, "expected ForgetsTheAbs to compute what NormAbs does, but its forward is that of a"),
+        (NormAbs, NeverSynchronizes, "expected NeverSynchronizes to synchronize, but it has the forward of NormAbs"),
+    ],
+)
+def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
+    net = nn.Sequential(nn.BatchNorm2d(3), NormAbs(3))
+    kinds = classes(net)
+    with pytest.raises(TypeError, match=message):
+        convert_model(net, classes={plain: ours})
+    assert classes(net) == kinds
+
+
+def test_layer_that_lacks_a_buffer_is_refused_before_anything_changes():
+    net = nn.Sequential(nn.BatchNorm2d(3), Standalone(3, count=False))
+    with pytest.raises(TypeError, match=r"expected layers of Standalone to have .* but 1 has no num_batches_tracked"):
+        convert_model(net, classes={Standalone: SynchronizedStandalone})
+    assert type(net[0]) is nn.BatchNorm2d
+
+
 # patch_sync_batchnorm
 
-
-def assert_plain_names() -> None:
-    for place in (nn, nn.modules):
-        assert place.BatchNorm1d.__module__ == place.BatchNorm2d.__module__ == "torch.nn.modules.batchnorm"
-        assert place.BatchNorm3d.__module__ == "torch.nn.modules.batchnorm"
+SHAPES = {nn.BatchNorm1d: (4, 2), nn.BatchNorm2d: (4, 2, 3, 3), nn.BatchNorm3d: (4, 2, 3, 3, 3)}
 
 
-def test_models_built_inside_of_the_context_are_synchronized():
+def assert_not_patched() -> None:
+    for plain in SHAPES:
+        assert "__init__" not in vars(plain)
+        assert type(plain(2)) is plain
+
+
+@pytest.mark.parametrize("names", [nn, nn.modules, nn.modules.batchnorm], ids=lambda names: names.__name__)
+@pytest.mark.parametrize(("plain", "ours"), KINDS[:3])
+def test_layers_built_inside_of_the_context_are_synchronized(names, plain, ours):
+    assert plain in SHAPES
     with patch_sync_batchnorm():
-        layers = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.modules.BatchNorm2d(2)]
-        assert isinstance(layers[1], nn.BatchNorm2d)
-        assert isinstance(pickle.loads(pickle.dumps(layers[1])), SynchronizedBatchNorm2d)
-    assert [type(layer) for layer in layers[:3]] == [ours for _, ours in KINDS[:3]]
-    assert type(layers[3]) is SynchronizedBatchNorm2d
-    assert isinstance(layers[1], nn.BatchNorm2d)
-    assert type(nn.BatchNorm2d(2)) is KINDS[1][0]
-    assert_plain_names()
+        layer = getattr(names, plain.__name__)(2, eps=0.25, momentum=None, affine=False)
+        assert getattr(names, plain.__name__) is plain  # which libraries look up by name
+        assert plain.__name__ == ours.__name__.replace("Synchronized", "")
+        assert inspect.signature(plain.__init__) == inspect.signature(nn.modules.batchnorm._BatchNorm.__init__)
+    assert type(layer) is ours
+    assert isinstance(layer, plain)
+    assert type(pickle.loads(pickle.dumps(layer))) is ours
+    expected = plain(2, eps=0.25, momentum=None, affine=False)
+    batch = torch.randn(SHAPES[plain])
+    assert torch.equal(layer(batch), expected(batch))
+    assert layer.state_dict().keys() == expected.state_dict().keys()
+    assert type(revert_model(layer)) is plain
+    assert_not_patched()
 
 
-def test_the_names_are_restored_when_the_body_raises():
-    with pytest.raises(KeyError, match="a body"), patch_sync_batchnorm():
+def test_code_that_took_the_class_before_builds_synchronized_layers():
+    def build(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
+        return norm(2)
+
+    registered = {"bn": functools.partial(nn.BatchNorm2d, eps=0.5)}
+    with patch_sync_batchnorm():
+        assert type(build()) is SynchronizedBatchNorm2d
+        layer = registered["bn"](2)
+    assert type(layer) is SynchronizedBatchNorm2d
+    assert layer.eps == 0.5
+    assert_not_patched()
+
+
+class WithAttribute(nn.BatchNorm2d):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.scale = nn.Parameter(torch.ones(size))
+
+
+class WithForward(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(input))
+
+
+def test_subclasses_built_inside_of_the_context_are_what_convert_model_makes_of_them():
+    with patch_sync_batchnorm():
+        layer = WithAttribute(2)
+    assert type(layer) is type(convert_model(WithAttribute(2)))
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias", "scale"]
+    assert type(type(layer)(3)) is type(layer)
+    assert type(revert_model(layer)) is WithAttribute
+    assert_not_patched()
+
+
+def test_subclass_that_computes_something_else_is_named_when_the_context_is_left():
+    with (
+        pytest.warns(UserWarning, match="patch_sync_batchnorm left BatchNorm layers as they are") as caught,
+        patch_sync_batchnorm(),
+        patch_sync_batchnorm(),
+    ):
+        layers = [WithForward(2) for _ in range(3)]
+    (warning,) = caught
+    assert "\n- 3 layers: WithForward has a forward of its own; write class SynchronizedWithForward" in str(
+        warning.message
+    )
+    assert warning.filename == __file__
+    assert {type(layer) for layer in layers} == {WithForward}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with patch_sync_batchnorm():
+            nn.BatchNorm2d(2)
+
+
+def test_synchronized_layers_built_inside_of_the_context_keep_their_options():
+    with patch_sync_batchnorm():
+        layer = SynchronizedBatchNorm2d(2, group_size=2, eps_mode="clamp")
+    assert (type(layer), layer.group_size, layer.eps_mode) == (SynchronizedBatchNorm2d, 2, "clamp")
+
+
+def test_classes_are_as_before_when_the_body_raises():
+    @patch_sync_batchnorm()
+    def build() -> None:
+        WithForward(2)
         raise KeyError("a body")
-    assert_plain_names()
+
+    with pytest.raises(KeyError, match="a body"):
+        build()
+    assert_not_patched()
+    with warnings.catch_warnings():  # What the failed body has left is not told of the next one.
+        warnings.simplefilter("error")
+        with patch_sync_batchnorm():
+            pass
+
+
+def test_an_initializer_that_somebody_else_has_put_there_comes_back(monkeypatch):
+    def initialize(self, size: int) -> None:
+        nn.modules.batchnorm._BatchNorm.__init__(self, size + 1)
+
+    monkeypatch.setattr(nn.BatchNorm2d, "__init__", initialize)
+    with patch_sync_batchnorm():
+        layer = nn.BatchNorm2d(2)
+    assert (type(layer), layer.num_features) == (SynchronizedBatchNorm2d, 3)
+    assert vars(nn.BatchNorm2d)["__init__"] is initialize
 
 
 def test_nested_contexts_end_with_the_outermost():
     with patch_sync_batchnorm():
         with patch_sync_batchnorm():
             pass
-        assert nn.BatchNorm2d is SynchronizedBatchNorm2d
-    assert_plain_names()
+        assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
+    assert_not_patched()
 
 
 def test_contexts_of_two_threads_end_with_the_last():
@@ -1088,10 +1338,10 @@ def test_contexts_of_two_threads_end_with_the_last():
     with patch_sync_batchnorm():
         thread.start()
         entered.wait(5.0)
-    assert nn.BatchNorm2d is SynchronizedBatchNorm2d
+    assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
     leave.set()
     thread.join()
-    assert_plain_names()
+    assert_not_patched()
 
 
 def test_the_context_decorates_a_function():
@@ -1100,16 +1350,15 @@ def test_the_context_decorates_a_function():
         return nn.BatchNorm2d(2)
 
     assert type(build()) is SynchronizedBatchNorm2d
-    assert_plain_names()
+    assert_not_patched()
 
 
 def test_converting_and_reverting_work_inside_of_the_context():
     layer = nn.BatchNorm2d(2)
-    plain = type(layer)
     with patch_sync_batchnorm():
         assert type(convert_model(layer)) is SynchronizedBatchNorm2d
-        assert type(revert_model(layer)) is plain
-    assert_plain_names()
+        assert type(revert_model(layer)) is nn.BatchNorm2d
+    assert_not_patched()
 
 
 def test_no_warning_is_given_when_nothing_is_left():

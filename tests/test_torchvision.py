@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -95,60 +93,3 @@ def test_the_comparison_sees_replicas_that_do_not_synchronize(monkeypatch):
     monkeypatch.setattr(zoo, "convert_model", lambda model: model)
     largest = zoo.train_both(*zoo.FAMILIES["mobilenet_v3_small"]())
     assert min(largest.values()) > 1e-2, largest
-
-
-@pytest.fixture
-def timm() -> Any:
-    """Return the module; some Python has no wheel of what it needs."""
-    return pytest.importorskip("timm")
-
-
-def _timm_net(timm: Any) -> nn.Module:
-    return timm.create_model("mobilenetv3_small_050", pretrained=False, num_classes=3)
-
-
-@pytest.mark.watchdog(120.0)
-def test_a_timm_net_keeps_its_own_layers_and_is_told(timm):
-    net = _timm_net(timm)
-    own = [name for name, module in net.named_modules() if isinstance(module, timm.layers.BatchNormAct2d)]
-    assert own
-    parts, kinds = anatomy(net), classes(net)
-    with pytest.warns(
-        UserWarning, match="BatchNormAct2d has a forward of its own; .* SynchronizedBatchNorm2d"
-    ) as caught:
-        convert_model(net)
-    assert len(caught) == 1
-    assert f"- {', '.join(own)}: " in str(caught[0].message)
-    assert anatomy(net) == parts
-    assert classes(net) == {name: KINDS.get(cls, cls) for name, cls in kinds.items()}
-
-
-@pytest.mark.watchdog(120.0)
-def test_a_timm_net_with_most_layers_left_computes_in_eval_what_it_did(timm):
-    net = _timm_net(timm).eval()
-    input = torch.randn(2, 3, 32, 32)
-    expected = net(input)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        convert_model(net)
-    assert torch.equal(net(input), expected)
-
-
-class SynchronizedBatchNormAct2d(SynchronizedBatchNorm2d):
-    """What the warning advises."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.act(self.drop(super().forward(input)))
-
-
-@pytest.mark.watchdog(120.0)
-def test_a_timm_net_trains_as_on_one_device_with_the_class_that_the_warning_advises(monkeypatch, timm):
-    def convert(net: nn.Module) -> nn.Module:
-        for layer in net.modules():
-            if type(layer) is timm.layers.BatchNormAct2d:
-                layer.__class__ = SynchronizedBatchNormAct2d
-        return convert_model(net)
-
-    monkeypatch.setattr(zoo, "convert_model", convert)
-    largest = zoo.train_both(_timm_net(timm), torch.randn(5, 3, 33, 33, dtype=torch.float64))
-    assert max(largest.values()) < TOLERANCE, largest

@@ -1,4 +1,4 @@
-"""The models of torchvision: every one that has BatchNorm, those that train fast, and what is compared of them."""
+"""The models of torchvision and timm that have BatchNorm, those that train fast, and what is compared of them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,39 @@ def models_with_batch_norm(names: Iterable[str] | None = None) -> Iterator[tuple
             model = build(name)
         if batch_norms(model):
             yield name, model
+
+
+# Of timm 1.0.31: one model of each of its modules that has models with batch norm, and three more.
+# fmt: off
+TIMM = [
+    "botnet26t_256", "bat_resnext26ts", "convmixer_768_32", "cpubone_b0_bfrobust", "cs3darknet_focus_l",
+    "cspresnet50", "cspnext_l", "densenet121", "dla34", "dpn48b", "efficientformer_l1", "efficientformerv2_l",
+    "efficientnet_b0", "efficientvim_m1", "efficientvit_b0", "efficientvit_m0", "fasternet_l", "fastvit_ma36",
+    "ghostnet_050", "hardcorenas_a", "hgnet_base", "hrnet_w18", "iformer_h", "inception_next_atto",
+    "inception_resnet_v2", "inception_v3", "inception_v4", "lcnetv2_base", "levit_128", "lowformer_b0",
+    "coatnet_0_224", "fbnetv3_b", "mobilenetv3_small_050", "mobilevit_s", "nasnetalarge", "nextvit_base",
+    "pnasnet5large", "regnety_002", "regnetv_040", "repghostnet_050", "repvit_m0_9", "res2net50_14w_8s",
+    "resnest14d", "ecaresnet26t", "resnet18", "resnetv2_18", "rexnet_100", "selecsls42", "legacy_senet154",
+    "shvit_s1", "skresnet18", "starnet_s1", "swiftformer_l1", "tiny_vit_5m_224", "tresnet_l", "vgg11_bn",
+    "visformer_small", "vit_base_mci_224", "volo_d1_224", "eca_vovnet39b", "legacy_xception", "xception41",
+    "xcit_large_24_p8_224",
+]
+# fmt: on
+
+
+def build_timm(name: str) -> nn.Module:
+    """Build a model of timm on the meta device."""
+    import timm
+
+    with torch.device("meta"):
+        return timm.create_model(name)
+
+
+def small_timm(name: str) -> tuple[nn.Module, Tensor]:
+    """Build a model of timm, and a batch to train it with."""
+    import timm
+
+    return timm.create_model(name, num_classes=3), torch.randn(5, 3, 33, 33, dtype=torch.float64)
 
 
 def without_chance(model: nn.Module) -> nn.Module:

@@ -1,0 +1,24 @@
+"""The synchronized layer for timm's batch norm with an activation; imported only where a model has such layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import BatchNormAct2d
+from torch import Tensor
+
+from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d
+
+__all__ = ["SynchronizedBatchNormAct2d"]
+
+
+class SynchronizedBatchNormAct2d(BatchNormAct2d, SynchronizedBatchNorm2d):  # type: ignore[misc]
+    """`SynchronizedBatchNorm2d`, then drop and activation, that is a `timm.layers.BatchNormAct2d`."""
+
+    _original = BatchNormAct2d  # what `revert_model` makes of it
+    drop: Any
+    act: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(SynchronizedBatchNorm2d.forward(self, x)))
+        return output

@@ -1,0 +1,156 @@
+"""Models of timm: most of them normalize and activate in one layer, which has a forward of its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from helpers import anatomy, assert_same_state, classes, skip_module_without
+from torch import nn
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    assert_synchronized,
+    convert_model,
+    patch_sync_batchnorm,
+    revert_model,
+)
+from sync_batchnorm.batchnorm import _SynchronizedBatchNorm
+
+zoo = pytest.importorskip("zoo")  # which needs torchvision
+skip_module_without("timm")  # Some Python has no wheel of what it needs.
+
+pytestmark = pytest.mark.watchdog(120.0)
+NAME = "mobilenetv3_small_050"
+QUICK = {"efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"}
+
+
+def synchronized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _SynchronizedBatchNorm)]
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    import timm
+
+    return timm.create_model(NAME, num_classes=3)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in zoo.TIMM]
+)
+def test_every_batch_norm_of_a_family_converts_and_reverts_to_what_it_was(name):
+    model = zoo.build_timm(name)
+    parts, kinds = anatomy(model), classes(model)
+    layers = zoo.batch_norms(model)
+    assert layers
+    convert_model(model)  # without a warning
+    assert synchronized(model) == layers == zoo.batch_norms(model)
+    assert all(isinstance(layer, kinds[name]) for name, layer in model.named_modules())
+    assert anatomy(model) == parts
+    assert classes(revert_model(model)) == kinds
+    assert anatomy(model) == parts
+
+
+TRAINED = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50", "resnet18", "densenet121"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == NAME else pytest.mark.slow) for name in TRAINED]
+)
+def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(name):
+    largest = zoo.train_both(*zoo.small_timm(name))
+    assert max(largest.values()) < 1e-8, largest  # see `TOLERANCE` in test_torchvision.py
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", pytest.param("efficientnet_b0", marks=pytest.mark.slow)])
+def test_a_net_built_in_the_context_is_the_converted_one(name):
+    import timm
+
+    with patch_sync_batchnorm():
+        net = timm.create_model(name, num_classes=3)
+    expected = convert_model(timm.create_model(name, num_classes=3))
+    assert classes(net) == classes(expected)
+    assert type(timm.layers.BatchNormAct2d(3)) is timm.layers.BatchNormAct2d
+    assert_synchronized(DataParallelWithCallback(net, ["cpu"] * 2))
+
+
+def test_a_net_is_copied_pickled_loaded_and_averaged_as_before(net):
+    from timm.utils import ModelEmaV3
+
+    plain = copy.deepcopy(net)
+    convert_model(net)
+    assert net.state_dict().keys() == plain.state_dict().keys()
+    net.load_state_dict(plain.state_dict())
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False)):
+        assert classes(copied) == classes(net)
+        assert_same_state(copied, plain)
+        assert classes(revert_model(copied)) == classes(plain)
+    parallel, average = DataParallelWithCallback(net, ["cpu"] * 2), ModelEmaV3(net, decay=0.5)
+    before = copy.deepcopy(net.state_dict())
+    parallel(torch.randn(4, 3, 32, 32))
+    average.update(net)
+    for name, value in average.module.state_dict().items():
+        if name.endswith("running_mean"):
+            torch.testing.assert_close(value, (before[name] + net.state_dict()[name]) / 2)
+
+
+def test_frozen_layers_stay_as_they_are(net):
+    from timm.layers import FrozenBatchNormAct2d
+    from timm.utils import freeze
+
+    freeze(net, ["blocks.0"])
+    kinds = classes(net)
+    frozen = {name for name, cls in kinds.items() if issubclass(cls, FrozenBatchNormAct2d)}
+    assert frozen
+    convert_model(net)
+    assert {name for name, cls in classes(net).items() if issubclass(cls, FrozenBatchNormAct2d)} == frozen
+    freeze(net, ["blocks.1"])  # also freezes a net that is converted
+    assert len([module for module in net.modules() if isinstance(module, FrozenBatchNormAct2d)]) > len(frozen)
+    unfrozen = [layer for layer in zoo.batch_norms(net) if not layer.training]
+    assert not unfrozen
+
+
+def test_features_come_from_a_converted_net_as_from_a_plain_one(net):
+    import timm
+
+    for features in ("cls", "fx"):
+        plain = timm.create_model(NAME, features_only=True, feature_cls=features if features == "fx" else None).eval()
+        net = convert_model(copy.deepcopy(plain)).eval()  # the copy of a traced model is in training mode
+        assert len(synchronized(net)) == len(zoo.batch_norms(plain))
+        batch = torch.randn(2, 3, 32, 32)
+        for actual, expected in zip(net(batch), plain(batch), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_a_class_of_that_name_from_elsewhere_is_left():
+    namespace = {"__module__": "timmy.layers", "forward": lambda self, input: input}
+    stranger = types.new_class("BatchNormAct2d", (nn.BatchNorm2d,), {}, lambda found: found.update(namespace))
+    with pytest.warns(UserWarning, match="BatchNormAct2d has a forward of its own"):
+        convert_model(stranger(3))
+
+
+@pytest.mark.slow
+def test_timm_is_imported_for_its_own_classes_alone():
+    code = """
+        import sys, torch
+        from sync_batchnorm import convert_model, patch_sync_batchnorm, revert_model
+
+        class Own(torch.nn.BatchNorm2d):
+            pass
+
+        with patch_sync_batchnorm():
+            net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), Own(3))
+        revert_model(convert_model(revert_model(net)))
+        assert "timm" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", "\n".join(line[8:] for line in code.splitlines())], check=True)
