@@ -34,6 +34,20 @@ setup(
     install_requires=["torch>=2.8.0"],
     extras_require={
         "examples": EXAMPLES,
+        "frameworks": [  # those that docs/frameworks.md is about
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "fastai==2.8.12",
+            "skorch==1.4.0",
+            "pytorch-ignite==0.5.5",
+            "monai==1.6.1",
+            "segmentation_models_pytorch==0.6.0",
+            "ultralytics==8.4.190",
+            "pytorch-metric-learning==2.9.0",
+            "lightning==2.6.6",
+            "timm==1.0.31",
+        ],
         "test": [
             *EXAMPLES,
             "timm==1.0.31",

@@ -44,6 +44,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
     assert not fence, f"{page.name}: the block of line {start} has no end"
 
 
+def section_of(page: Path, block: Block) -> str:
+    """Return the heading of the second level that a block stands under."""
+    lines = page.read_text(encoding="utf-8").splitlines()[: block.line - 1]
+    return next(line[3:] for line in reversed(lines) if line.startswith("## "))
+
+
 def prose_of(page: Path) -> str:
     """Return the text of a page without its blocks and inline code."""
     text = page.read_text(encoding="utf-8")
@@ -92,6 +98,7 @@ def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     sync_batchnorm.set_sbn_eps_mode("plus")
 
 
+ELSEWHERE = {"frameworks.md"}  # run by test_frameworks.py, with the frameworks
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 # A loop that takes many seconds, and what the quick suite runs instead.
@@ -117,6 +124,8 @@ def run_blocks_of(page: Path, monkeypatch: pytest.MonkeyPatch, shorten: bool) ->
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.watchdog(60)
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
+    if page.name in ELSEWHERE:
+        pytest.skip("needs the frameworks that it is about")
     run_blocks_of(page, monkeypatch, shorten=True)
 
 
