@@ -165,7 +165,7 @@ def test_every_page_of_docs_is_on_the_map():
 def test_shell_blocks_of_the_readme_are_its_two_commands():
     first, second = [block.code for block in blocks_of(ROOT / "README.md") if block.language == "bash"]
     assert len(first.splitlines()) == len(second.splitlines()) == 1
-    assert first.endswith("/python docs/examples/train_digits.py\n")
+    assert first.endswith("/python docs/examples/segment_digits.py\n")
     assert second.endswith("/python -m pytest\n")
     for command, extra in ((first, "examples"), (second, "test")):
         subprocess.run(["bash", "-n", "-c", command], check=True)
