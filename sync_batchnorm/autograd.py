@@ -143,7 +143,6 @@ class Call:
     peers: distributed.Peers | None = None  # the other processes, if there is a group
     # See NOTE [order of a backward] in `distributed.py`.
     numbered: tuple[Any, int] | None = None  # what must live as long as the node, and the number of the node
-    takes_token: bool = False
     makes_token: bool = False
 
     def __init__(
@@ -179,7 +178,7 @@ class Call:
         # Nothing of this belongs to a replica with hooks, so none is called; this is the thread of the master.
         order = None if self.group is None else distributed.order_of_forward()
         if order is not None and len({place.device for place in self.places}) > 1:
-            self.makes_token, self.takes_token = True, order.token is not None
+            self.makes_token = True
             tensors += [order.token] if order.token is not None else []
         with torch.enable_grad(), without_hooks() if replicas[0].has_hooks else nullcontext():
             results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
@@ -224,7 +223,8 @@ class _SyncBatchNorm(torch.autograd.Function):
                 found = _Backward(ctx, call, grads, wanted).run()
         if not torch.is_grad_enabled():
             call.numbered = None  # There will not be another backward, unless the graph is retained.
-        return None, None, None, None, *[found.get(slot) for slot in call.slots], *[None] * call.takes_token
+        # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
+        return None, None, None, None, *[found.get(slot) for slot in call.slots], None
 
 
 def _wanted(ctx: Any, call: Call) -> set[Slot]:

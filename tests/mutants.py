@@ -141,6 +141,18 @@ EQUIVALENT = [
         "Without hooks on saved tensors no checkpoint is found; looking for one only takes time.",
     ),
     Equivalent(
+        "autograd.py",
+        "Call.record",
+        "order.token = results[-2]",
+        "Whichever result the next node takes, it comes after this one.",
+    ),
+    Equivalent(
+        "local_parallel.py",
+        "AnyDeviceDataParallel.gather",
+        "as_device(device) for device in self.device_ids]):` -> `if False:`",
+        "Either of two right operators gathers; that of torch is one call for all devices.",
+    ),
+    Equivalent(
         "moments.py",
         "fast_moments",
         "-> `if input.dim() != 2 or not input.is_contiguous():",
@@ -199,12 +211,6 @@ EQUIVALENT = [
         "module",
         "-> `SHAPES = ",
         "The sizes are arbitrary.",
-    ),
-    Equivalent(
-        "selfcheck.py",
-        "_difference",
-        "strict=False",
-        "A converted model has the parameters and buffers of the plain one.",
     ),
     Equivalent(
         "selfcheck.py",

@@ -133,6 +133,8 @@ class _Finder:
     def is_left_out(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             return self.text(node).startswith("__")
+        if isinstance(node, ast.keyword):
+            return node.arg == "strict"  # of `zip`: it asserts that lengths are equal, which are
         return isinstance(node, ast.If) and self.text(node.test) == "TYPE_CHECKING"
 
     def change(self, node: ast.AST) -> None:

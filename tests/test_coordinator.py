@@ -46,6 +46,17 @@ class Waiting:
         return self.result if self.error is None else self.error
 
 
+def test_replica_is_admitted_while_nobody_else_changes_the_lists():
+    coordinator, sync_group = Coordinator(["cpu"] * 2), SyncGroup("layer")
+    thread = threading.Thread(target=coordinator.admit, args=(sync_group, MASTER, 0))
+    with coordinator._lock:
+        thread.start()
+        thread.join(0.05)
+        assert not sync_group.members
+    thread.join()
+    assert sync_group.members == {MASTER: 0}
+
+
 def test_repr_says_what_everybody_does():
     coordinator = Coordinator(["cpu"] * 4)
     sync_group = group_of(coordinator)

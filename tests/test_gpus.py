@@ -286,6 +286,31 @@ def test_calls_in_two_threads_need_no_order(devices):
         assert_equal(outputs[i], plain(batches[i]))
 
 
+class Bag:
+    """What torch gathers, although it is none of its containers: it is built from an iterator, and is one."""
+
+    def __init__(self, items):
+        self.items = list(items)
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+class InBag(nn.Module):
+    def forward(self, input):
+        return Bag([input + 1])
+
+
+def test_outputs_in_a_class_of_the_users_own_are_gathered_where_torch_gathers():
+    data = torch.randn(4, 3, device="cuda:0")
+    if CUDA_COUNT > 1:
+        output = DataParallelWithCallback(InBag(), [0, 1])(data)
+        assert type(output) is Bag
+        assert torch.equal(output.items[0], data + 1)
+    with pytest.raises(TypeError, match=r"expected the replicas to return tensors, .* but got Bag"):
+        DataParallelWithCallback(InBag(), [0, 0])(data)
+
+
 @pytest.mark.skipif(CUDA_COUNT < 3, reason="needs three GPUs")
 def test_outputs_may_be_gathered_on_a_third_gpu():
     plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)

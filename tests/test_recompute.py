@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import device_lists, usual_kernels
-from helpers import assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
+from helpers import as_devices, assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -629,6 +629,18 @@ def test_policies_change_nothing_for_moments(policy):
     DataParallelWithCallback(net, ["cpu"] * 3)(inputs[0]).backward(grad)
     net.normalize(inputs[1]).backward(grad)
     assert_equal(inputs[0].grad, inputs[1].grad)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_moments_in_a_reentrant_checkpoint_are_refused_with_the_remedy(devices):
+    class Reentrant(Normalization):
+        def forward(self, input):
+            return checkpoint(self.normalize, input, use_reentrant=True)
+
+    parallel = DataParallelWithCallback(Reentrant().to(as_devices(devices)[0]), devices, timeout=5.0)
+    output = parallel(doubles(6, 3, devices=devices).requires_grad_())
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False to torch"):
+        output.backward(torch.randn_like(output))
 
 
 def test_moments_in_a_checkpoint_may_be_changed_in_place():
