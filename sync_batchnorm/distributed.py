@@ -126,8 +126,8 @@ def _set_number(node: Any, number: int) -> None:
 def _count_up_to(number: int) -> None:
     """See to it that nodes which this thread makes from now on have higher numbers."""
     if _next_number() <= number:
-        leaf = torch.empty(0, device="cpu", requires_grad=True)
         with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.empty(0, device="cpu", requires_grad=True)
             while _next_number() <= number:
                 leaf.view_as(leaf)
 

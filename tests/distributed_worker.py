@@ -770,6 +770,18 @@ def threads_that_have_recorded_nothing_equal_one_process_for_any_mix_of_replicas
             pool.submit(step, *mix).result()
 
 
+@check(2)
+def inference_beside_a_living_graph_is_that_of_one_process() -> None:
+    for plain, model, rows in every_mix(Residual):
+        batch = torch.randn(total(rows), 3, 4, 3, dtype=torch.float64)
+        outputs = plain(batch), model(cut(batch, rows))  # The calls of a living graph are counted.
+        for mode in (True, False):
+            with torch.inference_mode():
+                assert_equal(model.train(mode)(cut(batch, rows)), cut(plain.train(mode)(batch), rows))
+        assert_equal(outputs[1], cut(outputs[0], rows))
+        assert_same_buffers(model, plain)
+
+
 @check(2, 3)
 @on_gpus_too
 def gradient_penalties_equal_one_process_for_any_mix_of_replicas() -> None:
