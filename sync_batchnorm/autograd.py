@@ -221,8 +221,8 @@ class _SyncBatchNorm(torch.autograd.Function):
             in_order = nullcontext() if call.home.stream is None else _in_order(call, grads)
             with torch._C.DisableTorchFunctionSubclass(), in_order:
                 found = _Backward(ctx, call, grads, wanted).run()
-        if not torch.is_grad_enabled():
-            call.numbered = None  # There will not be another backward, unless the graph is retained.
+        if not _keeps_graph():
+            call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
         return None, None, None, None, *[found.get(slot) for slot in call.slots], None
 
@@ -277,6 +277,10 @@ def _will_run(node: Any) -> bool:
         return node is not None and _will_execute(node)
     except RuntimeError:  # A leaf, in `torch.autograd.grad`: torch does not tell.
         return True
+
+
+# Private: without it, the nodes of a graph stay numbered as long as it is alive, also after its last backward.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 @contextmanager

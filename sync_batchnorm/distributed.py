@@ -91,7 +91,7 @@ def peers_of_call(group: Group) -> Peers:
 
 
 class _Forward:
-    """The nodes of one forward, as long as its graph is alive and has had no backward."""
+    """The nodes of one forward, as long as its graph is alive, and may have another backward."""
 
     def __init__(self) -> None:
         self.nodes: list[ReferenceType[Any]] = []

@@ -770,6 +770,21 @@ def threads_that_have_recorded_nothing_equal_one_process_for_any_mix_of_replicas
             pool.submit(step, *mix).result()
 
 
+@check(2, 3)
+def forwards_after_a_retained_graph_equal_one_process_for_any_mix_of_replicas() -> None:
+    for plain, model, rows in every_mix(Residual):
+        losses: dict[nn.Module, list[Tensor]] = {plain: [], model: []}
+        for _ in range(3):
+            batch = torch.randn(total(rows), 3, 4, 3, dtype=torch.float64)
+            grad = torch.randn_like(batch)
+            losses[plain].append((plain(batch) * grad).sum())
+            losses[model].append((model(cut(batch, rows)) * cut(grad, rows)).sum())
+            for of_model in losses.values():
+                sum(of_model).backward(retain_graph=True)
+        assert_same_sums(model, plain)
+        assert_same_buffers(model, plain)
+
+
 @check(2)
 def inference_beside_a_living_graph_is_that_of_one_process() -> None:
     for plain, model, rows in every_mix(Residual):
