@@ -23,9 +23,11 @@ reach a node whose outputs take no part in the loss. Such a node has no gradient
 even run in a process with one device.
 
 NOTE [beside DistributedDataParallel]: Its collectives use the same group, and it starts one as soon as the gradients of
-some parameters are complete. The numbers of the nodes of layers are lower than those of all others. So the engine runs
-such a node when it can run nothing else: whatever gradient can be complete by then is complete, in a process with
-replicas and in one without. On several GPUs, torch replicates all parameters in one node, which comes after all layers.
+some parameters are complete. The numbers of the nodes of layers are lower than those of all others: each thread leaves
+room for the calls that may follow (`_CALLS_AHEAD`), or a branch that begins early would have lower numbers than later
+calls in a new thread, and higher ones in an old thread. So the engine runs the node of a layer when it can run nothing
+else: whatever gradient can be complete by then is complete, in a process with replicas and in one without. On several
+GPUs, torch replicates all parameters in one node, which comes after all layers.
 
 A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call left, see NOTE
 [recomputation].
@@ -123,13 +125,18 @@ def _set_number(node: Any, number: int) -> None:
     getattr(node, "_set_sequence_nr", lambda number: None)(number)
 
 
+# How many calls of layers may be ahead of a node that is made now, in its own forward and others: arbitrary. On the CPU
+# it takes about a microsecond for each of them to begin a forward in a new thread.
+_CALLS_AHEAD = 1024
+
+
 def _count_up_to(number: int) -> None:
-    """See to it that nodes which this thread makes from now on have higher numbers."""
+    """See to it that nodes which this thread makes from now on have higher numbers, also than calls that may follow."""
+    number += _CALLS_AHEAD
     if _next_number() <= number:
         with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.empty(0, device="cpu", requires_grad=True)
-            while _next_number() <= number:
-                leaf.view_as(leaf)
+            while (missing := number + 1 - _next_number()) > 0:
+                torch.empty(missing, device="cpu", requires_grad=True).tensor_split(missing)  # a node for each part
 
 
 class BackwardOrder:

@@ -998,6 +998,29 @@ def ddp_around_any_number_of_replicas_equals_one_process() -> None:
             assert_same_uneven_training(make, [3, 4, 1], devices, bucket_cap_mb=1e-4)
 
 
+class PreActivated(nn.Module):
+    """Blocks whose shortcuts end with a convolution, made before the layers of the path and ready before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 3, 1)
+        self.shortcuts = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)) for _ in range(3))
+        self.paths = nn.ModuleList(nn.Sequential(norm_conv(), nn.Tanh(), norm_conv()) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = self.stem(input)
+        for shortcut, path in zip(self.shortcuts, self.paths, strict=True):
+            rest = shortcut(input)
+            input = torch.tanh(path(input) + rest)
+        return input
+
+
+@check(2, 3)
+def ddp_finds_complete_the_same_gradients_between_layers_in_threads_old_and_new() -> None:
+    # Replicas are new threads, whose nodes have low numbers. Without a wrapper it is the thread of all checks.
+    assert_same_uneven_training(PreActivated, [3, 4, 2], [0, 3, 2], bucket_cap_mb=1e-4)
+
+
 @check(2, 3)
 def ddp_around_replicas_takes_its_options_with_uneven_batches() -> None:
     for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
