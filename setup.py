@@ -47,6 +47,11 @@ setup(
             "pytorch-metric-learning==2.9.0",
             "lightning==2.6.6",
             "timm==1.0.31",
+            "nbclient==0.11.0",  # which runs the notebook
+            "ipykernel==7.4.0",
+            "matplotlib==3.11.2",
+            "scikit-learn==1.9.1",
+            "tqdm==4.70.1",
         ],
         "test": [
             *EXAMPLES,
