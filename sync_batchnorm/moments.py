@@ -68,7 +68,7 @@ def reduced_dims(input: Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def local_moments(input: Tensor, eps: float = 0.0) -> tuple[Moments, Tensor | None]:
+def local_moments(input: Tensor, eps: float) -> tuple[Moments, Tensor | None]:
     """Return the moments of `input`, and memory for the output.
 
     Args:

@@ -82,8 +82,7 @@ class _Checkpoints(NamedTuple):
     """The checkpoints that the running code is in."""
 
     recording: list[Frame]  # inside of the one that recomputes, if any
-    recomputing: Frame | None
-    run: Hook | None  # stands for this recomputation, as there may be several of one frame
+    recomputing: tuple[Frame, Hook] | None  # the hook stands for this time, as there may be several of one frame
 
 
 def has_hooks() -> bool:
@@ -142,7 +141,7 @@ def _replace_modes(modes: Sequence[Any]) -> list[Any]:
 
 
 def _checkpoints() -> _Checkpoints:
-    checkpoints = _Checkpoints([], None, None)
+    checkpoints = _Checkpoints([], None)
     with without_hooks() as hooks:
         pass
     for hook in hooks:
@@ -154,7 +153,7 @@ def _checkpoints() -> _Checkpoints:
             if isinstance(held, _frame_type):
                 checkpoints.recording.append(held)
             elif isinstance(held, ref) and isinstance(frame := held(), _frame_type):
-                checkpoints = _Checkpoints([], frame, hook)
+                checkpoints = _Checkpoints([], (frame, hook))
     return checkpoints
 
 
@@ -179,11 +178,12 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
 
 def recall(owner: object) -> Any:
     """Return the result of the call of `owner` that the running recomputation repeats; None if there is none."""
-    checkpoints = _checkpoints()
-    if checkpoints.recomputing is None or checkpoints.run is None:
+    recomputing = _checkpoints().recomputing
+    if recomputing is None:
         return None
-    results = [result for caller, result in _kept.get(checkpoints.recomputing, ()) if caller is owner]
-    repeated = _repeated.setdefault(checkpoints.run, [])
+    frame, hook = recomputing
+    results = [result for caller, result in _kept.get(frame, ()) if caller is owner]
+    repeated = _repeated.setdefault(hook, [])
     number = sum(caller is owner for caller in repeated)
     if number >= len(results):
         return None

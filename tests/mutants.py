@@ -207,6 +207,30 @@ EQUIVALENT = [
         "The operator takes the dtype of its results from the running mean alone.",
     ),
     Equivalent(
+        "normalization.py",
+        "fused_gradient_sums",
+        "wants = [wants_weight and weight is not None, True and",
+        "The operator then also returns a sum that nobody takes.",
+    ),
+    Equivalent(
+        "selfcheck.py",
+        "_follow",
+        "`num_reported, since = 1, monotonic()`",
+        "The first finding comes a tenth of a second later at the earliest, and is counted then.",
+    ),
+    Equivalent(
+        "selfcheck.py",
+        "_difference",
+        "(3 * rows",
+        "The numbers are arbitrary.",
+    ),
+    Equivalent(
+        "selfcheck.py",
+        "check_time",
+        "`_wait_for(devices)` -> `pass`",
+        "Only the times of real GPUs are wrong without it.",
+    ),
+    Equivalent(
         "selfcheck.py",
         "module",
         "-> `SHAPES = ",

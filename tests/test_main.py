@@ -17,8 +17,8 @@ from conftest import device_lists
 from helpers import as_devices
 from simulated_gpus import is_simulated
 
+from sync_batchnorm import DataParallelWithCallback, convert_model, selfcheck
 from sync_batchnorm import __main__ as command
-from sync_batchnorm import convert_model, selfcheck
 from sync_batchnorm.selfcheck import Finding, Item, items_for, run
 
 PAIR = [Item("copy", ("cuda:0", "cuda:1")), Item("copy", ("cuda:1", "cuda:0"))]
@@ -413,6 +413,22 @@ def test_broadcast_that_arrives_wrong_names_the_devices(monkeypatch, wrong, find
 def test_gpus_of_this_machine_are_all_right(capsys):
     status, report = report_of(capsys)
     assert status == 0, report
+
+
+def test_input_gradient_that_is_wrong_is_a_difference(monkeypatch):
+    class Doubling(DataParallelWithCallback):
+        def forward(self, input):
+            return super().forward(input + (input - input.detach()))
+
+    assert selfcheck._difference(torch.float64, ["cpu"] * 2, 3, 4) < 1e-10
+    monkeypatch.setattr(selfcheck, "DataParallelWithCallback", Doubling)
+    assert selfcheck._difference(torch.float64, ["cpu"] * 2, 3, 4) > 1e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_time_of_a_layer_is_taken_on_two_gpus():
+    assert "ms synchronized" in selfcheck.check_time(["cuda:0", "cuda:1"])
 
 
 def test_gradient_that_is_missing_is_a_difference():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import device_lists
 from helpers import assert_equal, doubles
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from sync_batchnorm import moments, normalization
 
@@ -22,10 +23,31 @@ def plain_moments(input):
 
 def moments_of(input, exact=False):
     """Return the moments of `input` as ``(2, C)``; on the CPU the fast or the exact ones."""
-    found, memory = moments.local_moments(input) if input.is_cuda else moments.fast_moments(input)
+    found, memory = moments.local_moments(input, 0.0) if input.is_cuda else moments.fast_moments(input)
     if exact and not input.is_cuda:
         found = moments.exact_moments(input, found, memory)
     return torch.stack(moments.merge_moments([found]))
+
+
+class NoFloat64(TorchFunctionMode):
+    """Refuses what some kinds of devices do not have."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, torch.Tensor) or result.dtype != torch.float64, func
+        return result
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
+def test_moments_of_float32_merge_without_float64_on_devices_that_may_not_have_it(sizes, monkeypatch):
+    parts = [moments.local_moments(part, 0.0)[0] for part in torch.randn(4, 3, 2).split(list(sizes))]
+    monkeypatch.setattr(moments, "FUSED", ())
+    with NoFloat64():
+        merged = moments.merge_moments(parts)
+    assert merged[0].dtype == torch.float32
+    monkeypatch.undo()
+    with pytest.raises(AssertionError), NoFloat64():  # as on the CPU
+        moments.merge_moments(parts)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +137,7 @@ def test_device_without_operators_for_batch_norm_uses_none(monkeypatch):
     for name in ("batch_norm_update_stats", "native_group_norm"):
         monkeypatch.setattr(torch, name, None)
     input = doubles(4, 3, 2)
-    found, _ = moments.local_moments(input)
+    found, _ = moments.local_moments(input, 0.0)
     assert_equal(torch.stack(moments.merge_moments([found])), plain_moments(input))
 
 
@@ -165,7 +187,7 @@ def test_statistics_that_are_precise_in_all_parts_are_precise_when_they_are_merg
 
 
 def test_local_moments_of_nothing_are_zero():
-    found, memory = moments.local_moments(torch.zeros(0, 3, 2))
+    found, memory = moments.local_moments(torch.zeros(0, 3, 2), 0.0)
     assert memory is None
     assert found.elements == 0
     assert torch.equal(torch.stack(moments.merge_moments([found])), torch.zeros(2, 3, dtype=torch.float64))
@@ -191,20 +213,20 @@ def test_infinite_values_leave_what_torch_leaves():
 @pytest.mark.parametrize("sizes", [(9,), (4, 5), (1, 2, 6), (0, 9), (3, 0, 6)], ids=str)
 def test_merged_moments_are_those_of_the_whole(sizes, memory_format):
     input = (doubles(9, 3, 2, 4) * 5 + 100).contiguous(memory_format=memory_format)
-    parts = [moments.local_moments(part)[0] for part in input.split(list(sizes))]
+    parts = [moments.local_moments(part, 0.0)[0] for part in input.split(list(sizes))]
     assert_equal(torch.stack(moments.merge_moments(parts)), plain_moments(input))
 
 
 def test_parts_count_by_their_elements():
     parts = [doubles(2, 3, 5), doubles(1, 3, 7), doubles(4, 3)[..., None]]
-    merged = torch.stack(moments.merge_moments([moments.local_moments(part)[0] for part in parts]))
+    merged = torch.stack(moments.merge_moments([moments.local_moments(part, 0.0)[0] for part in parts]))
     whole = torch.cat([part.movedim(1, 0).flatten(1) for part in parts], 1)
     assert_equal(merged, plain_moments(whole.T))
 
 
 def test_parts_without_elements_change_no_digit():
     large = moments.Moments(torch.full((1, 3), 1e160, dtype=torch.float64), doubles(1, 3).abs(), 4)
-    nothing, _ = moments.local_moments(doubles(0, 3, 2))
+    nothing, _ = moments.local_moments(doubles(0, 3, 2), 0.0)
     expected = moments.merge_moments([large, large])
     for found, vector in zip(moments.merge_moments([nothing, large, nothing, large]), expected, strict=True):
         assert torch.equal(found, vector)

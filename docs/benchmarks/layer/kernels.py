@@ -35,7 +35,7 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
         "`nn.BatchNorm2d`, backward": lambda: backward(
             dy, x, vector, None, None, zeros, ones, True, 0.0, [True, True, True]
         ),
-        "ours: statistics": lambda: moments.local_moments(x),
+        "ours: statistics": lambda: moments.local_moments(x, 0.0),
         "ours: normalize, and the linear part of the input gradient": lambda: multiply_add(x, vector, vector),
         "ours: both sums of the backward": lambda: gradient_sums(dy, x, zeros, ones),
         "ours: add the scaled gradient": lambda: other.addcmul_(dy, spread),
