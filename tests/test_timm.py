@@ -58,11 +58,8 @@ def test_every_batch_norm_of_a_family_converts_and_reverts_to_what_it_was(name):
     assert anatomy(model) == parts
 
 
-TRAINED = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50", "resnet18", "densenet121"]
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == NAME else pytest.mark.slow) for name in TRAINED]
+    "name", [pytest.param(name, marks=() if name == NAME else pytest.mark.slow) for name in zoo.TIMM_TRAINED]
 )
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(name):
     largest = zoo.train_both(*zoo.small_timm(name))

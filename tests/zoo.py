@@ -76,12 +76,29 @@ TIMM = [
 # fmt: on
 
 
+TIMM_TRAINED = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50", "resnet18", "densenet121"]
+
+
 def build_timm(name: str) -> nn.Module:
     """Build a model of timm on the meta device."""
     import timm
 
     with torch.device("meta"):
         return timm.create_model(name)
+
+
+def timm_models_with_batch_norm() -> Iterator[tuple[str, nn.Module]]:
+    """Build all models of timm on the meta device, where they build there; yield those that have BatchNorm layers."""
+    import timm
+
+    for name in timm.list_models():
+        try:
+            model = build_timm(name)
+        except (NotImplementedError, RuntimeError) as error:
+            print(f"timm's {name} is not built on the meta device: {error}")
+            continue
+        if batch_norms(model):
+            yield name, model
 
 
 def small_timm(name: str) -> tuple[nn.Module, Tensor]:

@@ -1,4 +1,4 @@
-"""Convert and revert every torchvision model, train the small ones on three CPU replicas, and print what differs.
+"""Convert and revert all models of torchvision and timm, train small ones on three CPU replicas, print what differs.
 
 The last column has the differences that rounding alone makes: one device trains the model twice, the second time with
 the samples of the batch in reverse order.
@@ -9,6 +9,10 @@ from __future__ import annotations
 import copy
 import sys
 import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,15 +28,18 @@ from torch import Tensor, nn
 from sync_batchnorm import convert_model, revert_model
 
 
-def sweep() -> None:
+def sweep(library: str, found: Iterable[tuple[str, nn.Module]]) -> None:
     """Print how many models convert, and revert to what they were, and how long that takes."""
     start, busy = time.perf_counter(), time.process_time()
-    models, layers, converting, reverting = 0, 0, 0.0, 0.0
-    for name, model in zoo.models_with_batch_norm():
+    models, layers, left, converting, reverting = 0, 0, Counter[str](), 0.0, 0.0
+    for name, model in found:
         before = anatomy(model), classes(model)
         begin = time.process_time()
-        convert_model(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those that are left are counted
+            convert_model(model)
         converting += time.process_time() - begin
+        left.update(type(layer).__name__ for layer in zoo.batch_norms(model) if not hasattr(layer, "_sync_pipe"))
         same = anatomy(model) == before[0]
         begin = time.process_time()
         revert_model(model)
@@ -40,7 +47,9 @@ def sweep() -> None:
         if not same or (anatomy(model), classes(model)) != before:
             raise SystemExit(f"expected {name} as it was, but it has changed")
         models, layers = models + 1, layers + len(zoo.batch_norms(model))
-    print(f"{models} models with {layers} layers, built, converted, reverted and compared twice:", end=" ")
+    remain = ", ".join(f"{number} {name}" for name, number in left.items()) or "none"
+    print(f"{library}: {models} models with {layers} layers, of which {remain} left as they were;", end=" ")
+    print("built, converted, reverted and compared twice:", end=" ")
     print(f"{time.perf_counter() - start:.1f} s, {time.process_time() - busy:.1f} s of processor time")
     print(f"processor time per model: convert_model {1e3 * converting / models:.1f} ms, ", end="")
     print(f"revert_model {1e3 * reverting / models:.1f} ms")
@@ -62,7 +71,8 @@ def train() -> None:
     start = time.perf_counter()
     print("| model | layers | outputs | gradients | state | gradients, reordered |")
     print("|---|---|---|---|---|---|")
-    for name, make in zoo.FAMILIES.items():
+    families = zoo.FAMILIES | {f"timm's {name}": partial(zoo.small_timm, name) for name in zoo.TIMM_TRAINED}
+    for name, make in families.items():
         torch.manual_seed(0)
         model, input = make()
         replicas = zoo.train_both(copy.deepcopy(model), input)
@@ -71,11 +81,12 @@ def train() -> None:
         numbers = [*replicas.values(), rounding["gradients"]]
         cells = " | ".join(f"{number:.1e}" for number in numbers)
         print(f"| {name} | {len(zoo.batch_norms(model))} | {cells} |", flush=True)
-    print(f"{len(zoo.FAMILIES)} models trained three times in {time.perf_counter() - start:.0f} s")
+    print(f"{len(families)} models trained three times in {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(environment())
-    sweep()
+    sweep("torchvision", zoo.models_with_batch_norm())
+    sweep("timm", zoo.timm_models_with_batch_norm())
     train()
