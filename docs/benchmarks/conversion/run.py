@@ -19,7 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
-import conftest  # noqa: F401  # It lets torchvision import where its compiled operators are missing.
+import conftest
+
+conftest.import_torchvision()  # also where its compiled operators are missing; so the rest is imported below
+# ruff: noqa: E402
 import zoo
 from harness import environment
 from helpers import anatomy, classes
