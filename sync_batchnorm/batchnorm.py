@@ -492,11 +492,11 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
             )
         _check_forward(plain, ours)
     for name, child in modules:
-        ours = classes.get(type(child))
-        missing = [needed for needed in _NEEDED if ours is not None and not hasattr(child, needed)]
+        synchronized = classes.get(type(child))
+        missing = [needed for needed in _NEEDED if synchronized and not hasattr(child, needed)]
         if missing:
             raise TypeError(
-                f"expected layers of {_name(type(child))} to have all that {_name(ours)} needs, but "
+                f"expected layers of {_name(type(child))} to have all that {_name(synchronized)} needs, but "
                 f"{name or 'the module itself'} has no {missing[0]}; leave this class out"
             )
 
