@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import simulated_gpus
 import torch
+from helpers import assert_same_state
 from simulated_gpus import recording, reports
 from torch import nn
 
+from sync_batchnorm import convert_model
+
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 DEVICES = torch.cuda.device_count()
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
 two_devices = pytest.mark.skipif(DEVICES < 2, reason="needs two devices")
 
 
@@ -153,6 +159,72 @@ def test_free_after_the_allocating_stream_has_waited_is_safe():
     torch.cuda.current_stream().wait_stream(side)
     del x
     assert reports() == []
+
+
+def test_statistics_follow_what_is_allocated_and_freed():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_reserved() == torch.cuda.max_memory_allocated() == before
+    x = torch.empty(1000, device="cuda")  # 4000 bytes, in blocks of 512
+    y = torch.empty(1, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 4096 + 512
+    del x
+    assert torch.cuda.memory_allocated() - before == 512
+    assert torch.cuda.max_memory_allocated() - before == 4096 + 512
+    assert torch.cuda.memory_reserved() - before == 4096 + 512  # kept for the next tensor
+    free, total = torch.cuda.mem_get_info()
+    assert free == total - torch.cuda.memory_reserved() < total == torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before == 512
+    assert torch.cuda.max_memory_reserved() - before == 4096 + 512
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_reserved() == torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    assert y.is_cuda
+    assert torch.cuda.mem_get_info()[0] == total - before - 512
+
+
+def test_statistics_count_allocations_in_all():
+    torch.cuda.reset_accumulated_memory_stats()
+    kept, _ = torch.empty(3, device="cuda"), torch.empty(1 << 20, device="cuda")
+    del _
+    stats = torch.cuda.memory_stats()
+    assert (stats["allocation.all.allocated"], stats["allocation.all.freed"]) == (2, 1)
+    assert (stats["allocation.small_pool.allocated"], stats["allocation.large_pool.freed"]) == (1, 1)
+    assert (stats["requested_bytes.all.allocated"], stats["allocated_bytes.all.freed"]) == (12 + (1 << 22), 1 << 22)
+    assert stats["num_ooms"] == 0
+    assert kept.is_cuda
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+
+
+@two_devices
+def test_statistics_are_those_of_one_device():
+    before = [torch.cuda.memory_allocated(index) for index in range(2)]
+    x = torch.empty(1, device="cuda:1")
+    assert [torch.cuda.memory_allocated(index) - before[index] for index in range(2)] == [0, 512]
+    with torch.cuda.device(1):
+        assert torch.cuda.memory_allocated() == torch.cuda.memory_allocated(x.device) == before[1] + 512
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.cuda.memory_allocated(DEVICES)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.cuda.mem_get_info(DEVICES)
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "memory_stats"), reason="newer than torch 2.8")
+def test_statistics_of_the_accelerator_are_those_of_cuda():
+    x = torch.empty(1000, device="cuda")
+    assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= 4096
+    assert torch.accelerator.memory_stats() == torch.cuda.memory_stats()
+    del x
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == torch.cuda.memory_reserved() == torch.cuda.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
+    torch.accelerator.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -347,14 +419,137 @@ def test_recordings_nest_and_print_what_ran():
     assert nothing.log == []
 
 
+# Operators of nets, of which CUDA has other kernels than the CPU
+
+Made = tuple[nn.Module, tuple[int, ...]]  # a layer, and the shape of its input
+LAYERS: dict[str, Callable[[], Made]] = {
+    "conv1d": lambda: (nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "conv2d": lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 8)),
+    "conv3d": lambda: (nn.Conv3d(4, 6, 3, padding=1), (2, 4, 3, 5, 4)),
+    "grouped": lambda: (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
+    "dilated": lambda: (nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 7, 7)),
+    "dilated-3d": lambda: (nn.Conv3d(4, 6, 2, dilation=2, padding="same"), (2, 4, 5, 5, 5)),
+    "depthwise-1d": lambda: (nn.Conv1d(4, 4, 3, groups=4), (2, 4, 5)),
+    "depthwise": lambda: (nn.Conv2d(4, 4, 3, groups=4, bias=False, stride=2), (2, 4, 9, 9)),
+    "depthwise-multiplied": lambda: (nn.Conv2d(4, 8, 3, groups=4, padding="same", dilation=2), (2, 4, 5, 5)),
+    "depthwise-3d": lambda: (nn.Conv3d(4, 8, 3, groups=4), (2, 4, 5, 4, 3)),
+    "transposed-1d": lambda: (nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 5)),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (2, 4, 5, 5)),
+    "transposed-grouped": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, bias=False), (2, 4, 5, 5)),
+    "transposed-3d": lambda: (nn.ConvTranspose3d(4, 6, 3, stride=2), (2, 4, 3, 2, 3)),
+    "adaptive-pool": lambda: (nn.AdaptiveAvgPool2d(2), (2, 3, 7, 5)),
+    "adaptive-pool-3d": lambda: (nn.AdaptiveMaxPool3d(2), (2, 3, 5, 4, 3)),
+    "hardswish": lambda: (nn.Hardswish(), (5, 6)),
+    "hardsigmoid": lambda: (nn.Hardsigmoid(), (5, 6)),
+    "silu": lambda: (nn.SiLU(), (5, 6)),
+    "gelu": lambda: (nn.GELU(), (5, 6)),
+    "prelu": lambda: (nn.PReLU(6), (5, 6, 3)),
+    "bilinear": lambda: (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 5, 4)),
+    "nearest": lambda: (nn.Upsample(scale_factor=2), (2, 3, 4, 3, 2)),
+    "trilinear": lambda: (nn.Upsample(scale_factor=2, mode="trilinear"), (2, 3, 4, 3, 2)),
+    "instance-norm": lambda: (nn.InstanceNorm3d(3, affine=True), (2, 3, 4, 3, 2)),
+    "attention": lambda: (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=list(LAYERS))
+def test_layer_computes_and_derives_as_on_the_cpu(make, dtype):
+    layer, shape = make()
+    layer.to(dtype)
+    on_device = copy.deepcopy(layer).cuda()
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    y = x.detach().cuda().requires_grad_()
+    expected, output = layer(x), on_device(y)
+    torch.testing.assert_close(output.cpu(), expected)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    output.backward(dy.cuda())
+    pairs = [(y.grad, x.grad)]
+    pairs += [(b.grad, a.grad) for a, b in zip(layer.parameters(), on_device.parameters(), strict=True)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolution_is_derived_twice(groups):
+    grads = []
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 4, 3, groups=groups, dtype=F64)
+    data = torch.randn(2, 4, 5, 5, dtype=F64)
+    for device in ("cpu", "cuda"):
+        x = data.to(device).requires_grad_()
+        (first,) = torch.autograd.grad(layer.to(device)(x).pow(3).sum(), x, create_graph=True)
+        grads.append(torch.autograd.grad(first.pow(2).sum(), [x, layer.weight]))
+    for ours, theirs in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 4, 3)])
+def test_convolution_is_one_launch_each_way(layer):
+    layer = layer.cuda()
+    x = torch.randn(2, 4, 5, 5, device="cuda", requires_grad=True)
+    with recording() as ran:
+        y = layer(x)
+    assert ran.by_operator() == {"convolution": 1}
+    with recording() as ran:
+        y.backward(torch.ones_like(y))
+    assert ran.by_operator()["convolution_backward"] == 1
+    assert ran.host_syncs == 0
+
+
+def test_convolution_names_the_types_of_input_and_weight():
+    x = torch.ones(2, 4, 5, 5)
+    with pytest.raises(RuntimeError, match=r"\(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\)"):
+        nn.Conv2d(4, 4, 3)(x.cuda())
+    layer = nn.Conv2d(4, 4, 3, device="cuda", bias=False)
+    with pytest.raises(RuntimeError, match=r"Input type \(torch.cuda.DoubleTensor\) and weight type .* be the same"):
+        torch.ops.aten.convolution(x.double().cuda(), layer.weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+
+@two_devices
+def test_convolution_of_two_devices_is_an_error():
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*cuda:1 and cuda:0"):
+        nn.Conv2d(4, 4, 3, device="cuda:0")(torch.ones(2, 4, 5, 5, device="cuda:1"))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_moves_as_on_the_cpu(make, options):
+    moved = []
+    start = torch.randn(3, 4, dtype=F64)
+    for device in ("cpu", "cuda"):
+        weight = nn.Parameter(start.clone().to(device))
+        optimizer = make([weight], lr=0.1, weight_decay=0.1, **(options if device == "cuda" else {}))
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.pow(3).sum().backward()
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+        moved.append(weight.detach().cpu())
+    torch.testing.assert_close(moved[1], moved[0])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_convolution_under_autocast_has_the_dtype_of_autocast(dtype, channels_last):
+    layer, x = nn.Conv2d(4, 4, 3, groups=4).cuda(), torch.randn(2, 4, 5, 5, device="cuda")
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", dtype=dtype):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.float().pow(2).sum().backward()
+    torch.testing.assert_close(y.float(), layer(x), rtol=2e-2, atol=2e-2)
+    assert layer.weight.grad.dtype == F32
+    assert layer.weight.grad.isfinite().all()
+
+
 # Batch norm operators
 
 
 def vectors(*dtypes: torch.dtype, channels: int = 3) -> list[torch.Tensor]:
     return [torch.rand(channels, device="cuda").add(0.5).to(dtype) for dtype in dtypes]
-
-
-F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -505,6 +700,25 @@ def test_copies_of_tensors_stay_on_their_device():
 # torch.nn.DataParallel without this library
 
 
+class Tagged(torch.Tensor):
+    """A subclass that all operators keep."""
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("sizes", [None, [2] * DEVICES])
+def test_scatter_gives_plain_tensors(where, sizes):
+    whole = torch.randn(2 * DEVICES, 3, device=where)
+    tagged = whole.as_subclass(Tagged)
+    assert type(tagged.chunk(2)[0]) is Tagged
+    for chunks in (
+        nn.parallel.comm.scatter(tagged, range(DEVICES), sizes),
+        nn.parallel.scatter(tagged, list(range(DEVICES))),
+    ):
+        assert [type(chunk) for chunk in chunks] == [torch.Tensor] * DEVICES
+        assert [chunk.get_device() for chunk in chunks] == list(range(DEVICES))
+        assert torch.equal(torch.cat([chunk.cpu() for chunk in chunks]), whole.cpu())
+
+
 @pytest.mark.watchdog(120)
 def test_data_parallel_resnet_trains_without_a_report():
     torchvision = pytest.importorskip("torchvision")
@@ -538,6 +752,28 @@ def test_data_parallel_resnet_has_the_gradients_of_one_device():
     parallel(x).backward(dy.cuda())
     for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.cpu(), expected.grad)
+    assert reports() == []
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(300)
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "efficientnet_b0"])
+def test_net_of_torchvision_trains_on_all_devices_as_on_one(name):
+    """With synchronized layers, and without dropout, which each device draws by itself."""
+    models = pytest.importorskip("torchvision").models
+    options = {"stochastic_depth_prob": 0.0} if name == "efficientnet_b0" else {}
+    model = models.get_model(name, num_classes=3, dropout=0.0, **options).double()
+    data = [torch.randn(size, 3, 32, 32, dtype=F64) for size in (8, 7)]
+    single = copy.deepcopy(model)
+    parallel = convert_model(nn.DataParallel(model.cuda()))
+    for net, device in ((single, "cpu"), (parallel, "cuda")):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        for batch in data:
+            optimizer.zero_grad()
+            labels = torch.arange(len(batch), device=device) % 3
+            nn.functional.cross_entropy(net(batch.to(device)), labels).backward()
+            optimizer.step()
+    assert_same_state(parallel, single)
     assert reports() == []
 
 

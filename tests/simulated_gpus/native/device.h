@@ -45,11 +45,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return previous;
   }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(num_devices()); }
+#if __has_include(<c10/core/DeviceCapability.h>)  // which torch 2.8 does not have
   c10::DeviceCapability getDeviceCapability(Device) const override {
     c10::DeviceCapability every;
     every.capability_data.capability_bits = (1ULL << c10::NUMBER_OF_DEVICE_CAPABILITIES) - 1;
     return every;
   }
+#endif
 
   c10::Stream getStream(Device device) const override { return stream(device, stream_id_of(checked(device))); }
   c10::Stream getDefaultStream(Device device) const override { return stream(device, 0); }
@@ -63,7 +65,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream_id[next.device_index()] = next.id();
     return previous;
   }
-  void* getStreamNativeHandle(const c10::Stream next) const override { return reinterpret_cast<void*>(next.id()); }
+  // Not marked `override`, since torch 2.8 does not ask for it.
+  void* getStreamNativeHandle(const c10::Stream next) const { return reinterpret_cast<void*>(next.id()); }
 
   void record(void** event, const c10::Stream& on, const DeviceIndex, const c10::EventFlag) const override {
     Lock lock;

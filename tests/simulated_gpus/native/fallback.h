@@ -182,6 +182,22 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   for (auto& value : values) stack->emplace_back(std::move(value));
 }
 
+// Torch would choose among its kernels for CUDA, of which the CPU build has only some: `_conv_depthwise2d` and the backward
+// of transposed, dilated and 3-D convolutions are missing. So the CPU chooses, as one launch each way. The types are checked
+// first, as torch does.
+inline void convolution(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  auto input = arguments[0].toTensor();
+  for (size_t i : {1, 2}) {
+    if (arguments[i].isNone() || !arguments[i].toTensor().defined()) continue;
+    auto parameter = arguments[i].toTensor();
+    TORCH_CHECK(
+        input.options().type_equal(parameter.options()), "Input type (", input.toString(), ") and ",
+        i == 1 ? "weight" : "bias", " type (", parameter.toString(), ") should be the same");
+  }
+  fallback(op, keys, stack);
+}
+
 // This is a kernel of its own, since that of the CPU takes no generator: it would draw from the generator of the CPU.
 inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   Lock lock;

@@ -21,6 +21,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("set_.source_Storage", &set_storage);
   library.impl("record_stream", &simulated_gpus::record_stream);
+  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&simulated_gpus::convolution>());
+  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("native_dropout", &simulated_gpus::native_dropout);
   library.impl("batch_norm_stats", &simulated_gpus::batch_norm_stats);
   library.impl("batch_norm_update_stats", &simulated_gpus::batch_norm_update_stats);
@@ -74,6 +76,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("settle", [] {
     Lock lock;
     settle();
+  });
+  // Statistics of memory: (current, peak, allocated, freed) of each name.
+  module.def("memory_statistics", [](int device) {
+    Lock lock;
+    std::map<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>> result;
+    for (const auto& [name, value] : statistics(device).named)
+      result[name] = {value.current, value.peak, value.allocated, value.freed};
+    return result;
+  });
+  module.def("reset_peak_memory", [](int device) {
+    Lock lock;
+    for (auto& [name, value] : statistics(device).named) value.peak = value.current;
+  });
+  module.def("reset_accumulated_memory", [](int device) {
+    Lock lock;
+    for (auto& [name, value] : statistics(device).named) value.allocated = value.freed = 0;
+  });
+  module.def("empty_cache", [] {
+    Lock lock;
+    for (int device = 0; device < num_devices(); device++)
+      for (const char* pool : {"all", "small_pool", "large_pool"}) statistics(device).release_what_is_cached(pool);
   });
   module.def("synchronize", [](int device) { Guard().synchronizeDevice(static_cast<DeviceIndex>(device)); });
   module.def("milliseconds_between", [](intptr_t start, intptr_t end) {
