@@ -57,8 +57,10 @@ IMPORTS = {
         "replicate",
         "warning",
     },
+    "timm": {"batchnorm"},
     "selfcheck": {"batchnorm", "replicate"},
 }
+LATE = {"batchnorm": {"timm"}}  # imported in a function, by those who have installed what it is for
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
 WITHOUT_TORCH = ["errors", "warning", "coordinator", "comm"]
@@ -110,7 +112,9 @@ def test_the_order_of_the_files_has_no_cycle():
 
 @pytest.mark.parametrize("file", sorted(set(TREES) - ENTRANCES))
 def test_imports_go_in_one_direction(file):
-    assert own_imports(ast.walk(TREES[file])) <= IMPORTS[file]  # also in functions
+    in_functions = own_imports(ast.walk(TREES[file]))
+    assert in_functions - LATE.get(file, set()) <= IMPORTS[file]
+    assert LATE.get(file, set()) <= in_functions - own_imports(TREES[file].body)
 
 
 def test_documented_table_has_every_file_behind_those_that_it_imports():
@@ -152,7 +156,7 @@ def test_public_names_are_listed_and_there(file):
 
 
 def test_package_has_the_public_names_of_its_files():
-    files = [importlib.import_module(f"sync_batchnorm.{file}") for file in set(TREES) - ENTRANCES]
+    files = [importlib.import_module(f"sync_batchnorm.{file}") for file in set(TREES) - ENTRANCES - {"timm"}]
     assert set(sync_batchnorm.__all__) == {name for module in files for name in module.__all__}
 
 
