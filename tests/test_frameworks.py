@@ -6,8 +6,10 @@ Needs the extra `frameworks`; a test skips where its framework is not installed.
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,17 @@ from helpers import assert_equal, assert_same_state, doubles, twins
 from test_docs import blocks_of, section_of
 from torch import Tensor, nn
 
-from sync_batchnorm import convert_model
+from sync_batchnorm import convert_model, revert_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "frameworks.md"
 
-pytestmark = pytest.mark.watchdog(120.0)
+pytestmark = [
+    pytest.mark.watchdog(120.0),
+    # What frameworks use of others, and do with their default options.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning"),
+]
 
 
 @pytest.fixture
@@ -172,7 +180,6 @@ def losses_of_evaluations(trainer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("use_cpu", WHERE)
 @pytest.mark.parametrize("recipe", [("transformers", "transformers")], indirect=True)
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_cpu, tmp_path):
     class OneDevice(recipe.SynchronizedTrainer):
         def _wrap_model(self, model, *args, **kwargs):
@@ -194,7 +201,6 @@ def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_c
 
 @pytest.mark.parametrize("use_cpu", WHERE)
 @pytest.mark.parametrize("recipe", [("transformers", "transformers")], indirect=True)
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were:UserWarning")
 def test_bf16_of_a_trainer_takes_effect_in_compute_loss_alone(recipe, use_cpu, tmp_path):
     arguments = recipe.TrainingArguments(str(tmp_path), use_cpu=use_cpu, bf16=True, report_to="none", disable_tqdm=True)
@@ -232,3 +238,165 @@ def test_hooks_for_hidden_states_are_installed_before_a_forward_of_replicas():
     expected, actual = (model(data, output_hidden_states=True) for model in (plain, parallel))
     assert_equal(actual.logits, expected.logits)
     assert len(actual.hidden_states) == len(expected.hidden_states) == 2
+
+
+# fastai
+
+DEVICES = [["cpu"] * 2, pytest.param([0, 1], marks=several_gpus)]
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+    second = nn.Conv2d(6, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(4, 3)).double()
+
+
+def learner_of(recipe: types.ModuleType, device: Any, *callbacks: Any) -> Any:
+    """Return a learner with batches of 12, of which the last is one of 5, and a batch to validate with."""
+    images = torch.randn(36, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def image_of(i: int) -> Any:
+        return images[i].as_subclass(recipe.TensorImage)  # whose constructor would make it float32
+
+    datasets = recipe.Datasets(range(36), [[image_of], [recipe.label_of]], splits=[range(29), range(29, 36)])
+    dls = datasets.dataloaders(bs=12, num_workers=0, shuffle=False, drop_last=False, device=torch.device(device))
+    # The recorder of fastai averages losses of float32.
+    return recipe.Learner(dls, small_net(), lambda p, y: nn.functional.cross_entropy(p, y).float(), cbs=callbacks)
+
+
+def fit(learn: Any, epochs: int = 2) -> None:
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(epochs, 0.01)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("is_cast", [True, False])
+@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+def test_a_learner_trains_to_the_numbers_of_one_device(recipe, is_cast, devices):
+    from fastai.callback.core import Callback
+    from fastai.learner import CastToTensor
+
+    class Seen(Callback):
+        def after_batch(self):
+            seen.add((type(self.x), type(self.model)))
+
+    seen: set[Any] = set()
+    plain = learner_of(recipe, devices[0])
+    ours = learner_of(recipe, devices[0], recipe.SynchronizedTrainer(devices), Seen())
+    if not is_cast:
+        ours.remove_cb(CastToTensor)
+    fit(plain)
+    fit(ours)
+    assert seen == {(torch.Tensor if is_cast else recipe.TensorImage, recipe.DataParallelWithCallback)}
+    assert_same_state(ours.model, plain.model)
+    ours.save("saved")
+    fit(plain, 1)
+    resumed = learner_of(recipe, devices[0], recipe.SynchronizedTrainer(devices)).load("saved")
+    fit(resumed, 1)
+    assert_same_state(resumed.model, plain.model)
+    losses = [torch.tensor(learn.recorder.values).double() for learn in (resumed, plain)]
+    assert_equal(*losses)  # in training, and of the validation
+
+
+@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+def test_an_interrupted_fit_of_fastai_can_be_repeated(recipe):
+    from fastai.callback.core import Callback
+
+    class Interrupt(Callback):
+        def before_fit(self):
+            raise KeyboardInterrupt
+
+    learn = learner_of(recipe, "cpu", recipe.SynchronizedTrainer(["cpu"] * 2))
+    learn.add_cb(interrupt := Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        fit(learn)
+    assert type(learn.model) is recipe.DataParallelWithCallback
+    learn.remove_cb(interrupt)
+    fit(learn, 1)
+    assert type(learn.model) is nn.Sequential
+
+
+@pytest.mark.parametrize("devices", DEVICES[1:])
+@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+def test_what_to_parallel_has_wrapped_can_be_converted(recipe, devices):
+    from fastai.callback.core import Callback
+
+    class Convert(Callback):
+        order = recipe.ParallelTrainer.order + 1
+
+        def before_fit(self):
+            recipe.convert_model(self.learn.model)
+
+    plain, ours = learner_of(recipe, devices[0]), learner_of(recipe, devices[0], Convert()).to_parallel(devices)
+    fit(plain)
+    fit(ours)
+    assert_same_state(ours.model, plain.model)
+
+
+# skorch
+
+
+@pytest.fixture
+def _in_float64(recipe: types.ModuleType) -> Iterator[None]:
+    """Build models in float64, once the code of the page has run."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def samples() -> tuple[Any, Any]:
+    inputs = doubles(29, 6).numpy()
+    return inputs, (inputs[:, 0] > 0).astype("int64")
+
+
+def deep_net() -> nn.Module:
+    torch.manual_seed(0)
+    first = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU()
+    return nn.Sequential(*first, nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+@pytest.mark.usefixtures("_in_float64")
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("recipe", [("skorch", "skorch")], indirect=True)
+def test_a_net_its_clone_and_its_pickle_train_to_the_numbers_of_one_device(recipe, devices):
+    from sklearn.base import clone
+
+    # The last batch of an epoch has 5 samples.
+    options = recipe.options | {"batch_size": 12, "optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3}
+    options["device"] = torch.device("cpu" if devices[0] == "cpu" else "cuda")
+    X, y = samples()
+    plain = recipe.NeuralNetClassifier(deep_net(), **options).fit(X, y)
+    wrapper, model = recipe.DataParallelWithCallback, recipe.convert_model(deep_net())
+    net = recipe.NeuralNetClassifier(wrapper, module__module=model, module__device_ids=devices, **options)
+    copied = clone(net)
+    for fitted in (net.fit(X, y), copied.fit(X, y)):
+        assert_same_state(fitted.module_.module, plain.module_)
+        assert_equal(*(torch.tensor(n.predict_proba(X)) for n in (fitted, plain)))
+    assert net.module_.module is not copied.module_.module
+    loaded = pickle.loads(pickle.dumps(net))
+    for more in (plain, loaded):
+        more.partial_fit(X, y)
+    assert_same_state(loaded.module_.module, plain.module_)
+
+
+@pytest.mark.usefixtures("_in_float64")
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("recipe", [("skorch", "skorch")], indirect=True)
+def test_a_grid_search_finds_the_scores_of_one_device(recipe, devices):
+    def alone(width: int, devices: list[Any]) -> nn.Module:
+        return revert_model(recipe.parallel(width, devices).module)
+
+    options = recipe.options | {"device": torch.device("cpu" if devices[0] == "cpu" else "cuda")}
+    X, y = samples()
+    found = []
+    for function in (alone, recipe.parallel):
+        torch.manual_seed(0)
+        net = recipe.NeuralNetClassifier(function, module__width=8, module__devices=devices, **options)
+        search = recipe.GridSearchCV(net, {"module__width": [4, 8]}, cv=3, scoring="neg_log_loss")
+        found.append(search.fit(X, y))
+    expected, actual = found
+    assert type(actual.best_estimator_.module_) is recipe.DataParallelWithCallback
+    assert actual.best_params_ == expected.best_params_
+    assert_equal(*(torch.tensor(search.cv_results_["mean_test_score"]) for search in (actual, expected)))
+    assert_same_state(actual.best_estimator_.module_.module, expected.best_estimator_.module_)
