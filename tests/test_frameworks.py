@@ -400,3 +400,56 @@ def test_a_grid_search_finds_the_scores_of_one_device(recipe, devices):
     assert actual.best_params_ == expected.best_params_
     assert_equal(*(torch.tensor(search.cv_results_["mean_test_score"]) for search in (actual, expected)))
     assert_same_state(actual.best_estimator_.module_.module, expected.best_estimator_.module_)
+
+
+# Ignite
+
+
+def engine_of(recipe: types.ModuleType, model: nn.Module, device: Any, buffers: str) -> dict[str, Any]:
+    """Return what the page saves in a checkpoint."""
+    optimizer = recipe.idist.auto_optim(torch.optim.Adam(model.parameters(), 0.01))
+    trainer = recipe.create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss(), device=device)
+    ema = recipe.EMAHandler(model, momentum=0.1, handle_buffers=buffers)
+    ema.attach(trainer)
+    return {"model": model, "optimizer": optimizer, "trainer": trainer, "ema": ema.ema_model}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.DataParallel) else model
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("buffers", ["copy", "update"])
+@pytest.mark.parametrize("recipe", [("Ignite", "ignite")], indirect=True)
+def test_an_engine_trains_averages_and_resumes_to_the_numbers_of_one_device(recipe, buffers, devices):
+    from ignite.engine import create_supervised_evaluator
+    from ignite.metrics import Loss
+
+    device = torch.device("cpu" if devices[0] == "cpu" else "cuda")
+    data = [(doubles(size, 3, 9, 9), torch.arange(size) % 3) for size in (12, 12, 5)]
+
+    def parallel() -> nn.Module:
+        if device.type == "cpu":
+            return recipe.DataParallelWithCallback(recipe.convert_model(small_net()), devices)
+        return recipe.convert_model(recipe.idist.auto_model(small_net()))
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        evaluator = create_supervised_evaluator(model, {"loss": Loss(nn.CrossEntropyLoss())}, device=device)
+        return torch.tensor(evaluator.run(data).metrics["loss"]).double()
+
+    plain = engine_of(recipe, small_net().to(device), device, buffers)
+    plain["trainer"].run(data, max_epochs=3)
+    ours = engine_of(recipe, parallel(), device, buffers)
+    saver = recipe.Checkpoint(ours, recipe.DiskSaver("saved"))
+    ours["trainer"].add_event_handler(recipe.Events.EPOCH_COMPLETED(once=2), saver)
+    ours["trainer"].run(data, max_epochs=3)
+    resumed = engine_of(recipe, parallel(), device, buffers)
+    recipe.Checkpoint.load_objects(resumed, torch.load(saver.last_checkpoint))
+    assert resumed["trainer"].state.epoch == 2
+    resumed["trainer"].run(data, max_epochs=3)
+    for found in (ours, resumed):
+        for name in ("model", "ema"):
+            assert type(found[name]) is recipe.DataParallelWithCallback
+            assert_same_state(unwrapped(found[name]), plain[name])
+            assert_equal(loss_of(found[name]), loss_of(plain[name]))
+    recipe.Checkpoint.load_objects({"model": small_net()}, torch.load(saver.last_checkpoint))
