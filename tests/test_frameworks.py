@@ -213,6 +213,29 @@ def test_bf16_of_a_trainer_takes_effect_in_compute_loss_alone(recipe, use_cpu, t
     assert (loss.dtype, ours.logits.dtype) == (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("use_cpu", WHERE[1:])
+@pytest.mark.parametrize("recipe", [("transformers", "transformers")], indirect=True)
+@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were:UserWarning")
+def test_the_loss_of_a_trainer_is_multiplied_by_the_number_of_gpus(recipe, use_cpu, tmp_path):
+    losses = []
+    for averages in (True, False):
+        torch.manual_seed(0)
+        arguments = recipe.TrainingArguments(
+            str(tmp_path),
+            use_cpu=use_cpu,
+            average_tokens_across_devices=averages,
+            num_train_epochs=1,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        model = recipe.ResNetForImageClassification(recipe.config)
+        trainer = recipe.Trainer(model, arguments, train_dataset=recipe.data)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(torch.cuda.device_count() * losses[1])
+
+
 def test_hooks_for_hidden_states_are_installed_before_a_forward_of_replicas():
     transformers = pytest.importorskip("transformers")
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -387,7 +410,8 @@ def test_a_grid_search_finds_the_scores_of_one_device(recipe, devices):
     def alone(width: int, devices: list[Any]) -> nn.Module:
         return revert_model(recipe.parallel(width, devices).module)
 
-    options = recipe.options | {"device": torch.device("cpu" if devices[0] == "cpu" else "cuda")}
+    # The parts of 19 or 20 samples make a last batch of 7 or 8.
+    options = recipe.options | {"batch_size": 12, "device": torch.device("cpu" if devices[0] == "cpu" else "cuda")}
     X, y = samples()
     found = []
     for function in (alone, recipe.parallel):
