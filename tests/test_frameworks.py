@@ -6,6 +6,9 @@ Needs the extra `frameworks`; a test skips where its framework is not installed.
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
 import sys
 import types
 import warnings
@@ -27,7 +30,8 @@ from sync_batchnorm import (
     patch_sync_batchnorm,
 )
 
-PAGE = Path(__file__).parents[1] / "docs" / "frameworks.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "frameworks.md"
 
 pytestmark = pytest.mark.watchdog(120.0)
 
@@ -235,3 +239,89 @@ def test_embeddings_train_as_on_one_device(recipe, devices):
     for trunk in (plain, parallel):
         recipe.train(trunk, batches)
     assert_same_state(parallel.module, plain)
+
+
+# Accelerate, Lightning: a process for each device
+
+ENGINE = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+from common import import_torchvision
+
+import_torchvision()
+code, calls, rank, size, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
+torch.set_num_threads(1)
+if size > 1:  # as the launcher of the framework would
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {**ranks, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    store = dist.FileStore(str(folder / "world"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+recipe = {"__name__": "recipe"}
+exec(code, recipe)
+for name, call in json.loads(calls).items():
+    torch.manual_seed(0)
+    images, labels = torch.randn(24, 3, 8, 8, dtype=torch.float64), torch.randint(3, (24,))
+    names = {"net": recipe["make_net"]().double(), "data": TensorDataset(images, labels), "size": size}
+    try:
+        torch.save(eval(call, recipe, names).state_dict(), folder / f"{name}.{rank}")
+    except ValueError as error:
+        if name != "its own":
+            raise
+        (folder / f"{name}.{rank}").write_text(str(error))
+if size > 1:
+    dist.destroy_process_group()
+"""
+
+CALLS = {
+    "Accelerate": {"accelerate": "train(net, data, 8)"},
+    "Lightning": {
+        "fabric": "train_with_fabric(net, data, 8, size)",
+        "trainer": "train_with_trainer(net, data, 8, size)",
+        "its own": "train_with_trainer(net, data, 8, size, sync_batchnorm=True)",
+    },
+}
+
+
+def run_engine(heading: str, size: int, folder: Path) -> Path:
+    """Train nets with the code of a section in `size` processes, and return the folder with what these have saved."""
+    code = "".join(b.code for b in blocks_of(PAGE) if b.language == "python" and section_of(PAGE, b) == heading)
+    folder.mkdir()
+    path = [str(ROOT), str(ROOT / "docs" / "examples"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(size):
+        arguments = [code, json.dumps(CALLS[heading]), str(rank), str(size), str(folder)]
+        with (folder / f"stderr.{rank}").open("w") as stderr:
+            command = [sys.executable, "-c", ENGINE, *arguments]
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=stderr, stderr=stderr)
+        processes.append(process)
+    try:
+        codes = [process.wait(100.0) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(codes), "\n".join((folder / f"stderr.{rank}").read_text() for rank in range(size))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heading", "package"), [("Accelerate", "accelerate"), ("Lightning", "lightning")])
+def test_two_processes_of_an_engine_are_one_process(heading, package, tmp_path):
+    pytest.importorskip(package)
+    one, two = [run_engine(heading, size, tmp_path / str(size)) for size in (1, 2)]
+    for name in CALLS[heading]:
+        if name == "its own":
+            for rank in range(2):
+                assert (two / f"{name}.{rank}").read_text() == "SyncBatchNorm layers only work with GPU modules"
+            continue
+        expected = torch.load(one / f"{name}.0")
+        assert int(expected["1.num_batches_tracked"]) == 3
+        for rank in range(2):
+            state = torch.load(two / f"{name}.{rank}")
+            assert state.keys() == expected.keys()
+            for key, value in expected.items():
+                assert_equal(state[key], value, f"{key} of {name}")
