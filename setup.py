@@ -47,6 +47,9 @@ setup(
             "pytorch-metric-learning==2.9.0",
             "lightning==2.6.6",
             "timm==1.0.31",
+            "torchinfo==1.8.0",  # and what a summary, an attribution and a check of privacy say of a wrapper
+            "captum==0.9.0",
+            "opacus==1.6.0",
         ],
         "test": [
             *EXAMPLES,

@@ -28,6 +28,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     convert_model,
     patch_sync_batchnorm,
+    revert_model,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -325,3 +326,82 @@ def test_two_processes_of_an_engine_are_one_process(heading, package, tmp_path):
             assert state.keys() == expected.keys()
             for key, value in expected.items():
                 assert_equal(state[key], value, f"{key} of {name}")
+
+
+# What to give `parallel.module` to
+
+TOOLS = "What to give `parallel.module` to"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", [(TOOLS, "torch")], indirect=True)
+def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
+    plain = revert_model(copy.deepcopy(recipe.net))
+    with recipe.FlopCounterMode(display=False) as counter:
+        plain(recipe.batch)
+    assert counter.get_total_flops() == recipe.flops > 0
+    with recipe.FlopCounterMode(display=False) as counter:
+        recipe.parallel.train()(recipe.batch)
+    assert counter.get_total_flops() < recipe.flops
+    recipe.parallel.eval()
+    assert_equal(recipe.program.module()(recipe.batch), recipe.net(recipe.batch))
+    for export in (torch.export.export, torch.onnx.export):
+        with pytest.raises(Exception, match=r"replica|Failed to export"):
+            export(recipe.parallel, (recipe.batch,))
+
+
+@pytest.mark.parametrize("recipe", [(TOOLS, "torchinfo")], indirect=True)
+def test_a_summary_takes_the_module_of_a_wrapper(recipe):
+    from torchinfo import summary
+
+    plain = revert_model(copy.deepcopy(recipe.net))
+    wanted = summary(plain, input_data=recipe.batch, verbose=0)
+    found = summary(recipe.parallel.module, input_data=recipe.batch, verbose=0)
+    assert (found.total_params, found.total_mult_adds) == (wanted.total_params, wanted.total_mult_adds)
+    assert not summary(recipe.parallel, input_data=recipe.batch, verbose=0).total_mult_adds
+    recipe.net.eval()
+    recipe.parallel.training = True  # what `parallel.module.eval()` leaves behind
+    summary(recipe.parallel, input_data=recipe.batch, verbose=0)
+    assert recipe.net[1].training
+
+
+@pytest.mark.parametrize("recipe", [(TOOLS, "captum")], indirect=True)
+def test_attributions_are_those_of_the_module_of_a_wrapper(recipe):
+    from captum.attr import DeepLift, IntegratedGradients, LayerGradCam
+
+    parallel = recipe.parallel.double()
+    plain = revert_model(copy.deepcopy(recipe.net))
+    batch = recipe.batch.double().requires_grad_()
+    for method in (IntegratedGradients, DeepLift, LayerGradCam):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its hooks
+            values = [
+                method(model, *([layers[0]] if method is LayerGradCam else [])).attribute(batch, target=1)
+                for model, layers in ((plain, plain), (recipe.net, recipe.net), (parallel, recipe.net))
+            ]
+        expected, of_module, of_wrapper = values
+        assert_equal(of_module, expected, method.__name__)
+        if method is LayerGradCam:
+            assert len(of_wrapper) == 2  # of the four in the batch
+        else:
+            assert_equal(of_wrapper, expected, method.__name__)
+
+
+@pytest.mark.parametrize("recipe", [(TOOLS, "opacus")], indirect=True)
+def test_opacus_finds_no_fault_with_converted_layers_until_it_trains(recipe):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from opacus import PrivacyEngine
+        from opacus.validators import ModuleValidator
+
+        net, plain = recipe.net.train(), revert_model(copy.deepcopy(recipe.net)).train()
+        assert ModuleValidator.validate(plain, strict=False)
+        assert not ModuleValidator.validate(net, strict=False)
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in ModuleValidator.fix(plain).modules())
+        assert any(isinstance(m, SynchronizedBatchNorm2d) for m in ModuleValidator.fix(net).modules())
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(recipe.batch))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(NotImplementedError, match="SynchronizedBatchNorm2d"):
+            PrivacyEngine().make_private(
+                module=net, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+            )
