@@ -83,7 +83,7 @@ def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
             torch.optim.SGD(plain.parameters(), lr=0.01).step()
             expected.update(plain)
         average = recipe.train(parallel.module, devices, batches)
-        assert_same_state(parallel.module, plain)
+        assert_same_state(parallel, plain)
         assert_same_state(average, expected.module)
     kinds = classes(parallel.module).values()
     assert {kind.__name__ for kind in kinds if "BatchNorm" in kind.__name__} == {
@@ -133,7 +133,7 @@ def test_monai_trains_with_its_tensors_as_on_one_device(recipe, name, items, dev
             described = recipe.MetaTensor(output["pred"]).copy_meta_from(output["image"])
             assert described.meta["filename_or_obj"] == "image 6"
             assert torch.equal(described.as_tensor(), torch.as_tensor(output["pred"]))
-    assert_same_state(parallel.module, plain)
+    assert_same_state(parallel, plain)
 
 
 @pytest.mark.parametrize("recipe", [("MONAI", "monai")], indirect=True)
@@ -169,7 +169,7 @@ def test_segmentation_models_train_as_on_one_device(recipe, name, devices):
     batches = images_and_labels(devices, 64, (64, 64))
     for network in (plain, parallel):
         recipe.train(network, batches)
-    assert_same_state(parallel.module, plain)
+    assert_same_state(parallel, plain)
 
 
 @pytest.mark.parametrize("recipe", [("segmentation_models_pytorch", "segmentation_models_pytorch")], indirect=True)
@@ -208,7 +208,7 @@ def test_ultralytics_trains_as_on_one_device(recipe, devices):
         batch["cls"], batch["batch_idx"] = batch["cls"].double(), batch["batch_idx"].double()
     expected, actual = recipe.train(plain, plain, batches), recipe.train(parallel, parallel.module, batches)
     assert_equal(actual, expected)
-    assert_same_state(parallel.module, plain)
+    assert_same_state(parallel, plain)
     for model in (plain, parallel.module):
         model.eval()
     assert_equal(parallel(batches[0]["img"])[0], plain(batches[0]["img"])[0], "in eval mode", 1e-9)  # in pixels
@@ -239,7 +239,7 @@ def test_embeddings_train_as_on_one_device(recipe, devices):
     ]
     for trunk in (plain, parallel):
         recipe.train(trunk, batches)
-    assert_same_state(parallel.module, plain)
+    assert_same_state(parallel, plain)
 
 
 # Accelerate, Lightning: a process for each device
