@@ -52,6 +52,9 @@ setup(
             "matplotlib==3.11.2",
             "scikit-learn==1.9.1",
             "tqdm==4.70.1",
+            "torchinfo==1.8.0",  # and what a summary, an attribution and a check of privacy say of a wrapper
+            "captum==0.9.0",
+            "opacus==1.6.0",
         ],
         "test": [
             *EXAMPLES,

@@ -938,6 +938,56 @@ def ddp_that_was_converted_after_it_was_built_equals_one_process() -> None:
     assert_same_training(plain, ddp)
 
 
+@check(2)
+def compiled_ddp_equals_one_process() -> None:
+    plain = randomize(conv_net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler are its own
+        # Not the default backend, which needs a compiler of C++ and seconds.
+        ddp = torch.compile(DistributedDataParallel(convert_model(copy.deepcopy(plain))), backend="aot_eager")
+        assert_same_training(plain, ddp)
+
+
+def assert_same_sharded_training(plain: nn.Module, model: nn.Module) -> None:
+    """Compare three steps with one process, where `model` keeps a part of each parameter in each process."""
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (plain, model)]
+    for _ in range(3):
+        batch = torch.randn(2 * SIZE, 2, 6, 5, dtype=torch.float64)
+        expected = plain(batch)
+        grad = torch.randn_like(expected) / SIZE
+        expected.backward(grad)
+        model(cut(batch, [2] * SIZE)).backward(cut(grad, [2] * SIZE) * SIZE)
+        for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_equal(parameter.grad.full_tensor(), reference.grad, f"gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_equal(parameter.full_tensor(), reference, name)
+        assert_same_buffers(model, plain)
+
+
+@check(2)
+def fsdp2_equals_one_process() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(DEVICE, (SIZE,))
+    for layers in (nn.Conv2d, nn.Module):  # also the batch norms by themselves
+        for convert_first in (True, False):
+            plain = randomize(conv_net())
+            model = copy.deepcopy(plain)
+            if convert_first:
+                convert_model(model)
+            for child in model:
+                if isinstance(child, layers):
+                    fully_shard(child, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if not convert_first:
+                convert_model(model)
+            assert_same_sharded_training(plain, model)
+
+
 @check(2, 3)
 def ddp_around_replicas_equals_one_process() -> None:
     plain = randomize(conv_net())
