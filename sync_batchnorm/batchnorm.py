@@ -480,46 +480,38 @@ def _is_scripted(module: nn.Module) -> bool:
 
 def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: list[tuple[str, nn.Module]]) -> None:
     for plain, ours in classes.items():
-        if not all(isinstance(cls, type) for cls in (plain, ours)) or not issubclass(ours, _SynchronizedBatchNorm):
+        plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
+        if not isinstance(plain, type) or not isinstance(ours, type) or not issubclass(ours, _SynchronizedBatchNorm):
             raise TypeError(
-                f"expected a synchronized class to stand for {_name(plain)}, but got {_name(ours)}; derive one, as in "
-                f"class Synchronized{_name(plain)}({_name(plain)}, SynchronizedBatchNorm2d)"
+                f"expected a synchronized class to stand for {plain_name}, but got {our_name}; derive one, as in "
+                f"class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
         if plain is ours or not issubclass(ours, plain):
             raise TypeError(
-                f"expected a subclass of {_name(plain)} to stand for it, but got {_name(ours)}, of which layers would "
-                f"no longer be what they are; derive it from both, as in class {_name(ours)}({_name(plain)}, ...)"
+                f"expected a subclass of {plain_name} to stand for it, but got {our_name}; derive it from both, as in "
+                f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
-        _check_forward(plain, ours)
-    for name, child in modules:
-        synchronized = classes.get(type(child))
-        missing = [needed for needed in _NEEDED if synchronized and not hasattr(child, needed)]
-        if missing:
+        found = next(cls for cls in ours.__mro__ if "forward" in vars(cls))
+        if found is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
             raise TypeError(
-                f"expected layers of {_name(type(child))} to have all that {_name(synchronized)} needs, but "
-                f"{name or 'the module itself'} has no {missing[0]}; leave this class out"
+                f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
+                f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
             )
-
-
-def _check_forward(plain: type[nn.Module], ours: type[nn.Module]) -> None:
-    """Refuse a class whose forward would leave out the synchronization, or what the plain class does beside it."""
-    found = next(cls for cls in ours.__mro__ if "forward" in vars(cls))
-    if found is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
-        raise TypeError(
-            f"expected {_name(ours)} to compute what {_name(plain)} does, but its forward is that of a synchronized "
-            f"layer alone; name {_name(plain)} first among its bases, or write a forward"
-        )
-    code = getattr(vars(found)["forward"], "__code__", None)
-    if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
-        raise TypeError(
-            f"expected {_name(ours)} to synchronize, but it has the forward of {_name(plain)}, which never calls "
-            "super().forward(input); write a forward that computes the same from "
-            "SynchronizedBatchNorm2d.forward(self, input)"
-        )
-
-
-def _name(cls: Any) -> str:
-    return cls.__name__ if isinstance(cls, type) else repr(cls)
+        code = getattr(vars(found)["forward"], "__code__", None)
+        if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
+            raise TypeError(
+                f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which never "
+                "calls super().forward(input); write a forward that computes the same from "
+                "SynchronizedBatchNorm2d.forward(self, input)"
+            )
+    for name, child in modules:
+        missing = [needed for needed in _NEEDED if type(child) in classes and not hasattr(child, needed)]
+        if missing:
+            plain_name = type(child).__name__
+            raise TypeError(
+                f"expected {missing[0]} in every layer of {plain_name}, but got none in "
+                f"{name or 'the module itself'}; leave this class out"
+            )
 
 
 def _make_synchronized(

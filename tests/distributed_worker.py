@@ -49,6 +49,7 @@ from sync_batchnorm import (
 
 CHECKS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {}
 ON_GPUS: list[str] = []  # the checks that also run on simulated GPUs
+SLOW: list[str] = []  # the checks that run only where all is tried
 DEVICE = "cpu"  # "cuda" on simulated GPUs
 ROWS = [3, 1, 2]  # of the process of that rank, in most checks
 
@@ -69,6 +70,11 @@ def check(*sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 def on_gpus_too(function: Callable[[], None]) -> Callable[[], None]:
     ON_GPUS.append(function.__name__)
+    return function
+
+
+def slow(function: Callable[[], None]) -> Callable[[], None]:
+    SLOW.append(function.__name__)
     return function
 
 
@@ -939,6 +945,7 @@ def ddp_that_was_converted_after_it_was_built_equals_one_process() -> None:
 
 
 @check(2)
+@slow
 def compiled_ddp_equals_one_process() -> None:
     plain = randomize(conv_net())
     with warnings.catch_warnings():
@@ -968,6 +975,7 @@ def assert_same_sharded_training(plain: nn.Module, model: nn.Module) -> None:
 
 
 @check(2)
+@slow
 def fsdp2_equals_one_process() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -1324,7 +1332,7 @@ def run_checks_on_gpus(folder: Path) -> None:
 def run_checks(folder: Path) -> None:
     results = {}
     for name, (function, sizes) in CHECKS.items():
-        if SIZE not in sizes:
+        if SIZE not in sizes or (name in SLOW and not THOROUGH):
             continue
         torch.manual_seed(sum(name.encode()))  # the same in every process
         try:

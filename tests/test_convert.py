@@ -1183,8 +1183,12 @@ class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
         ("a name", Unrelated, "expected a synchronized class to stand for 'a name', but got Unrelated"),
         (NormAbs, Unrelated, "expected a subclass of NormAbs to stand for it, but got Unrelated"),
         (Unrelated, Unrelated, "expected a subclass of Unrelated to stand for it, but got Unrelated"),
-        (NormAbs, ForgetsTheAbs, "expected ForgetsTheAbs to compute what NormAbs does, but its forward is that of a"),
-        (NormAbs, NeverSynchronizes, "expected NeverSynchronizes to synchronize, but it has the forward of NormAbs"),
+        (NormAbs, ForgetsTheAbs, "expected a class that does what NormAbs does, but got ForgetsTheAbs, whose forward"),
+        (
+            NormAbs,
+            NeverSynchronizes,
+            "expected a class that synchronizes, but got NeverSynchronizes with the forward of NormAbs",
+        ),
     ],
 )
 def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
@@ -1197,7 +1201,7 @@ def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(
 
 def test_layer_that_lacks_a_buffer_is_refused_before_anything_changes():
     net = nn.Sequential(nn.BatchNorm2d(3), Standalone(3, count=False))
-    with pytest.raises(TypeError, match=r"expected layers of Standalone to have .* but 1 has no num_batches_tracked"):
+    with pytest.raises(TypeError, match="expected num_batches_tracked in every layer of Standalone, but got none in 1"):
         convert_model(net, classes={Standalone: SynchronizedStandalone})
     assert type(net[0]) is nn.BatchNorm2d
 

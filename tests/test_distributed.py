@@ -127,7 +127,7 @@ def results_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, s
     return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "quick"), 2)
 
 
-@pytest.mark.parametrize("name", checks_for(2))
+@pytest.mark.parametrize("name", [name for name in checks_for(2) if name not in distributed_worker.SLOW])
 def test_in_a_world(name, results_of_two):
     assert_right(name, results_of_two)
 
