@@ -714,7 +714,7 @@ MIXES = {  # devices and rows of each process
     "2/2, one chunk": ([2, 2, 2], [4, 1, 1]),
     "none/2": ([0, 2, 0], [2, 4, 1]),  # without a wrapper
 }
-FEW = ["2/1", "2/2, one chunk"]  # for all nets but one, where it is not thorough
+FEW = ["2/1", "2/2, one chunk"]  # where it is not thorough, for most nets
 
 
 def on_replicas(model: nn.Module, number: int) -> nn.Module:
@@ -724,10 +724,12 @@ def on_replicas(model: nn.Module, number: int) -> nn.Module:
     return DataParallelWithCallback(model, devices) if number else model
 
 
-def every_mix(*nets: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, list[int]]]:
+def every_mix(
+    *nets: Callable[[], nn.Module], always: Callable[[], nn.Module] | None = None
+) -> Iterator[tuple[nn.Module, nn.Module, list[int]]]:
     """Yield each net, a synchronized copy of it on the replicas of this process, and the rows of all processes."""
     for make in nets:
-        names = MIXES if THOROUGH or make is Residual else FEW
+        names = MIXES if THOROUGH or make is always else FEW
         for devices, rows in map(MIXES.__getitem__, names):
             plain = randomize(make()).to(DEVICE, torch.float64).train()
             yield plain, on_replicas(plain, devices[RANK]).train(), rows[:SIZE]
@@ -736,12 +738,13 @@ def every_mix(*nets: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, nn.Mo
 @check(2, 3)
 @on_gpus_too
 def branched_nets_equal_one_process_for_any_mix_of_replicas() -> None:
-    for plain, model, rows in every_mix(*BRANCHED):
+    for plain, model, rows in every_mix(*BRANCHED, always=Residual):
         for _ in range(2):
             assert_one_batch(plain, model, torch.randn(total(rows), 3, 4, 3, dtype=torch.float64, device=DEVICE), rows)
 
 
 @check(2, 3)
+@slow
 def several_calls_in_one_loss_equal_one_process_for_any_mix_of_replicas() -> None:
     for plain, model, rows in every_mix(Residual, Ignored, Bare):
         # As a discriminator is called: the second call may make more chunks than the first, or fewer.
@@ -1050,9 +1053,10 @@ def ddp_around_replicas_trains_with_uneven_batches() -> None:
 
 
 @check(2, 3)
+@slow
 def ddp_around_any_number_of_replicas_equals_one_process() -> None:
     for devices in ([2, 1, 3], [1, 3, 0], [0, 2, 1]):  # none: without a wrapper
-        for make in (Residual, Bare, Dense) if THOROUGH else (Residual,):
+        for make in (Residual, Bare, Dense):
             assert_same_uneven_training(make, [3, 4, 1], devices, bucket_cap_mb=1e-4)
 
 
@@ -1080,6 +1084,7 @@ def ddp_finds_complete_the_same_gradients_between_layers_in_threads_old_and_new(
 
 
 @check(2, 3)
+@slow
 def ddp_around_replicas_takes_its_options_with_uneven_batches() -> None:
     for options in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         assert_same_uneven_training(Residual, [4, 1, 2], **options, bucket_cap_mb=1e-4)

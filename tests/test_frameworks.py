@@ -503,6 +503,7 @@ def images_and_labels(devices: Sequence[Any], size: int, labels: tuple[int, ...]
     return [(doubles(*s, devices=devices), torch.randint(2, (s[0], *labels), device=first)) for s in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", [("timm", "timm")], indirect=True)
 def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
@@ -771,6 +772,7 @@ def test_two_processes_of_an_engine_are_one_process(heading, package, tmp_path):
 TOOLS = "What to give `parallel.module` to"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("recipe", [(TOOLS, "torch")], indirect=True)
 def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):

@@ -341,6 +341,7 @@ def test_checks_run_as_a_program_of_their_own():
     assert parity.ok
 
 
+@pytest.mark.slow  # It takes half a gigabyte.
 def test_copy_is_told_with_its_rate(monkeypatch):
     times = iter([1000.0, 1000.5] * 2)
     monkeypatch.setattr(selfcheck, "perf_counter", lambda: next(times))

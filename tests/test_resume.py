@@ -11,7 +11,7 @@ from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
-pytestmark = [*every_kernel, pytest.mark.once("kernel")]
+pytestmark = [*every_kernel, pytest.mark.once("kernel", "kind")]
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
