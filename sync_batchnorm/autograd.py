@@ -79,7 +79,7 @@ def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
             target.stream.wait_stream(source.stream)
             _record(tensor, target.stream)
         return tensor
-    with source.entered(), target.entered():  # torch orders a copy after one stream, and the other after it
+    with source.ordered(), target.ordered():  # torch orders a copy after one stream, and the other after it
         return tensor.to(target.device, non_blocking=True)
 
 
@@ -92,7 +92,7 @@ def hand_over_packed(vectors: Sequence[Tensor], source: Place, target: Place) ->
     """Hand over several tensors of one shape; from one device to another as one copy."""
     if source.device == target.device:
         return [hand_over(vector, source, target) for vector in vectors]
-    with source.entered():
+    with source.ordered():
         packed = torch.stack(list(vectors))
     return list(hand_over(packed, source, target).unbind())
 
@@ -287,16 +287,19 @@ _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_gra
 def _in_order(call: Call, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Run the body at the place of the master, in order with the streams that the engine has chosen; on CUDA."""
     here = torch.cuda.current_stream(call.home.device)
+    ready: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # one event for all who wait for a stream
     order = []
     for device, stream in dict.fromkeys(call.places):
-        there = torch.cuda.current_stream(device)
+        there = here if device == call.home.device else torch.cuda.current_stream(device)
         order += [(stream, other) for other in dict.fromkeys((here, there)) if stream is not None and other != stream]
     for stream, engine in order:
-        stream.wait_stream(engine)
+        if engine not in ready:
+            ready[engine] = engine.record_event()
+        stream.wait_event(ready[engine])
     for grad, place in zip(grads, (*call.places, *call.pair_places), strict=False):
         if grad is not None and place.stream is not None:
             _record(grad, place.stream)
-    with call.home.entered():
+    with call.home.ordered():
         yield
     for stream, engine in order:
         engine.wait_stream(stream)
@@ -341,7 +344,7 @@ class _Backward:
         if any(grad is not None for _, _, grad, *_ in self.parts):
             for name, i in self.wanted:
                 if name != "input" and self.found.get((name, i)) is None:  # Hooks do not expect None.
-                    with call.places[i].entered():
+                    with call.places[i].ordered():
                         self.found[name, i] = torch.zeros_like(call.statistics[call.places[i]].mean)
         return self.found
 
@@ -420,7 +423,7 @@ class _Backward:
         weighted = call.group is not None or not call.one_weight
         for i, place, grad, input, weight in self.parts:
             if grad is not None:
-                with place.entered():
+                with place.ordered():
                     *sums, self.found["weight", i], self.found["bias", i] = normalization.fused_gradient_sums(
                         grad,
                         input,
@@ -440,7 +443,7 @@ class _Backward:
         at: dict[Place, Any] = {}
         for i, place, grad, input, weight in self.parts:
             if ("input", i) in self.wanted:
-                with place.entered():
+                with place.ordered():
                     if place not in at:
                         at[place] = hand_over(totals, call.home, place), call.count_at(place)
                     self.found["input", i] = normalization.fused_input_gradient(
@@ -462,7 +465,7 @@ class _Backward:
         arrived = [hand_over(grad, place, home) for grad, place in given if grad is not None]
         centered: dict[int, Tensor] = {}
         for i, place, grad, input, weight in self.parts:
-            with place.entered():
+            with place.ordered():
                 mean, second = at[place]
                 centered[i] = input.to(dtype) - per_channel(mean, input)
                 if grad is None:
@@ -490,7 +493,7 @@ class _Backward:
         )
         for i, place, _, input, _ in self.parts:
             if ("input", i) in self.wanted:
-                with place.entered():
+                with place.ordered():
                     through = through.view_as(through)
                     grad_mean, grad_var = hand_over(through, home, place)
                     # The first operand decides on the memory format: that of the input.

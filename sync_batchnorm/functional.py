@@ -187,7 +187,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
     call.count = sum(message.elements for message in contents)
     if call.group is None:
         _refuse_one(call, contents)
-    with _out_of_inference_mode(contents), torch.no_grad(), call.home.entered(), _without_autocast(call.home.device):
+    with _out_of_inference_mode(contents), torch.no_grad(), call.home.ordered(), _without_autocast(call.home.device):
         _merge(call, contents)
     return [(replica, call) for replica, _ in messages]
 
@@ -229,7 +229,7 @@ def _merge(call: Call, messages: Sequence[Message]) -> None:
     pairs = [pair]
     for place in call.pair_places[1:]:
         here = hand_over(pair, call.home, place)
-        with place.entered():
+        with place.ordered():
             pairs.append(here.clone() if here is pair else here)
             if place not in call.statistics:
                 call.statistics[place] = Statistics(*pairs[-1].detach().unbind())

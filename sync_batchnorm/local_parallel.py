@@ -34,8 +34,17 @@ class Place(NamedTuple):
     stream: torch.cuda.Stream | None  # None where there are none
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream, and with it its device, is the current one."""
+        """Return a context in which this stream, and with it its device, is the current one: for code of users."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """Return a context in which operators on tensors of this device use this stream.
+
+        Nothing has to be entered where they do so already, whatever device is the current one, as nearly always.
+        """
+        if self.stream is None or torch.cuda.current_stream(self.device) == self.stream:
+            return nullcontext()
+        return torch.cuda.stream(self.stream)
 
 
 _CPU = Place(torch.device("cpu"), None)

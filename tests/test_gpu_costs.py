@@ -43,8 +43,8 @@ BUDGETS = {  # forward and backward, of float32 and of the half precisions
     ("[0, 0]", "half"): (Cost(8, 0, 0, 0, 0, 6), Cost(8, 0, 0, 0, 0, 10)),
     ("[0, 1]", "full"): (Cost(11, 0, 0, 2, 16, 12), Cost(13, 6, 3, 3, 24, 20)),
     ("[0, 1]", "half"): (Cost(11, 0, 0, 2, 16, 6), Cost(13, 6, 3, 3, 24, 10)),
-    ("[0, 1, 2, 3]", "full"): (Cost(21, 0, 0, 6, 48, 12), Cost(29, 18, 9, 9, 72, 20)),
-    ("[0, 1, 2, 3]", "half"): (Cost(21, 0, 0, 6, 48, 6), Cost(29, 18, 9, 9, 72, 10)),
+    ("[0, 1, 2, 3]", "full"): (Cost(21, 0, 0, 6, 48, 12), Cost(29, 16, 9, 9, 72, 20)),
+    ("[0, 1, 2, 3]", "half"): (Cost(21, 0, 0, 6, 48, 6), Cost(29, 16, 9, 9, 72, 10)),
 }
 
 DEVICES = {str(devices): devices for devices in ([0], [0, 0], [0, 1], [0, 1, 2, 3]) if max(devices) < CUDA_COUNT}
