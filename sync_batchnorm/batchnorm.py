@@ -167,12 +167,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
             ctx.sync_master = _LayerMaster(merge_messages)
-            self._sync_pipe = ctx.sync_master
-        else:
-            self._sync_pipe = ctx.sync_master.register_slave(copy_id)
-        self._sync_updates_running_stats = copy_id == 0
+        state = self.__dict__  # where an attribute is set without what `nn.Module.__setattr__` looks for, a few times
+        state["_sync_pipe"] = ctx.sync_master if copy_id == first else ctx.sync_master.register_slave(copy_id)
+        state["_sync_updates_running_stats"] = copy_id == 0
         if copy_id and self.track_running_stats:
-            self._sync_missed = []
+            state["_sync_missed"] = []
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
