@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.nn.parallel import comm
+from torch.nn.parallel._functions import Broadcast
 
 from sync_batchnorm.errors import CapturedError
 from sync_batchnorm.warning import warn
@@ -112,7 +114,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         devices = [as_device(device) for device in device_ids]
         if not is_local(devices):
-            return super().replicate(module, device_ids)  # type: ignore[arg-type]
+            if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+                return super().replicate(module, device_ids)  # type: ignore[arg-type]
+            return _replicas_on(module, devices, not torch.is_grad_enabled())
         return replicate(module, devices, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
@@ -266,19 +270,42 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
     """
     placed = {devices[0]: module}
     if len(distinct := list(dict.fromkeys(devices))) > 1:
-        placed = dict(zip(distinct, nn.parallel.replicate(module, distinct, detach), strict=True))
+        placed = dict(zip(distinct, _replicas_on(module, distinct, detach), strict=True))
     numbers = Counter(devices)
     replicas = {device: iter(_replicas_of(copy, numbers[device], detach)) for device, copy in placed.items()}
     return [next(replicas[device]) for device in devices]
 
 
+def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
+    """Return a replica of a module on each of several distinct devices, with copies that torch makes of its tensors."""
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    recorded = [buffer for buffer in buffers if buffer.requires_grad and not detach]
+    rest = [buffer for buffer in buffers if not buffer.requires_grad or detach]
+    tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
+    for originals, detached in ((parameters, detach), (recorded, False), (rest, True)):
+        if originals and detached:
+            found = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
+            copies = [[_as(copy, of) for copy, of in zip(own, originals, strict=True)] for own in found]
+        elif originals:
+            found = Broadcast.apply(devices, *originals)  # type: ignore[no-untyped-call]
+            copies = [list(found[i : i + len(originals)]) for i in range(0, len(found), len(originals))]
+        else:
+            continue
+        tensors |= {id(original): [own[i] for own in copies] for i, original in enumerate(originals)}
+
+    def copies_of(name: str, original: Tensor) -> list[Tensor]:
+        return tensors[id(original)]
+
+    return _build(module, len(devices), copies_of, copies_of)
+
+
+def _as(copy: Tensor, original: Tensor) -> Tensor:
+    """Return what was copied as real numbers as what it is."""
+    return torch.view_as_complex(copy) if original.is_complex() and not copy.is_complex() else copy
+
+
 def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module]:
     """Return `number` replicas of a module, on the device where it is."""
-    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs,
-    # lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of
-    # its own for buffers and submodules. They are filled directly, since to set hundreds of attributes through
-    # `nn.Module.__setattr__` takes longer than all the rest of a replication.
-    copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
     shares = [_Shares() for _ in range(number)]
 
@@ -289,16 +316,35 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
             with (
                 torch._C.DisableTorchFunctionSubclass()
             ):  # Torch makes plain tensors, and that of a subclass is a view.
-                aliases = tensors[id(original)] = [make(original) for _ in copies]
+                aliases = tensors[id(original)] = [make(original) for _ in range(number)]
             for i in range(0 if original.is_inference() else number):
                 shares[i].append(_Share(name, original, aliases[i]))
         return tensors[id(original)]
 
     def copy(original: Tensor) -> list[Tensor]:
         if id(original) not in tensors:
-            tensors[id(original)] = [original, *(original.detach().clone() for _ in copies[1:])]
+            tensors[id(original)] = [original, *(original.detach().clone() for _ in range(1, number))]
         return tensors[id(original)]
 
+    def buffers_of(name: str, buffer: Tensor) -> list[Tensor]:
+        return alias(name, buffer) if buffer.requires_grad else copy(buffer)
+
+    replicas = _build(module, number, alias, buffers_of)
+    for replica, own in zip(replicas, shares, strict=True):
+        replica.__dict__["_sync_shares"] = own
+    return replicas
+
+
+TensorsOf = Callable[[str, Tensor], list[Tensor]]  # of each replica, by name and original
+
+
+def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of: TensorsOf) -> list[nn.Module]:
+    """Return `number` replicas of a module that have the tensors which they are given."""
+    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs,
+    # lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of
+    # its own for buffers and submodules. They are filled directly, since to set hundreds of attributes through
+    # `nn.Module.__setattr__` takes longer than all the rest of a replication.
+    copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     named: dict[str, nn.Module] = dict(module.named_modules())
     for prefix, child in named.items():
         for of_modules in copies:
@@ -307,11 +353,9 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
         # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
         former: dict[str, Tensor] = child.__dict__.get("_former_parameters", {})
         given = former | {name: tensor for name, tensor in child._parameters.items() if tensor is not None}
-        parameters = {name: alias(path + name, tensor) for name, tensor in given.items()}
+        parameters = {name: parameters_of(path + name, tensor) for name, tensor in given.items()}
         buffers = {
-            name: alias(path + name, tensor) if tensor.requires_grad else copy(tensor)
-            for name, tensor in child._buffers.items()
-            if tensor is not None
+            name: buffers_of(path + name, tensor) for name, tensor in child._buffers.items() if tensor is not None
         }
         absent = [name for name, parameter in child._parameters.items() if parameter is None]
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without asking it
@@ -327,12 +371,11 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
             else:
                 for name, of_replicas in (parameters | buffers).items():
                     setattr(replica, name, of_replicas[i])
-    for i, of_modules in enumerate(copies):
+    for of_modules in copies:
         for child, replica in of_modules.items():
             for name, grandchild in child._modules.items():
                 if grandchild is not None:
                     replica._modules[name] = of_modules[grandchild]
-        of_modules[module].__dict__["_sync_shares"] = shares[i]
     return [of_modules[module] for of_modules in copies]
 
 
