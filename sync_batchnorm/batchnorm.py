@@ -9,6 +9,7 @@ computes something of its own cannot be swapped for another one: such a layer is
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -496,7 +497,7 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
                 f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
                 f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
             )
-        code = getattr(vars(found)["forward"], "__code__", None)
+        code = getattr(inspect.unwrap(vars(found)["forward"]), "__code__", None)
         if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
             raise TypeError(
                 f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which never "

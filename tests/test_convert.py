@@ -1065,6 +1065,18 @@ class SynchronizedNormTanh(NormTanh, SynchronizedBatchNorm2d):
     pass
 
 
+class NormDecorated(nn.BatchNorm2d):
+    """Hides its code in a decorator, as those of torch for autocast and gradients do."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input))
+
+
+class SynchronizedNormDecorated(NormDecorated, SynchronizedBatchNorm2d):
+    pass
+
+
 class NormAbs(nn.BatchNorm2d):
     """Calls the function of torch."""
 
@@ -1107,6 +1119,7 @@ class SynchronizedStandalone(Standalone, SynchronizedBatchNorm2d):
 
 USERS_OWN = [
     (NormTanh, (3, 0.5), SynchronizedNormTanh),
+    (NormDecorated, (3,), SynchronizedNormDecorated),
     (NormAbs, (3,), SynchronizedNormAbs),
     (NormAbs, (3,), OtherOrder),
     (Standalone, (3,), SynchronizedStandalone),
