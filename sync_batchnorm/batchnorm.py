@@ -491,19 +491,22 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
                 f"expected a subclass of {plain_name} to stand for it, but got {our_name}; derive it from both, as in "
                 f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
-        found = next(cls for cls in ours.__mro__ if "forward" in vars(cls))
-        if found is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
+        computing = [cls for cls in ours.__mro__ if "forward" in vars(cls)]
+        if computing[0] is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
             raise TypeError(
                 f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
                 f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
             )
-        code = getattr(inspect.unwrap(vars(found)["forward"]), "__code__", None)
-        if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
-            raise TypeError(
-                f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which never "
-                "calls super().forward(input); write a forward that computes the same from "
-                "SynchronizedBatchNorm2d.forward(self, input)"
-            )
+        for cls in computing:
+            if cls is _SynchronizedBatchNorm or not issubclass(plain, cls):
+                break  # what somebody has written for a synchronized class
+            code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
+            if code is not None and "__class__" not in code.co_freevars:
+                raise TypeError(
+                    f"expected a class that synchronizes, but got {our_name} with the forward of {cls.__name__}, which "
+                    "never calls super().forward(input); write a forward that computes the same from "
+                    "SynchronizedBatchNorm2d.forward(self, input)"
+                )
     for name, child in modules:
         missing = [needed for needed in _NEEDED if type(child) in classes and not hasattr(child, needed)]
         if missing:

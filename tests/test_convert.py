@@ -1188,6 +1188,21 @@ class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
     pass
 
 
+class NormAbsTanh(NormAbs):
+    """Calls `super().forward`, which does not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input))
+
+
+class GetsStuck(NormAbsTanh, SynchronizedBatchNorm2d):
+    pass
+
+
+class SynchronizedNormAbsTanh(NormAbsTanh, SynchronizedNormAbs):
+    pass
+
+
 @pytest.mark.parametrize(
     ("plain", "ours", "message"),
     [
@@ -1202,6 +1217,7 @@ class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
             NeverSynchronizes,
             "expected a class that synchronizes, but got NeverSynchronizes with the forward of NormAbs",
         ),
+        (NormAbsTanh, GetsStuck, "expected a class that synchronizes, but got GetsStuck with the forward of NormAbs,"),
     ],
 )
 def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
@@ -1210,6 +1226,15 @@ def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(
     with pytest.raises(TypeError, match=message):
         convert_model(net, classes={plain: ours})
     assert classes(net) == kinds
+
+
+def test_class_derived_from_two_that_synchronize_trains_as_on_one_device():
+    net = randomize(nn.Sequential(nn.Conv2d(2, 3, 3), NormAbsTanh(3))).double()
+    expected = copy.deepcopy(net)
+    convert_model(net, classes={NormAbs: SynchronizedNormAbs, NormAbsTanh: SynchronizedNormAbsTanh})
+    assert type(net[1]) is SynchronizedNormAbsTanh
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=5.0)
+    assert_same_step(expected, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
 
 
 def test_layer_that_lacks_a_buffer_is_refused_before_anything_changes():
