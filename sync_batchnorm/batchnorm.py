@@ -589,7 +589,7 @@ def _of_torch(cls: type[nn.Module], name: str) -> Any:
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
     plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
-    if plain is None:
+    if plain is None or is_parametrized(layer):
         return False
     layer.__class__ = plain  # type: ignore[assignment]
     former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))

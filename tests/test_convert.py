@@ -1163,6 +1163,16 @@ def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
     assert type(revert_model(net)[0]) is NormTanh
 
 
+def test_parametrized_layer_of_a_class_that_was_told_is_left_by_revert_model():
+    layer = convert_model(NormTanh(3, 1.0), classes={NormTanh: SynchronizedNormTanh})
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus(), unsafe=True)
+    with pytest.warns(UserWarning, match="is parametrized; remove its parametrizations first"):
+        revert_model(layer)
+    assert layer.weight.shape == (3,)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(revert_model(layer)) is NormTanh
+
+
 def test_class_that_is_not_told_is_left_with_the_line_that_tells_it():
     net = nn.Sequential(NormTanh(3, 1.0))
     assert (
