@@ -535,7 +535,7 @@ def _make_synchronized(
         layer._infer_parameters(layer, (torch.empty(0),))
     cls = type(layer)
     try:
-        layer.__class__ = given or _SYNCHRONIZED.get(cls) or _mixed(cls)  # type: ignore[arg-type]
+        swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
     except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
         return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
     if process_group is not None and cls is nn.SyncBatchNorm:
@@ -591,7 +591,7 @@ def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
     plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
     if plain is None or is_parametrized(layer):
         return False
-    layer.__class__ = plain  # type: ignore[assignment]
+    swap_class(layer, plain)
     former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
     for name in (*_RESERVED, _FORMER_CLASS):
         layer.__dict__.pop(name, None)

@@ -1163,6 +1163,17 @@ def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
     assert type(revert_model(net)[0]) is NormTanh
 
 
+def test_layer_whose_attributes_are_set_elsewhere_converts_and_reverts():
+    class Redirects(nn.BatchNorm2d):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name != "__class__":
+                super().__setattr__(name, value)
+
+    layer = Redirects(3)
+    assert isinstance(convert_model(layer), SynchronizedBatchNorm2d)
+    assert type(revert_model(layer)) is Redirects
+
+
 def test_parametrized_layer_of_a_class_that_was_told_is_left_by_revert_model():
     layer = convert_model(NormTanh(3, 1.0), classes={NormTanh: SynchronizedNormTanh})
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus(), unsafe=True)
