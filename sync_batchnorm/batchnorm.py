@@ -663,10 +663,10 @@ def patch_sync_batchnorm() -> Iterator[None]:
             _Patch.depth -= 1
             if not _Patch.depth:
                 for patched, init in _Patch.before.items():
-                    if init is None:
-                        del patched.__init__
-                    else:
+                    if init is not None:
                         patched.__init__ = init  # type: ignore[method-assign]
+                    elif "__init__" in vars(patched):  # unless somebody else has taken it away
+                        del patched.__init__
                 _Patch.before.clear()
                 left, _Patch.left = _Patch.left, {}
     if left:

@@ -1381,6 +1381,18 @@ def test_an_initializer_that_somebody_else_has_put_there_comes_back(monkeypatch)
     assert vars(nn.BatchNorm2d)["__init__"] is initialize
 
 
+def test_an_initializer_that_somebody_else_has_removed_does_not_keep_the_others():
+    try:
+        with patch_sync_batchnorm():
+            del nn.BatchNorm1d.__init__
+            assert type(nn.BatchNorm1d(2)) is nn.BatchNorm1d
+        assert_not_patched()
+    finally:
+        for plain in SHAPES:
+            if "__init__" in vars(plain):
+                del plain.__init__
+
+
 def test_nested_contexts_end_with_the_outermost():
     with patch_sync_batchnorm():
         with patch_sync_batchnorm():
