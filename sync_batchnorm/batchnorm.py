@@ -550,8 +550,10 @@ def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the synchronized class for that of timm which normalizes and activates, and which timm calls anything."""
     if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
         return None
-    from sync_batchnorm.timm import SynchronizedBatchNormAct2d
-
+    try:
+        from sync_batchnorm.timm import SynchronizedBatchNormAct2d
+    except ImportError:  # a timm from before `timm.layers`
+        return None
     return SynchronizedBatchNormAct2d if issubclass(SynchronizedBatchNormAct2d, cls) else None
 
 
