@@ -578,7 +578,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
             f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
         )
     expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
-    clashes = sorted(name for name in _RESERVED - expected if hasattr(layer, name))
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None

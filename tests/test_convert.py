@@ -1355,6 +1355,25 @@ def test_synchronized_layers_built_inside_of_the_context_keep_their_options():
     assert (type(layer), layer.group_size, layer.eps_mode) == (SynchronizedBatchNorm2d, 2, "clamp")
 
 
+class WithProperty(nn.BatchNorm2d):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size_of_groups = size
+
+    @property
+    def group_size(self) -> int:
+        return self.size_of_groups
+
+
+def test_property_that_is_not_there_yet_is_not_replaced_in_the_context():
+    with (
+        pytest.warns(UserWarning, match=r"\n- 1 layers: WithProperty has a group_size of its own"),
+        patch_sync_batchnorm(),
+    ):
+        layer = WithProperty(2)
+    assert (type(layer), layer.group_size) == (WithProperty, 2)
+
+
 def test_classes_are_as_before_when_the_body_raises():
     @patch_sync_batchnorm()
     def build() -> None:
