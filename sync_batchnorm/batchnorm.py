@@ -9,6 +9,7 @@ computes something of its own cannot be swapped for another one: such a layer is
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -490,19 +491,22 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
                 f"expected a subclass of {plain_name} to stand for it, but got {our_name}; derive it from both, as in "
                 f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
-        found = next(cls for cls in ours.__mro__ if "forward" in vars(cls))
-        if found is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
+        computing = [cls for cls in ours.__mro__ if "forward" in vars(cls)]
+        if computing[0] is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
             raise TypeError(
                 f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
                 f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
             )
-        code = getattr(vars(found)["forward"], "__code__", None)
-        if issubclass(plain, found) and code is not None and "__class__" not in code.co_freevars:
-            raise TypeError(
-                f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which never "
-                "calls super().forward(input); write a forward that computes the same from "
-                "SynchronizedBatchNorm2d.forward(self, input)"
-            )
+        for cls in computing:
+            if cls is _SynchronizedBatchNorm or not issubclass(plain, cls):
+                break  # what somebody has written for a synchronized class
+            code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
+            if code is not None and "__class__" not in code.co_freevars:
+                raise TypeError(
+                    f"expected a class that synchronizes, but got {our_name} with the forward of {cls.__name__}, which "
+                    "never calls super().forward(input); write a forward that computes the same from "
+                    "SynchronizedBatchNorm2d.forward(self, input)"
+                )
     for name, child in modules:
         missing = [needed for needed in _NEEDED if type(child) in classes and not hasattr(child, needed)]
         if missing:
@@ -531,7 +535,7 @@ def _make_synchronized(
         layer._infer_parameters(layer, (torch.empty(0),))
     cls = type(layer)
     try:
-        layer.__class__ = given or _SYNCHRONIZED.get(cls) or _mixed(cls)  # type: ignore[arg-type]
+        swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
     except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
         return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
     if process_group is not None and cls is nn.SyncBatchNorm:
@@ -546,8 +550,10 @@ def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the synchronized class for that of timm which normalizes and activates, and which timm calls anything."""
     if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
         return None
-    from sync_batchnorm.timm import SynchronizedBatchNormAct2d
-
+    try:
+        from sync_batchnorm.timm import SynchronizedBatchNormAct2d
+    except ImportError:  # a timm from before `timm.layers`
+        return None
     return SynchronizedBatchNormAct2d if issubclass(SynchronizedBatchNormAct2d, cls) else None
 
 
@@ -572,7 +578,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
             f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
         )
     expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
-    clashes = sorted(name for name in _RESERVED - expected if hasattr(layer, name))
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
@@ -585,9 +591,9 @@ def _of_torch(cls: type[nn.Module], name: str) -> Any:
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
     plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
-    if plain is None:
+    if plain is None or is_parametrized(layer):
         return False
-    layer.__class__ = plain  # type: ignore[assignment]
+    swap_class(layer, plain)
     former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
     for name in (*_RESERVED, _FORMER_CLASS):
         layer.__dict__.pop(name, None)
@@ -659,10 +665,10 @@ def patch_sync_batchnorm() -> Iterator[None]:
             _Patch.depth -= 1
             if not _Patch.depth:
                 for patched, init in _Patch.before.items():
-                    if init is None:
-                        del patched.__init__
-                    else:
+                    if init is not None:
                         patched.__init__ = init  # type: ignore[method-assign]
+                    elif "__init__" in vars(patched):  # unless somebody else has taken it away
+                        del patched.__init__
                 _Patch.before.clear()
                 left, _Patch.left = _Patch.left, {}
     if left:

@@ -1065,6 +1065,18 @@ class SynchronizedNormTanh(NormTanh, SynchronizedBatchNorm2d):
     pass
 
 
+class NormDecorated(nn.BatchNorm2d):
+    """Hides its code in a decorator, as those of torch for autocast and gradients do."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input))
+
+
+class SynchronizedNormDecorated(NormDecorated, SynchronizedBatchNorm2d):
+    pass
+
+
 class NormAbs(nn.BatchNorm2d):
     """Calls the function of torch."""
 
@@ -1107,6 +1119,7 @@ class SynchronizedStandalone(Standalone, SynchronizedBatchNorm2d):
 
 USERS_OWN = [
     (NormTanh, (3, 0.5), SynchronizedNormTanh),
+    (NormDecorated, (3,), SynchronizedNormDecorated),
     (NormAbs, (3,), SynchronizedNormAbs),
     (NormAbs, (3,), OtherOrder),
     (Standalone, (3,), SynchronizedStandalone),
@@ -1150,6 +1163,27 @@ def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
     assert type(revert_model(net)[0]) is NormTanh
 
 
+def test_layer_whose_attributes_are_set_elsewhere_converts_and_reverts():
+    class Redirects(nn.BatchNorm2d):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name != "__class__":
+                super().__setattr__(name, value)
+
+    layer = Redirects(3)
+    assert isinstance(convert_model(layer), SynchronizedBatchNorm2d)
+    assert type(revert_model(layer)) is Redirects
+
+
+def test_parametrized_layer_of_a_class_that_was_told_is_left_by_revert_model():
+    layer = convert_model(NormTanh(3, 1.0), classes={NormTanh: SynchronizedNormTanh})
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus(), unsafe=True)
+    with pytest.warns(UserWarning, match="is parametrized; remove its parametrizations first"):
+        revert_model(layer)
+    assert layer.weight.shape == (3,)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(revert_model(layer)) is NormTanh
+
+
 def test_class_that_is_not_told_is_left_with_the_line_that_tells_it():
     net = nn.Sequential(NormTanh(3, 1.0))
     assert (
@@ -1175,6 +1209,21 @@ class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
     pass
 
 
+class NormAbsTanh(NormAbs):
+    """Calls `super().forward`, which does not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input))
+
+
+class GetsStuck(NormAbsTanh, SynchronizedBatchNorm2d):
+    pass
+
+
+class SynchronizedNormAbsTanh(NormAbsTanh, SynchronizedNormAbs):
+    pass
+
+
 @pytest.mark.parametrize(
     ("plain", "ours", "message"),
     [
@@ -1189,6 +1238,7 @@ class NeverSynchronizes(NormAbs, SynchronizedBatchNorm2d):
             NeverSynchronizes,
             "expected a class that synchronizes, but got NeverSynchronizes with the forward of NormAbs",
         ),
+        (NormAbsTanh, GetsStuck, "expected a class that synchronizes, but got GetsStuck with the forward of NormAbs,"),
     ],
 )
 def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
@@ -1197,6 +1247,15 @@ def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(
     with pytest.raises(TypeError, match=message):
         convert_model(net, classes={plain: ours})
     assert classes(net) == kinds
+
+
+def test_class_derived_from_two_that_synchronize_trains_as_on_one_device():
+    net = randomize(nn.Sequential(nn.Conv2d(2, 3, 3), NormAbsTanh(3))).double()
+    expected = copy.deepcopy(net)
+    convert_model(net, classes={NormAbs: SynchronizedNormAbs, NormAbsTanh: SynchronizedNormAbsTanh})
+    assert type(net[1]) is SynchronizedNormAbsTanh
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=5.0)
+    assert_same_step(expected, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
 
 
 def test_layer_that_lacks_a_buffer_is_refused_before_anything_changes():
@@ -1296,6 +1355,25 @@ def test_synchronized_layers_built_inside_of_the_context_keep_their_options():
     assert (type(layer), layer.group_size, layer.eps_mode) == (SynchronizedBatchNorm2d, 2, "clamp")
 
 
+class WithProperty(nn.BatchNorm2d):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size_of_groups = size
+
+    @property
+    def group_size(self) -> int:
+        return self.size_of_groups
+
+
+def test_property_that_is_not_there_yet_is_not_replaced_in_the_context():
+    with (
+        pytest.warns(UserWarning, match=r"\n- 1 layers: WithProperty has a group_size of its own"),
+        patch_sync_batchnorm(),
+    ):
+        layer = WithProperty(2)
+    assert (type(layer), layer.group_size) == (WithProperty, 2)
+
+
 def test_classes_are_as_before_when_the_body_raises():
     @patch_sync_batchnorm()
     def build() -> None:
@@ -1320,6 +1398,18 @@ def test_an_initializer_that_somebody_else_has_put_there_comes_back(monkeypatch)
         layer = nn.BatchNorm2d(2)
     assert (type(layer), layer.num_features) == (SynchronizedBatchNorm2d, 3)
     assert vars(nn.BatchNorm2d)["__init__"] is initialize
+
+
+def test_an_initializer_that_somebody_else_has_removed_does_not_keep_the_others():
+    try:
+        with patch_sync_batchnorm():
+            del nn.BatchNorm1d.__init__
+            assert type(nn.BatchNorm1d(2)) is nn.BatchNorm1d
+        assert_not_patched()
+    finally:
+        for plain in SHAPES:
+            if "__init__" in vars(plain):
+                del plain.__init__
 
 
 def test_nested_contexts_end_with_the_outermost():
