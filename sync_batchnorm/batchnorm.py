@@ -502,8 +502,9 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
                 break  # what somebody has written for a synchronized class
             code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:
+                plain_name = cls.__name__
                 raise TypeError(
-                    f"expected a class that synchronizes, but got {our_name} with the forward of {cls.__name__}, which "
+                    f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which "
                     "never calls super().forward(input); write a forward that computes the same from "
                     "SynchronizedBatchNorm2d.forward(self, input)"
                 )
