@@ -107,6 +107,11 @@ class _Finder:
         self.found.append((statement, ".".join(self.names) or "module", kind, begin, end, text + "\n" * missing))
 
     def replace(self, kind: str, node: ast.AST, text: str) -> None:
+        missing = self.text(node).count("\n") - text.count("\n")
+        if missing and isinstance(node, ast.expr):
+            text = (
+                f"({text}{missing * chr(10)})"  # What goes on over several lines may have done so without parentheses.
+            )
         self.note(kind, self.begin(node), self.end(node), text)
 
     def walk(self, node: ast.AST) -> None:

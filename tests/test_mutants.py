@@ -47,11 +47,11 @@ def test_every_change_is_found_and_named():
     lock = '`with __import__("contextlib").nullcontext():`'
     assert [(mutant.kind, mutant.function, mutant.change) for mutant in FOUND] == [
         ("constant", "module", "`LIMIT = 10` -> `LIMIT = 11`"),
-        ("condition", "Box.f", f"{condition}`if True:`"),
-        ("condition", "Box.f", f"{condition}`if False:`"),
+        ("condition", "Box.f", f"{condition}`if (True ):`"),
+        ("condition", "Box.f", f"{condition}`if (False ):`"),
         ("condition", "Box.f", "`if size < LIMIT and not self.full(` -> `if size < LIMIT or not self.full(`"),
         ("condition", "Box.f", "`if size < LIMIT and not self.full(` -> `if True and not self.full(`"),
-        ("condition", "Box.f", f"{condition}`if size < LIMIT and True:`"),
+        ("condition", "Box.f", f"{condition}`if size < LIMIT and (True ):`"),
         ("comparison", "Box.f", "`if size < LIMIT and not self.full(` -> `if size <= LIMIT and not self.full(`"),
         ("condition", "Box.f", "`if size < LIMIT and not self.full(` -> `if size < LIMIT and self.full(`"),
         ("exchanged arguments", "Box.f", "`text, size` -> `size, text`"),

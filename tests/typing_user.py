@@ -132,7 +132,7 @@ def wrap() -> None:
 
 def mistakes() -> None:
     """Pass what the library refuses; never called."""
-    convert_model(Net(), "clamp")  # type: ignore[call-arg]
+    convert_model(Net(), "clamp")  # type: ignore[call-arg, arg-type]
     convert_model(Net(), group_size="2")  # type: ignore[arg-type]
     set_sbn_eps_mode(None)  # type: ignore[arg-type]
     patch_replication_callback(Net())  # type: ignore[type-var]
