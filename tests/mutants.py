@@ -70,6 +70,30 @@ EQUIVALENT = [
     ),
     Equivalent(
         "autograd.py",
+        "Call.__init__",
+        "self.pair_places = [self.home] if False else",
+        "On the CPU there is one place, that of the master.",
+    ),
+    Equivalent(
+        "distributed.py",
+        "_count_up_to",
+        "_next_number()) > 1:",
+        "The room that it leaves is arbitrary.",
+    ),
+    Equivalent(
+        "moments.py",
+        "_counts",
+        "`if len(set(counts)) == 1:` -> `if False:`",
+        "Either way makes this tensor; that of equal counts is quicker.",
+    ),
+    Equivalent(
+        "normalization.py",
+        "normalize",
+        "*statistics, 1.0, out=out)`",
+        "The operator has the inverse standard deviation, and does not use eps.",
+    ),
+    Equivalent(
+        "autograd.py",
         "hand_over",
         "`return tensor` -> `pass`",
         "What is on its device already comes back from `to` as it is.",

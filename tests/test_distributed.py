@@ -265,6 +265,17 @@ def test_backend_without_the_collective_ends_with_the_error_of_torch():
         dist.destroy_process_group()
 
 
+def test_calls_are_numbered_one_at_a_time(world_of_one):
+    thread = threading.Thread(target=distributed.peers_of_call, args=(dist.group.WORLD,))
+    before = dict(distributed._calls)
+    with distributed._lock:
+        thread.start()
+        thread.join(0.05)
+        assert dict(distributed._calls) == before
+    thread.join()
+    assert dict(distributed._calls) != before
+
+
 def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", None)  # which such a torch does not have
