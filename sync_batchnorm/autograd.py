@@ -280,7 +280,9 @@ def _will_run(node: Any) -> bool:
 
 
 # Private: without it, the nodes of a graph stay numbered as long as it is alive, also after its last backward.
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_keeps_graph: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
+)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import comm
-from torch.nn.parallel._functions import Broadcast
 
 from sync_batchnorm.errors import CapturedError
 from sync_batchnorm.warning import warn
@@ -114,8 +113,6 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         devices = [as_device(device) for device in device_ids]
         if not is_local(devices):
-            if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-                return super().replicate(module, device_ids)  # type: ignore[arg-type]
             return _replicas_on(module, devices, not torch.is_grad_enabled())
         return replicate(module, devices, not torch.is_grad_enabled())
 
@@ -276,8 +273,14 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
     return [next(replicas[device]) for device in devices]
 
 
+# Private: without it, torch makes the replicas on distinct devices, which takes the host longer.
+_Broadcast: Any = getattr(getattr(nn.parallel, "_functions", None), "Broadcast", None)
+
+
 def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
     """Return a replica of a module on each of several distinct devices, with copies that torch makes of its tensors."""
+    if _Broadcast is None or any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+        return nn.parallel.replicate(module, devices, detach)
     parameters, buffers = list(module.parameters()), list(module.buffers())
     recorded = [buffer for buffer in buffers if buffer.requires_grad and not detach]
     rest = [buffer for buffer in buffers if not buffer.requires_grad or detach]
@@ -287,14 +290,15 @@ def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: boo
             found = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
             copies = [[_as(copy, of) for copy, of in zip(own, originals, strict=True)] for own in found]
         elif originals:
-            found = Broadcast.apply(devices, *originals)  # type: ignore[no-untyped-call]
+            found = _Broadcast.apply(devices, *originals)
             copies = [list(found[i : i + len(originals)]) for i in range(0, len(found), len(originals))]
         else:
             continue
         tensors |= {id(original): [own[i] for own in copies] for i, original in enumerate(originals)}
 
     def copies_of(name: str, original: Tensor) -> list[Tensor]:
-        return tensors[id(original)]
+        # What a replica has that is replicated once more is no parameter, and stays where it is, as in torch.
+        return tensors.get(id(original)) or [original] * len(devices)
 
     return _build(module, len(devices), copies_of, copies_of)
 
