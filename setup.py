@@ -35,7 +35,7 @@ setup(
     extras_require={
         "examples": EXAMPLES,
         "frameworks": [  # those that docs/frameworks.md is about
-            "torch==2.13.0",
+            *EXAMPLES,
             "transformers==5.23.0",
             "accelerate==1.15.0",
             "fastai==2.8.12",
@@ -49,9 +49,6 @@ setup(
             "timm==1.0.31",
             "nbclient==0.11.0",  # which runs the notebook
             "ipykernel==7.4.0",
-            "matplotlib==3.11.2",
-            "scikit-learn==1.9.1",
-            "tqdm==4.70.1",
             "torchinfo==1.8.0",  # and what a summary, an attribution and a check of privacy say of a wrapper
             "captum==0.9.0",
             "opacus==1.6.0",

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, normalization
-from sync_batchnorm.local_parallel import Place, current_place
+from sync_batchnorm.local_parallel import Place, current_place, plain_tensors
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
 from sync_batchnorm.recompute import without_hooks
@@ -219,7 +219,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Where all gradients are None, other processes may have some, and wait. But not if there is a token.
         if any(grad is not None for grad in grads) or (call.group is not None and not call.makes_token):
             in_order = nullcontext() if call.home.stream is None else _in_order(call, grads)
-            with torch._C.DisableTorchFunctionSubclass(), in_order:
+            with plain_tensors(), in_order:
                 found = _Backward(ctx, call, grads, wanted).run()
         if not _keeps_graph():
             call.numbered = None  # There will not be another backward.

@@ -23,7 +23,7 @@ from sync_batchnorm.autograd import (
 )
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
-from sync_batchnorm.local_parallel import Place
+from sync_batchnorm.local_parallel import Place, plain_tensors
 from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 
@@ -442,7 +442,7 @@ def _overridable(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if has_torch_function(args[:1]):
             return handle_torch_function(run, args[:1], *args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return function(*args, **kwargs)
 
     return run

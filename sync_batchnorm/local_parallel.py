@@ -28,6 +28,12 @@ __all__: list[str] = []
 DeviceId = int | str | torch.device
 
 
+# Private: without it, what is made of a subclass of `Tensor` is one as well, and its functions are asked.
+plain_tensors: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "DisableTorchFunctionSubclass", nullcontext
+)
+
+
 class Place(NamedTuple):
     """Where a replica computes: its device, and on CUDA the stream there."""
 
@@ -139,7 +145,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
         # Autocast would join tensors in its own dtype, or refuse those of another one. Torch joins plain tensors.
-        with torch.autocast(device.type, enabled=False), torch._C.DisableTorchFunctionSubclass():
+        with torch.autocast(device.type, enabled=False), plain_tensors():
             return gather(outputs, device, self.dim)
 
 
@@ -317,9 +323,7 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
         if id(original) not in tensors:
             differentiable = original.requires_grad and not detach
             make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else attrgetter("data")
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # Torch makes plain tensors, and that of a subclass is a view.
+            with plain_tensors():  # Torch makes plain tensors, and that of a subclass is a view.
                 aliases = tensors[id(original)] = [make(original) for _ in range(number)]
             for i in range(0 if original.is_inference() else number):
                 shares[i].append(_Share(name, original, aliases[i]))
@@ -537,7 +541,7 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
     that is there twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return _scatter(tree, devices, dim, {})
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import distributed_worker
 import pytest
@@ -132,27 +133,28 @@ def test_in_a_world(name, results_of_two):
     assert_right(name, results_of_two)
 
 
-# A fixture for each world: one with params would start a world again whenever tests of two worlds take turns.
 @pytest.fixture(scope="module")
-def results_of_all_in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return outcomes_of(World(2, tmp_path_factory.mktemp("all"), "checks"), 2)
+def thorough_worlds() -> dict[int, list[dict[str, str]]]:
+    """The results by size: tests of two sizes may take turns, and each world starts once."""
+    return {}
+
+
+@pytest.fixture
+def results_of_all(
+    request: pytest.FixtureRequest, thorough_worlds: dict[int, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    size = request.param
+    if size not in thorough_worlds:
+        thorough_worlds[size] = outcomes_of(World(size, tmp_path_factory.mktemp("all"), "checks"), size)
+    return thorough_worlds[size]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", checks_for(2))
-def test_thoroughly_in_a_world(name, results_of_all_in_two):
-    assert_right(name, results_of_all_in_two)
-
-
-@pytest.fixture(scope="module")
-def results_of_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return outcomes_of(World(3, tmp_path_factory.mktemp("three"), "checks"), 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", checks_for(3))
-def test_in_a_world_of_three(name, results_of_three):
-    assert_right(name, results_of_three)
+@pytest.mark.parametrize(
+    ("results_of_all", "name"), [(n, name) for n in (2, 3) for name in checks_for(n)], indirect=["results_of_all"]
+)
+def test_thoroughly_in_a_world(name, results_of_all):
+    assert_right(name, results_of_all)
 
 
 @pytest.fixture(scope="module")
