@@ -31,7 +31,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+from sync_batchnorm import DataParallelWithCallback, convert_model, local_parallel, patch_replication_callback
 from sync_batchnorm.coordinator import Coordinator
 
 pytestmark = [
@@ -284,6 +284,21 @@ def test_calls_in_two_threads_need_no_order(devices):
     for i, device in itertools.product(range(2), set(as_devices(devices))):
         torch.cuda.synchronize(device)
         assert_equal(outputs[i], plain(batches[i]))
+
+
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_replicas_on_distinct_gpus_train_also_without_what_is_private_to_torch(broadcast, monkeypatch):
+    if not broadcast:
+        monkeypatch.setattr("sync_batchnorm.local_parallel._Broadcast", None)
+    plain, parallel = twins(TwoLayers().double(), [0, 1])
+    assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
+    devices = as_devices([0, 1])
+    replica = local_parallel._replicas_on(parallel.module, devices, False)[0]
+    again = local_parallel._replicas_on(
+        replica, devices, False
+    )  # which has no parameters, so it keeps what it has, as in torch
+    assert [type(copy) for copy in again] == [TwoLayers] * 2
 
 
 class Bag:
