@@ -42,7 +42,7 @@ made before it answers: a replica may differentiate while its peers still wake u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -50,9 +50,10 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, normalization
-from sync_batchnorm.local_parallel import Place, current_place, plain_tensors
+from sync_batchnorm.local_parallel import plain_tensors
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
+from sync_batchnorm.places import Place, _record, current_place, hand_over, hand_over_packed
 from sync_batchnorm.recompute import without_hooks
 
 __all__: list[str] = []
@@ -70,31 +71,6 @@ class EpsRule(NamedTuple):
     def clamped(self, var: Tensor) -> Tensor | None:
         """Return where the inverse standard deviation does not depend on the variance, if anywhere."""
         return None if self.mode == "plus" else var < self.eps
-
-
-def hand_over(tensor: Tensor, source: Place, target: Place) -> Tensor:
-    """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, else a copy."""
-    if source.device == target.device:
-        if target.stream is not None and source.stream is not None and target.stream != source.stream:
-            target.stream.wait_stream(source.stream)
-            _record(tensor, target.stream)
-        return tensor
-    with source.ordered(), target.ordered():  # torch orders a copy after one stream, and the other after it
-        return tensor.to(target.device, non_blocking=True)
-
-
-def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    with suppress(RuntimeError):  # of batched gradients, which have no memory of their own
-        tensor.record_stream(stream)
-
-
-def hand_over_packed(vectors: Sequence[Tensor], source: Place, target: Place) -> list[Tensor]:
-    """Hand over several tensors of one shape; from one device to another as one copy."""
-    if source.device == target.device:
-        return [hand_over(vector, source, target) for vector in vectors]
-    with source.ordered():
-        packed = torch.stack(list(vectors))
-    return list(hand_over(packed, source, target).unbind())
 
 
 class _Save(torch.autograd.Function):

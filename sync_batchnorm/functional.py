@@ -17,15 +17,14 @@ from sync_batchnorm.autograd import (
     Call,
     EpsRule,
     ReplicaTensors,
-    hand_over,
-    hand_over_packed,
     save_for_hooks,
 )
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
-from sync_batchnorm.local_parallel import Place, plain_tensors
+from sync_batchnorm.local_parallel import plain_tensors
 from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
+from sync_batchnorm.places import Place, hand_over, hand_over_packed
 
 __all__ = ["merge_messages", "sync_moments"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import comm
 
 from sync_batchnorm.errors import CapturedError
+from sync_batchnorm.places import current_place
 from sync_batchnorm.warning import warn
 
 __all__: list[str] = []
@@ -32,36 +33,6 @@ DeviceId = int | str | torch.device
 plain_tensors: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "DisableTorchFunctionSubclass", nullcontext
 )
-
-
-class Place(NamedTuple):
-    """Where a replica computes: its device, and on CUDA the stream there."""
-
-    device: torch.device
-    stream: torch.cuda.Stream | None  # None where there are none
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream, and with it its device, is the current one: for code of users."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def ordered(self) -> AbstractContextManager[Any]:
-        """Return a context in which operators on tensors of this device use this stream.
-
-        Nothing has to be entered where they do so already, whatever device is the current one, as nearly always.
-        """
-        if self.stream is None or torch.cuda.current_stream(self.device) == self.stream:
-            return nullcontext()
-        return torch.cuda.stream(self.stream)
-
-
-_CPU = Place(torch.device("cpu"), None)
-
-
-def current_place(device: torch.device) -> Place:
-    """Return `device`, and the stream there that this thread uses."""
-    if device.type == "cpu":
-        return _CPU
-    return Place(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):

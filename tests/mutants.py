@@ -93,7 +93,7 @@ EQUIVALENT = [
         "The operator has the inverse standard deviation, and does not use eps.",
     ),
     Equivalent(
-        "autograd.py",
+        "places.py",
         "hand_over",
         "`return tensor` -> `pass`",
         "What is on its device already comes back from `to` as it is.",

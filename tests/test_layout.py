@@ -20,7 +20,8 @@ IMPORTS = {
     "comm": {"coordinator"},
     "profiling": {"coordinator"},
     "compilation": set(),
-    "local_parallel": {"compilation", "errors", "warning"},
+    "places": set(),
+    "local_parallel": {"compilation", "errors", "places", "warning"},
     "recompute": set(),
     "distributed": set(),
     "replicate": {
@@ -35,7 +36,7 @@ IMPORTS = {
     },
     "moments": set(),
     "normalization": {"moments"},
-    "autograd": {"distributed", "local_parallel", "moments", "normalization", "recompute"},
+    "autograd": {"distributed", "local_parallel", "moments", "normalization", "places", "recompute"},
     "functional": {
         "autograd",
         "comm",
@@ -44,6 +45,7 @@ IMPORTS = {
         "local_parallel",
         "moments",
         "normalization",
+        "places",
         "recompute",
         "warning",
     },
