@@ -25,17 +25,12 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from sync_batchnorm import distributed
-from sync_batchnorm.autograd import EpsRule
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.functional import (
-    BatchStatistics,
-    Pipe,
-    RunningStatistics,
-    merge_messages,
-    sync_batch_norm,
-)
+from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
+from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.local_parallel import as_device, is_local
+from sync_batchnorm.places import current_place
 from sync_batchnorm.replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -132,7 +127,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
     process_group: Any = None
     _sync_pipe: Pipe | None = None
     _sync_updates_running_stats = False
-    _sync_missed: list[BatchStatistics] | None = None
+    _sync_missed: list[BatchStatistics | None] | None = None
+    _sync_master_device: torch.device | None = None
 
     _data_parallel_master: None = None  # see NOTE [whole models of the older library]
 
@@ -168,8 +164,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
         if copy_id == first:
             ctx.sync_master = _LayerMaster(merge_messages)
+            tensor = self.weight if self.running_mean is None else self.running_mean
+            ctx.master_device = None if tensor is None else tensor.device
         state = self.__dict__  # where an attribute is set without what `nn.Module.__setattr__` looks for, a few times
         state["_sync_pipe"] = ctx.sync_master if copy_id == first else ctx.sync_master.register_slave(copy_id)
+        state["_sync_master_device"] = ctx.master_device
         state["_sync_updates_running_stats"] = copy_id == 0
         if copy_id and self.track_running_stats:
             state["_sync_missed"] = []
@@ -192,26 +191,41 @@ class _SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
-        rule = EpsRule(self.eps, self.eps_mode or _default_eps_mode)
+        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         common, missed = self._has_common_parameters(), self._sync_missed
         if missed is not None and len(missed) >= MOST_MISSED:
             self._catch_up(missed)
-        return sync_batch_norm(input, weight, bias, self._sync_pipe, rule, group, self, running, common, missed)
+        return sync_batch_norm(
+            input,
+            weight,
+            bias,
+            self._sync_pipe,
+            self.eps,
+            clamps,
+            group,
+            self,
+            running,
+            common,
+            missed,
+            self._sync_master_device,
+        )
 
     @uncompiled
-    def _catch_up(self, missed: list[BatchStatistics]) -> None:
+    def _catch_up(self, missed: list[BatchStatistics | None]) -> None:
         """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
 
         Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
         become many, in replicas that somebody keeps.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        with torch.no_grad():
-            for statistics in missed:
-                statistics.move(running)
+        for batch in missed:
+            if batch is None:
+                running.count_call()
+            elif running.mean is not None:
+                batch.move(running, current_place(running.mean.device))
         missed.clear()
 
     def _has_common_parameters(self) -> bool:

@@ -12,156 +12,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sync_batchnorm import distributed, moments, normalization, recompute
-from sync_batchnorm.autograd import (
-    Call,
-    EpsRule,
-    ReplicaTensors,
-    save_for_hooks,
-)
+from sync_batchnorm import distributed, recompute
+from sync_batchnorm.autograd import Call, Message
+from sync_batchnorm.backends import backend_for
+from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics, memory_for_output, statistics_dtype
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import in_transform, uncompiled
 from sync_batchnorm.local_parallel import plain_tensors
-from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
-from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
-from sync_batchnorm.places import Place, hand_over, hand_over_packed
+from sync_batchnorm.places import Streams
+from sync_batchnorm.saved import save_for_hooks
 
 __all__ = ["merge_messages", "sync_moments"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class RunningStatistics(NamedTuple):
-    """The buffers of a layer, for the master to update: right after an exchange, while its peers wake up."""
-
-    mean: Tensor | None
-    var: Tensor | None
-    num_batches_tracked: Tensor | None
-    momentum: float | None
-
-    def count_call(self) -> float:
-        """Count a call; return the momentum, which is zero for a cumulative average."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return self.momentum or 0.0
-
-    def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
-        """Count a call, and move towards its statistics in place.
-
-        Args:
-            mean: of the batch, ``(C,)``.
-            var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
-            count: elements per channel.
-        """
-        momentum = self.count_call()
-        if self.mean is None or self.var is None:
-            return
-        # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
-        # forward in eval mode, which has saved these buffers, must not refuse to run.
-        for buffer, value in ((self.mean, mean), (self.var, var * (count / (count - 1)))):
-            step: Tensor | float = momentum
-            if self.momentum is None and self.num_batches_tracked is not None:
-                # A tensor: so the host does not wait for the counter.
-                step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
-            # As torch does it. Not by `lerp_`, which makes NaN of an infinite variance if the momentum is one.
-            buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
-
-
-class BatchStatistics(NamedTuple):
-    """The statistics of a call, towards which the running statistics of a replica move."""
-
-    statistics: Statistics | None  # at `place`; None if there was not a single element
-    var: Tensor | None  # at `home`, see `Call`
-    home: Place
-    place: Place
-    eps: float
-    elements: int | Tensor  # per channel
-
-    def move(self, running: RunningStatistics) -> None:
-        """Move `running` towards these statistics."""
-        if self.statistics is None:
-            running.count_call()
-            return
-        mean, invstd = self.statistics
-        if self.var is None:
-            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
-        else:
-            var = hand_over(self.var, self.home, self.place)
-        count = self.elements
-        running.update(mean, var, count if isinstance(count, int) else hand_over(count, self.home, self.place))
-
-
-def _batch_statistics(call: Call, place: Place) -> BatchStatistics:
-    """Return the statistics of `call` at `place`, without what the graph holds."""
-    statistics = None if isinstance(call.count, int) and call.count == 0 else call.statistics[place]
-    eps = 0.0 if call.rule is None else call.rule.eps
-    return BatchStatistics(statistics, call.var, call.home, place, eps, call.count)
-
-
-# On the CPU, with small inputs, calls of operators cost more than what they compute; even more so in several threads,
-# since each call releases the GIL and takes it back. Up to this number of elements in a replica, the master makes the
-# calls for all, on the joined batch in float64, with one operator of torch. Measured on two cores, torch 2.13.0.
-JOINED = 32768
-
-
-class Message(ReplicaTensors):
-    """What a replica sends to the master, which answers by filling in the rest.
-
-    Args:
-        input: ``(N, C, +)``.
-        weight: ``(C,)`` or None.
-        bias: ``(C,)`` or None.
-        rule: how eps enters; None to get mean and variance instead of an output.
-        group: the processes to exchange with; that of the master counts.
-        running: the buffers to update; only in the message of the master.
-        common: whether weight and bias are those of the wrapped module, and so those of all replicas.
-        has_hooks: whether this thread has hooks on saved tensors.
-    """
-
-    # The answer, in the graph, and what to normalize with: None if there is not a single element in all replicas. An
-    # output is still to be written, to `memory`, if there is some.
-    answer: Tensor | None = None  # the output, or without a rule mean and variance, ``(2, C)``
-    statistics: Statistics | None = None
-    affine: Affine | None = None
-    memory: Tensor | None = None
-
-    def __init__(
-        self,
-        input: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        rule: EpsRule | None = None,
-        group: distributed.Group | None = None,
-        running: RunningStatistics | None = None,
-        *,
-        common: bool = False,
-        has_hooks: bool = False,
-    ) -> None:
-        super().__init__(input, weight, bias, has_hooks)
-        self.input, self.weight, self.bias = input.detach(), weight, bias
-        self.elements = channel_count(input.shape)  # per channel
-        self.rule, self.group, self.running, self.common = rule, group, running, common
-        operators = operators_for(input.device)
-        usual = rule is not None and rule.mode == "plus" and group is None
-        self.fused = usual and operators == "cuda"  # torch has an operator that merges and moves the running statistics
-        self.small = usual and operators == "cpu" and 0 < input.numel() <= JOINED
-        self.moments: Moments | None = None
-        self.mean_and_invstd: tuple[Tensor, Tensor] | None = None
-        if not self.small:
-            self.prepare()
-
-    def prepare(self) -> None:
-        """Make the statistics of the input, and memory for the output."""
-        memory = None
-        with torch.no_grad():
-            if not self.fused:
-                eps = 0.0 if self.rule is None else self.rule.eps
-                self.moments, memory = moments.local_moments(self.input, eps)
-            elif self.input.numel() and self.rule is not None:
-                self.mean_and_invstd = torch.batch_norm_stats(self.input, self.rule.eps)
-            if self.rule is not None:
-                self.memory = memory_for_output(self.input, memory)
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Call]]:
@@ -172,32 +36,43 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
             in all replicas together.
     """
     contents = [message for _, message in messages]
-    if len({(message.input.shape[1], message.input.dim(), message.input.dtype) for message in contents}) > 1:
-        inputs = ", ".join(
-            f"{tuple(message.input.shape)} of {message.input.dtype} in replica {replica}"
-            for replica, message in messages
-        )
-        raise ValueError(
-            "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
-            f"but got {inputs}; give every replica the same kind of input"
-        )
-    call = Call(contents, contents[0].rule, contents[0].group)
-    call.one_weight = _have_one_weight(contents)
-    call.count = sum(message.elements for message in contents)
-    if call.group is None:
-        _refuse_one(call, contents)
-    with _out_of_inference_mode(contents), torch.no_grad(), call.home.ordered(), _without_autocast(call.home.device):
-        _merge(call, contents)
+    first, count, one_weight = contents[0], 0, True
+    for message in contents:
+        if message.kind != first.kind:
+            raise _different_inputs(messages)
+        count += message.elements
+        one_weight = one_weight and _has_weights_of(first, message)
+    if first.group is None:
+        _check_count(count, contents)
+    call = Call(contents)
+    call.one_weight = one_weight
+    with _out_of_inference_mode(contents), _without_autocast(call.master.device):
+        _merge(call, contents, count)
     return [(replica, call) for replica, _ in messages]
 
 
-def _have_one_weight(messages: Sequence[Message]) -> bool:
-    """Return whether weight and bias of all replicas are the same, also to autograd."""
-    first = messages[0]
-    return all(
-        (message.common and first.common) or (message.weight is first.weight and message.bias is first.bias)
-        for message in messages[1:]
+def _different_inputs(messages: Sequence[tuple[Hashable, Message]]) -> ValueError:
+    inputs = ", ".join(
+        f"{tuple(message.input.shape)} of {message.input.dtype} in replica {replica}" for replica, message in messages
     )
+    return ValueError(
+        "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
+        f"but got {inputs}; give every replica the same kind of input"
+    )
+
+
+def _has_weights_of(first: Message, message: Message) -> bool:
+    """Return whether weight and bias of two replicas are the same, also to autograd."""
+    if message.common and first.common:
+        return True
+    return all(message.tensors[name] is first.tensors[name] for name in ("weight", "bias"))
+
+
+def _check_count(count: int | Tensor, messages: Sequence[Message]) -> None:
+    """Raise torch's own error for a single value per channel."""
+    if isinstance(count, int) and count == 1:
+        single = next((message for message in messages if message.elements), messages[0]).input.shape
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
 
 
 def _out_of_inference_mode(messages: Sequence[Message]) -> AbstractContextManager[Any]:
@@ -211,135 +86,88 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def _refuse_one(call: Call, messages: Sequence[Message]) -> None:
-    if isinstance(call.count, int) and call.count == 1:
-        single = next((message for message in messages if message.elements), messages[0]).input.shape
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
-
-
-def _merge(call: Call, messages: Sequence[Message]) -> None:
-    """Answer all `messages`; where a layer has not a single element to normalize, only set the count."""
-    call.joined = _can_be_joined(call, messages)
-    merge = _merge_on_cuda if messages[0].fused else _normalize_joined if call.joined else _merge_anywhere
-    pair = merge(call, messages)
-    if pair is None:
-        call.count = 0
-        return
-    pairs = [pair]
-    for place in call.pair_places[1:]:
-        here = hand_over(pair, call.home, place)
-        with place.ordered():
-            pairs.append(here.clone() if here is pair else here)
-            if place not in call.statistics:
-                call.statistics[place] = Statistics(*pairs[-1].detach().unbind())
-    for message in messages:
-        message.statistics = call.statistics[message.place]
-    if call.rule is not None and not call.joined and operators_for(call.home.device) == "cpu":
-        affine = None
+def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
+    """Answer all `messages`; where a layer has not a single element to normalize, only leave out the statistics."""
+    first, joined = messages[0], call.backend.joined
+    answers: Sequence[Tensor] | None = None
+    inputs = [message.input for message in messages if message.part is None]
+    if joined is not None and len(inputs) == len(messages) and call.one_weight and joined.takes_all(inputs):
+        answers, batch = joined.normalize_all(inputs, first.weight, first.bias, cast(float, first.eps))
+        batch.count, call.backend = count, joined
+    else:
+        merged = _merge_parts(call, messages, count)
+        if merged is None:
+            return
+        batch = merged
+    call.batch = batch
+    batch.master, batch.eps = call.master, first.eps or 0.0
+    pairs = _send(call, messages[0])
+    if first.eps is None:
+        answers = ()
+    elif answers is None:
+        made: dict[Any, Any] = {}  # what replicas at one place normalize with
         for message in messages:
-            if affine is None or not call.one_weight:
-                affine = normalization.make_affine(
-                    call.statistics[call.home], message.input.dtype, message.weight, message.bias
+            if message.place not in made or not call.one_weight:
+                made[message.place] = call.backend.normalizer(
+                    batch.at[message.place], message.input.dtype, message.weight, message.bias
                 )
-            message.affine = affine
-            call.factors.append(affine.slope)
-    _record(call, messages, pairs)
-
-
-def _merge_anywhere(call: Call, messages: Sequence[Message]) -> Tensor | None:
-    """Return mean and inverse standard deviation, or without a rule the variance, of all replicas and processes.
-
-    None if there is a rule, and not a single element.
-    """
-    mean, var = _merge_local_moments(call.home, messages)
-    if call.group is not None:
-        call.peers = distributed.peers_of_call(call.group)
-        mean, var, call.count = distributed.merge_over_processes(mean, var, int(call.count), call.peers)
-        _refuse_one(call, messages)
-    if call.rule is not None and isinstance(call.count, int) and call.count == 0:
-        return None
-    call.var = var
-    second = var if call.rule is None else call.rule.invstd(var)
-    call.clamped = None if call.rule is None else call.rule.clamped(var)
-    call.statistics[call.home] = Statistics(mean, second)
-    pair = torch.stack((mean, second))
-    if call.rule is None or operators_for(call.home.device) != "cpu":
-        pair = pair.to(statistics_dtype(messages[0].input.dtype))
-        call.statistics[call.home] = Statistics(*pair.detach().unbind())
-    return pair
-
-
-def _merge_local_moments(home: Place, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of all replicas."""
-    parts = []
-    for message in messages:
-        if message.moments is None:  # of an input that was small enough to be joined, but cannot be
-            message.prepare()
-        mean, var, elements = cast(Moments, message.moments)
-        mean, var = hand_over_packed((mean, var), message.place, home)
-        parts.append(Moments(mean, var, elements))
-    return moments.merge_moments(parts)
-
-
-def _merge_on_cuda(call: Call, messages: Sequence[Message]) -> Tensor | None:
-    """Return mean and inverse standard deviation of all replicas, if there are elements; move the running ones."""
-    parts = [message for message in messages if message.mean_and_invstd is not None]
-    if not parts:
-        return None
-    vectors = [v for m in parts for v in hand_over_packed(cast(Any, m.mean_and_invstd), m.place, call.home)]
-    stacked = torch.stack(vectors)  # (2 * R, C)
-    means, invstds = stacked.view(len(parts), 2, -1).unbind(1)
-    eps = cast(EpsRule, call.rule).eps
-    counts = counts_on(*call.home, tuple(m.elements for m in parts), stacked.dtype)
-    running, momentum = messages[0].running, 0.0
-    buffers: list[Tensor | None] = [None, None]
-    # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
-    known = running is not None and running.momentum is not None
-    if running is not None and known and (running.mean is None or running.mean.dtype == stacked.dtype):
-        momentum = running.count_call()
-        # Through `data`, see `RunningStatistics.update`.
-        buffers = [None if buffer is None else buffer.data for buffer in (running.mean, running.var)]
-        messages[0].running = None
-    mean, invstd = torch.batch_norm_gather_stats_with_counts(
-        stacked, means, invstds, buffers[0], buffers[1], momentum, eps, counts
-    )
-    call.statistics[call.home] = Statistics(mean, invstd)
-    return torch.stack((mean, invstd))
-
-
-def _can_be_joined(call: Call, messages: Sequence[Message]) -> bool:
-    first = messages[0]
-    shape, strides = first.input.shape[1:], first.input.stride()[1:]
-    return call.one_weight and all(
-        m.small and m.input.shape[1:] == shape and m.input.stride()[1:] == strides for m in messages
-    )
-
-
-def _normalize_joined(call: Call, messages: Sequence[Message]) -> Tensor:
-    """Normalize the inputs of all replicas as one batch; return mean and inverse standard deviation."""
-    first, eps = messages[0], cast(EpsRule, call.rule).eps
-    joined = torch.cat([message.input for message in messages])
-    weight, bias = (None if tensor is None else tensor.double() for tensor in (first.weight, first.bias))
-    output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
-    call.statistics[call.home] = Statistics(mean, invstd)
-    # Not views of one tensor: those could not be changed in place.
-    parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [len(message.input) for message in messages])
-    for message, part in zip(messages, parts, strict=True):
-        message.answer = part
-    return torch.stack((mean, invstd))
-
-
-def _record(call: Call, messages: Sequence[Message], pairs: Sequence[Tensor]) -> None:
-    """Give each replica its output, or its pair, in the graph if it records one, see NOTE [memory of the outputs]."""
-    answers = []
-    if call.rule is not None:
-        answers = [cast(Tensor, m.answer if m.memory is None else m.memory.detach()) for m in messages]
+            message.normalizer = made[message.place]
+        # See NOTE [memory of the outputs].
+        answers = [cast(Tensor, message.memory).detach() for message in messages]
     recorded: Sequence[Tensor] = [*answers, *pairs]
-    if any(m.records and any(t is not None and t.requires_grad for t in m.tensors.values()) for m in messages):
+    if any(message.needs_grad for message in messages):
         recorded = call.record(messages, answers, pairs)
     for message, answer in zip(messages, recorded, strict=False):
         # Without `detach`, that of a replica that records nothing would be in the graph.
         message.answer = answer if message.records else answer.detach()
+
+
+def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchStatistics | None:
+    """Return the statistics of all replicas and processes, from those of each replica; None for not a single element.
+
+    If nobody has asked for an inverse standard deviation, there always are some.
+    """
+    first, master = messages[0], call.master
+    # Those without statistics have an input that is small enough to be joined, but cannot be.
+    parts = [(message.part or message.prepare()).sent(message.part_place, master) for message in messages]
+    batch = call.backend.merge(parts, first.eps or 0.0, first.running)
+    batch.count = count
+    if call.group is not None:
+        call.peers = distributed.peers_of_call(call.group)
+        batch.mean, batch.var, batch.count = distributed.merge_over_processes(
+            batch.mean, cast(Tensor, batch.var), count, call.peers
+        )
+        _check_count(batch.count, messages)
+    if first.eps is None:
+        return batch
+    if isinstance(batch.count, int) and batch.count == 0:
+        return None
+    if batch.invstd is None:
+        var = cast(Tensor, batch.var)
+        if first.clamps:
+            batch.clamped = var < first.eps
+        batch.invstd = (var.clamp(min=first.eps) if first.clamps else var + first.eps).rsqrt()
+    return batch
+
+
+def _send(call: Call, first: Message) -> list[Tensor]:
+    """Return what the node returns beside its outputs, a pair for each place; leave it with the statistics."""
+    batch, master = call.batch, call.master
+    second = cast(Tensor, batch.var if first.eps is None else batch.invstd)
+    pair = torch.stack((batch.mean, second))
+    if first.eps is None or call.backend.pair_dtype is None:
+        pair = pair.to(statistics_dtype(first.input.dtype))
+    pairs: list[Tensor] = []
+    streams = Streams(call.pair_places)
+    for place in call.pair_places:
+        here: Tensor = streams.to_place(pair, master, place)
+        if pairs and here is pair:  # another stream of this device, or another replica whose user gets a pair
+            with streams.at(place):
+                here = here.clone()
+        pairs.append(here)
+        if place not in batch.at:
+            batch.at[place] = here.detach().unbind()  # type: ignore[assignment]
+    return pairs
 
 
 Pipe = SyncMaster | SlavePipe
@@ -417,10 +245,10 @@ def _is_recomputed(pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool) 
 class _Kept(NamedTuple):
     """What a call leaves to its recomputation, outside of the graph."""
 
-    statistics: Statistics | None  # None if there was not a single element
-    affine: Affine | None
     answer_requires_grad: bool
-    elements: int = 0  # per channel, for mean and variance
+    normalizer: Any = None  # None if there was not a single element
+    pair: Tensor | None = None  # mean and variance, of `sync_moments`, and the elements per channel
+    elements: int = 0
 
     def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None) -> Tensor:
         """Save what the first call saved, and return `constant` as its result: in the graph, if that one was."""
@@ -447,9 +275,9 @@ def _overridable(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, rule: EpsRule) -> Tensor:
+def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Return the output of a call without a single element in all replicas."""
-    return torch.batch_norm(input, weight, bias, None, None, True, 0.0, rule.eps, False)
+    return torch.batch_norm(input, weight, bias, None, None, True, 0.0, eps, False)
 
 
 @_overridable
@@ -459,12 +287,14 @@ def sync_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     pipe: Pipe | None,
-    rule: EpsRule,
+    eps: float,
+    clamps: bool = False,
     group: distributed.Group | None = None,
     owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
     common: bool = False,
-    missed: list[BatchStatistics] | None = None,
+    missed: list[BatchStatistics | None] | None = None,
+    master_device: torch.device | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -475,13 +305,15 @@ def sync_batch_norm(
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
         pipe: the connection of this replica; None if it is the only one of its process.
-        rule: how eps enters.
+        eps: how much is added to the variance.
+        clamps: whether the variance is raised to `eps`, where it is smaller, instead.
         group: the processes to exchange with, as `distributed.active_group` finds them; None for this one alone.
         owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
         common: whether weight and bias are those that all replicas have.
         missed: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
             not update.
+        master_device: where the master merges, if it is known.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -496,33 +328,57 @@ def sync_batch_norm(
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe or owner) if has_hooks else None
     if kept is not None:
-        if kept.statistics is None:
-            save_for_hooks(input, weight)
-            return _normalize_nothing(input, weight, bias, rule)
-        with torch.no_grad():
-            memory = memory_for_output(input)
-            normalization.normalize(input.detach(), kept.statistics, kept.affine, weight, bias, memory)
-        return kept.repeated(memory, input, weight)
+        return _repeat(kept, input, weight, bias, eps)
     if _is_recomputed(pipe, owner, has_hooks):
         running = None
-    message = Message(input, weight, bias, rule, group, running, common=common, has_hooks=has_hooks)
+    message = Message(
+        input,
+        weight,
+        bias,
+        eps,
+        clamps,
+        group,
+        running,
+        common=common,
+        has_hooks=has_hooks,
+        master_device=master_device,
+    )
     call = _exchange(pipe, message)
-    if message.running is not None:  # Only now: a call that broke while it was merged is not counted.
-        _batch_statistics(call, call.home).move(message.running)
+    batch = call.batch
+    if running is not None:  # Only now: a call that broke while it was merged is not counted.
+        if batch is None:
+            running.count_call()
+        elif not batch.moved:
+            batch.move(running, call.master)
     if missed is not None:
-        missed.append(_batch_statistics(call, message.place))
-    if message.memory is not None and message.statistics is not None:
-        with torch.no_grad():
-            normalization.normalize(message.input, message.statistics, message.affine, weight, bias, message.memory)
+        missed.append(batch)
     output = message.answer
     if output is None:
-        output = _normalize_nothing(input, weight, bias, rule)
+        output = _normalize_nothing(input, weight, bias, eps)
+    elif message.memory is not None and message.elements:
+        message.backend.normalize(message.input, message.normalizer, message.weight, message.bias, message.memory)
     if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
         output = output.clone()
-    requires_grad = output.requires_grad
     if has_hooks:
-        recompute.keep(pipe or owner, lambda: _Kept(message.statistics, message.affine, requires_grad))
+        requires_grad, normalizer = output.requires_grad, message.normalizer
+        if batch is not None and normalizer is None:  # The inputs were joined.
+            normalizer = message.backend.normalizer(batch.at[message.place], input.dtype, message.weight, message.bias)
+        recompute.keep(pipe or owner, lambda: _Kept(requires_grad, normalizer))
     return output
+
+
+def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return the output of a call that is recomputed."""
+    if kept.normalizer is None:
+        save_for_hooks(input, weight)
+        return _normalize_nothing(input, weight, bias, eps)
+    constant = input.detach()
+    memory = memory_for_output(constant)
+    if constant.numel():
+        backend = backend_for(input.device)
+        parameters = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+        backend.normalize(constant, kept.normalizer, *parameters, memory)
+    return kept.repeated(memory, input, weight)
 
 
 @uncompiled
@@ -554,14 +410,14 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     _refuse_transforms(pipe, None, input)
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe) if has_hooks else None
-    if kept is not None and kept.statistics is not None:
-        pair = kept.repeated(torch.stack(kept.statistics), input, None)
+    if kept is not None and kept.pair is not None:
+        pair = kept.repeated(kept.pair.clone(), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _is_recomputed(pipe, None, has_hooks)
     message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
-    pair, count = cast(Tensor, message.answer), int(call.count)
-    requires_grad = pair.requires_grad
+    pair, count = cast(Tensor, message.answer), int(cast(BatchStatistics, call.batch).count)
     if has_hooks:
-        recompute.keep(pipe, lambda: _Kept(message.statistics, None, requires_grad, count))
+        requires_grad = pair.requires_grad
+        recompute.keep(pipe, lambda: _Kept(requires_grad, pair=pair.detach(), elements=count))
     return pair[0].clone(), pair[1].clone(), count  # for their users alone, who may change them in place

@@ -155,9 +155,12 @@ def _seeded() -> None:
 
 KERNELS = {
     "joined": {},  # the master joins the inputs, which are small in most tests
-    "separate": {"functional.JOINED": 0},  # each replica computes the statistics of its own input
-    "exact": {"functional.JOINED": 0, "moments.LARGEST_RATIO": 1e-30},  # and those of the input minus its mean
-    "general": {"functional.JOINED": 0, "moments.FUSED": ()},  # the operators for devices other than CPU and CUDA
+    "separate": {"backends.joined.JOINED": 0},  # each replica computes the statistics of its own input
+    "exact": {
+        "backends.joined.JOINED": 0,
+        "backends.cpu.LARGEST_RATIO": 1e-30,
+    },  # and those of the input minus its mean
+    "general": {"backends.BACKENDS": {}},  # the operators for devices other than CPU and CUDA
 }
 
 

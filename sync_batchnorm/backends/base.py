@@ -1,0 +1,366 @@
+"""What a kind of device brings for batch normalization, as an interface; and the arithmetic that all kinds share.
+
+No threads, no modules, no graph. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; vectors are
+``(C,)``; a count is a number of elements per channel. A new kind of device is a file beside this one, with a subclass of
+`Backend`, and a row in `BACKENDS` in `__init__.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sync_batchnorm.places import Place, Streams
+
+if TYPE_CHECKING:
+    from sync_batchnorm.backends.joined import Joined
+
+__all__: list[str] = []
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the statistics of inputs of `dtype`: float32 at the least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def channel_count(shape: torch.Size) -> int:
+    """Return the number of elements per channel of an input of `shape`."""
+    return shape[0] * math.prod(shape[2:])
+
+
+def per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    """View a vector ``(C,)`` so that it broadcasts over ``(N, C, +)``."""
+    return vector.view(-1, *[1] * (like.dim() - 2)) if like.dim() > 2 else vector
+
+
+def reduced_dims(input: Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
+    """Return memory with the shape, dtype and strides that the output of `torch.nn.BatchNorm2d` has.
+
+    `memory`, if given, is contiguous and of the size of `input`.
+    """
+    if input.is_contiguous():
+        return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
+    if looks_channels_last(input):
+        return torch.empty_like(input, memory_format=CHANNELS_LAST[input.dim()])
+    return memory if memory is not None else torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def looks_channels_last(input: Tensor) -> bool:
+    """Return whether torch makes a channels_last output of `input`: channels lie side by side, rows in their order."""
+    if input.dim() not in CHANNELS_LAST:
+        return False
+    if input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):  # whatever the strides of sizes of one
+        return True
+    strides, least = input.stride(), 1
+    for dim in (1, *range(input.dim() - 1, 1, -1), 0):
+        if strides[dim] < least:
+            return False
+        least = strides[dim] * max(input.shape[dim], 1)
+    return True
+
+
+def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
+
+    Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
+    """
+    found: dict[Any, tuple[Tensor, ...]] = {}
+
+    def get(*key: Any) -> tuple[Tensor, ...]:
+        tensors = found.get(key)
+        if tensors is None:
+            with torch.inference_mode(False):
+                tensors = make(*key)
+            if len(found) >= 1024:
+                found.clear()
+            if all(type(tensor) is Tensor for tensor in tensors):
+                found[key] = tensors
+        return tensors
+
+    return get
+
+
+def merge_moments(mean: Tensor, var: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
+
+    Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
+    number of parts at once. The order of summation is that of the parts.
+
+    Args:
+        mean, var: of the parts.
+        shares: ``(K, 1)``, the fraction of all elements that each part has; None if all have equally many.
+    """
+    if shares is None:
+        merged = mean.mean(0)
+        deviations = mean - merged
+        return merged, torch.addcmul(var, deviations, deviations).mean(0)
+    merged = (mean * shares).sum(0)
+    deviations = mean - merged
+    return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)
+
+
+class PartStatistics(NamedTuple):
+    """The statistics of the input of one replica, as its backend makes them.
+
+    K equal parts of the input may have been looked at separately; K is one but on the CPU.
+    """
+
+    mean: Tensor  # (K, C)
+    var: Tensor | None  # (K, C), biased; None beside an inverse standard deviation
+    invstd: Tensor | None  # (K, C), where the backend merges these
+    elements: int  # per channel, in each of the K parts
+
+    def sent(self, source: Place, target: Place) -> PartStatistics:
+        """Return these statistics, which are ready at `source`, for use at `target`."""
+        if source == target:
+            return self
+        mean, var, invstd, elements = self
+        second: Any = var if invstd is None else invstd
+        mean, second = Streams((source, target)).to_place_packed((mean, second), source, target)
+        return PartStatistics(mean, second if invstd is None else None, None if invstd is None else second, elements)
+
+
+class RunningStatistics(NamedTuple):
+    """The buffers of a layer, and how far a call moves them."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+
+    def count_call(self) -> float:
+        """Count a call; return the momentum, which is zero for a cumulative average."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.data.add_(1)
+        return self.momentum or 0.0
+
+    def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
+        """Count a call, and move towards its statistics in place.
+
+        Args:
+            mean: of the batch, ``(C,)``.
+            var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
+            count: elements per channel.
+        """
+        momentum = self.count_call()
+        if self.mean is None or self.var is None:
+            return
+        # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
+        # forward in eval mode, which has saved these buffers, must not refuse to run.
+        for buffer, value in ((self.mean, mean), (self.var, var * (count / (count - 1)))):
+            step: Tensor | float = momentum
+            if self.momentum is None and self.num_batches_tracked is not None:
+                # A tensor: so the host does not wait for the counter.
+                step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
+            # As torch does it. Not by `lerp_`, which makes NaN of an infinite variance if the momentum is one.
+            buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
+
+
+class BatchStatistics:
+    """The statistics of the batch of all replicas, and processes, outside of the graph.
+
+    Args:
+        mean: ``(C,)``, as all the other vectors at the place of the master.
+        var: biased; None where the backend made the inverse standard deviation alone.
+        invstd: None where nobody has asked for it, or it is still to be made.
+        moved: whether the backend has moved the running statistics already.
+    """
+
+    master: Place
+    count: int | Tensor  # elements per channel
+    eps: float  # as it enters `invstd`
+    clamped: Tensor | None = None  # where eps has taken the place of the variance, if it does so
+
+    def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, moved: bool = False) -> None:
+        self.mean, self.var, self.invstd, self.moved = mean, var, invstd, moved
+        # What the node returns for each place: mean and inverse standard deviation, or if nobody has asked for that one
+        # mean and variance.
+        self.at: dict[Place, tuple[Tensor, Tensor]] = {}
+
+    def move(self, running: RunningStatistics, place: Place) -> None:
+        """Move `running`, whose buffers are at `place`, towards these statistics."""
+        mean, invstd = self.at[place]
+        streams, var, count = Streams((self.master, place)), self.var, self.count
+        if var is None:
+            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
+        else:
+            var = streams.to_place(var, self.master, place)
+        running.update(mean, var, count if isinstance(count, int) else streams.to_place(count, self.master, place))
+
+
+class ReplicaGradients:
+    """One replica in a backward: what it gives, and the gradients that it gets.
+
+    Args:
+        place: where it computes.
+        grad_output: the gradient of its output; None if it takes no part in the loss.
+        input: ``(N, C, +)``.
+        weight: ``(C,)`` or None.
+        wanted: of which of its tensors gradients are asked for: "input", "weight", "bias".
+    """
+
+    __slots__ = ("grad_output", "grads", "input", "kept", "place", "wanted", "weight")
+
+    def __init__(
+        self, place: Place, grad_output: Tensor | None, input: Tensor, weight: Tensor | None, wanted: set[str]
+    ) -> None:
+        self.place, self.grad_output, self.input, self.weight, self.wanted = place, grad_output, input, weight, wanted
+        self.grads: dict[str, Tensor | None] = {}  # also some that nobody asks for
+        self.kept: Any = None  # what a backend keeps between the two steps
+
+
+class Backward(NamedTuple):
+    """One backward of a call."""
+
+    replicas: Sequence[ReplicaGradients]  # those that take part
+    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of mean and invstd, or mean and variance, ``(2, C)``
+    batch: BatchStatistics
+    at: dict[Place, tuple[Tensor, Tensor]]  # as that of `batch`; in the graph, if one is recorded
+    streams: Streams
+    has_eps: bool  # whether the second of each pair is the inverse standard deviation
+    own_weights: bool  # whether the replicas of all processes may have different weights
+    of_all: bool  # whether all replicas take part
+    reduce: Callable[[Tensor], Tensor]  # adds up over processes
+
+    def scaled_by_weight(self, vector: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the sum of a replica as it counts for the inputs of all, if replicas have weights of their own."""
+        return vector * weight if self.own_weights and weight is not None else vector
+
+    def without_clamped(self, totals: Tensor) -> Tensor:
+        """Return ``(2, C)`` totals, where that by invstd is zero if the variance has no effect."""
+        if self.batch.clamped is None:
+            return totals
+        return torch.stack((totals[0], totals[1].masked_fill(self.batch.clamped, 0)))
+
+
+class Backend:
+    """The operations of batch normalization on one kind of device.
+
+    Those that have no body here are what a backend must bring. All of them run at the place of their tensors.
+    """
+
+    merge_dtype: torch.dtype | None = None  # in which moments are merged; None for that of the statistics
+    pair_dtype: torch.dtype | None = None  # of mean and inverse standard deviation; None for that of the statistics
+    takes_invstd = False  # whether `part_statistics` makes the inverse standard deviation, if eps is to be added
+    joined: Joined | None = None  # how small inputs of all replicas are normalized as one batch, if they are
+
+    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+        """Return the statistics of `input`.
+
+        Args:
+            input: ``(N, C, +)``, with elements.
+            eps: what will be added to the variance.
+            takes_invstd: whether to make ``1 / sqrt(var + eps)`` instead of the variance.
+
+        Returns:
+            The statistics; and, if there is any, memory that is of no more use, as `memory_for_output` takes it.
+        """
+        raise NotImplementedError
+
+    def nothing(self, input: Tensor) -> PartStatistics:
+        """Return what stands for the statistics of an input without elements."""
+        zeros = input.new_zeros(1, input.shape[1], dtype=statistics_dtype(input.dtype))
+        return PartStatistics(zeros, zeros, None, 0)
+
+    def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
+        """Return the statistics of all `parts`, which are on one device; in their order, those without elements too.
+
+        Args:
+            parts: at least one.
+            eps: what a backend that `takes_invstd` adds.
+            running: what such a backend may move at once: then the result says that it has.
+        """
+        parts = [part for part in parts if part.elements] or parts[:1]
+        mean = torch.cat([part.mean for part in parts])
+        var = torch.cat([part.var for part in parts if part.var is not None])
+        if self.merge_dtype is not None:
+            mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)
+        elements, shares = parts[0].elements, None
+        if any(part.elements != elements for part in parts):
+            total = sum(part.elements * len(part.mean) for part in parts)
+            shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in parts])
+        return BatchStatistics(*merge_moments(mean, var, shares), None)
+
+    def normalizer(
+        self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
+    ) -> Any:
+        """Return what `normalize` takes for inputs of `dtype`, made by the master, from mean and invstd."""
+        return statistics
+
+    def normalize(
+        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
+        raise NotImplementedError
+
+    def gradients(self, backward: Backward) -> None:
+        """Make the gradients that `backward` asks for, in the `grads` of its replicas."""
+        totals = self.sums(backward)
+        if not any("input" in replica.wanted for replica in backward.replicas):
+            return
+        batch, streams = backward.batch, backward.streams
+        if totals is None:
+            totals = torch.zeros_like(torch.stack(backward.at[batch.master]))
+        rest = self.rest(backward.reduce(totals), backward)
+        rest_at: dict[Place, Any] = {}
+        for replica in backward.replicas:
+            if "input" in replica.wanted:
+                place = replica.place
+                with streams.at(place):
+                    if place in rest_at:
+                        rest_at[place] = self.again(rest_at[place])
+                    else:
+                        rest = self.again(rest)
+                        rest_at[place] = self.again(streams.to_place(rest, batch.master, place))
+                    replica.grads["input"] = self.input_gradient(replica, rest_at[place], backward)
+
+    def sums(self, backward: Backward) -> Tensor | None:
+        """Make the gradients of weights and biases; return the sums over the elements of all replicas.
+
+        Each replica gets its own: hooks on its parameters see it, and `torch.autograd.grad` may be asked for it.
+
+        Returns:
+            ``(2, C)``, as `gradient_sums` makes them, at the place of the master; None if nothing was summed.
+        """
+        vectors: list[Tensor] = []
+        master, streams = backward.batch.master, backward.streams
+        for replica in backward.replicas:
+            if replica.grad_output is not None:
+                with streams.at(replica.place):
+                    pair = self.gradient_sums(replica, backward)
+                vectors += streams.to_place_packed(pair, replica.place, master)
+        for grad, place in backward.pair_grads:
+            vectors += streams.to_place(grad, place, master).unbind()
+        return torch.stack(vectors).view(-1, 2, len(vectors[0])).sum(0) if vectors else None
+
+    def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
+        """Make the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
+
+        They are what `rest` takes, added up: as a rule those of ``dy`` and ``dy * (x - mean)``, with the weight if
+        replicas have weights of their own.
+        """
+        raise NotImplementedError
+
+    def rest(self, totals: Tensor, backward: Backward) -> Any:
+        """Return what `input_gradient` takes, from the `totals` of all replicas and processes."""
+        raise NotImplementedError
+
+    def again(self, rest: Any) -> Any:
+        """Return `rest` for one more use."""
+        return rest
+
+    def input_gradient(self, replica: ReplicaGradients, rest: Any, backward: Backward) -> Tensor:
+        """Return the gradient of the input of one replica."""
+        raise NotImplementedError

@@ -1,0 +1,247 @@
+"""Batch normalization on the CPU.
+
+NOTE [fast and exact statistics]: One operator makes the statistics of an input in one pass. Its variance is good to
+1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica looks at
+what it has found, and where that is not `precise` makes the exact statistics: those of the input minus the mean that
+was found, which are good to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
+the square of a mean of means is no larger than the mean of their squares, and the variances count fully. Nothing is
+remembered: the statistics of a batch depend on the batch and eps alone, also in a run that is resumed.
+
+Vectors are tiny: the merge, mean and inverse standard deviation are in float64. The factors and offsets that a pass
+over the input needs are rounded once, such that their errors cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sync_batchnorm.backends.base import (
+    CHANNELS_LAST,
+    Backend,
+    Backward,
+    PartStatistics,
+    ReplicaGradients,
+    cached_constants,
+    channel_count,
+    looks_channels_last,
+    merge_moments,
+    per_channel,
+    reduced_dims,
+    statistics_dtype,
+)
+
+__all__: list[str] = []
+
+# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see numerics.md.
+LARGEST_RATIO = 256.0
+
+# The operator for channels that lie side by side adds up rows one after the other. If the input is viewed as fewer and
+# wider rows, fewer digits are lost.
+WIDTH = 2048
+
+batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_normalize_into = torch.ops.aten.native_batch_norm.out
+
+
+class Affine(NamedTuple):
+    """A function of an input, ``input * slope + offset``, in the dtype of the statistics."""
+
+    slope: Tensor
+    offset: Tensor
+
+
+class Rest(NamedTuple):
+    """What the gradient of an input is made of, beside the gradient of its output."""
+
+    linear: Affine
+    factor: Tensor | None  # weight * invstd, if all replicas have the same
+
+
+class Cpu(Backend):
+    merge_dtype = pair_dtype = torch.float64
+
+    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+        found, memory = fast_moments(input)
+        # First each part for itself: two calls, which are enough for nearly every input.
+        if not precise(found[0], found[1], eps) and not precise(*merge_moments(found[0].double(), found[1], None), eps):
+            found = exact_moments(input, found[0], memory)
+        mean, var, elements = found
+        return PartStatistics(mean, var, None, elements), memory
+
+    def normalizer(
+        self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
+    ) -> Affine:
+        # The offset is made from the rounded slope and the unrounded mean, so that it cancels it to the last digit.
+        mean, invstd = statistics
+        dtype = statistics_dtype(dtype)
+        slope = (invstd if weight is None else invstd * weight).to(dtype)
+        offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
+        return Affine(slope, offset.to(dtype))
+
+    def normalize(
+        self, input: Tensor, normalizer: Affine, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        multiply_add(input, *normalizer, out=out)
+
+    def sums(self, backward: Backward) -> Tensor | None:
+        """Do so for all replicas at once, in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""
+        replicas = [replica for replica in backward.replicas if replica.grad_output is not None]
+        if not replicas:
+            return None
+        mean, invstd = backward.at[backward.batch.master]
+        dtype = statistics_dtype(replicas[0].input.dtype)
+        rounded, scale = mean.to(dtype), invstd.to(dtype)
+        vectors: list[Tensor] = []
+        for replica in replicas:
+            vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)  # type: ignore[arg-type]
+        sums = torch.stack(vectors).double()  # (2 * R, C)
+        # What the rounding of the mean has added to all normalized values.
+        sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)
+        set_parameter_gradients(replicas, sums.to(dtype, copy=True))
+        sums = sums.view(len(replicas), 2, -1)
+        if backward.own_weights:
+            for own, replica in zip(sums, replicas, strict=True):
+                if replica.weight is not None:
+                    own.mul_(replica.weight)
+        return sums.sum(0)
+
+    def rest(self, totals: Tensor, backward: Backward) -> Rest:
+        """Return the part that is linear in the input.
+
+        It is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
+        """
+        first, (mean, invstd) = backward.replicas[0], backward.at[backward.batch.master]
+        dtype = statistics_dtype(first.input.dtype)
+        factor = None if backward.own_weights else _factor(invstd, first.weight, dtype)
+        scaled = backward.without_clamped(totals) * (invstd if factor is None else factor)
+        offset, second = scaled.div_(-backward.batch.count).unbind()
+        # Rounded as it will be used, so that the offset cancels the mean to the last digit.
+        slope = (second * invstd).to(dtype)
+        return Rest(Affine(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)), factor)
+
+    def input_gradient(self, replica: ReplicaGradients, rest: Rest, backward: Backward) -> Tensor:
+        input, grad_output = replica.input, replica.grad_output
+        if input.numel() == 0:
+            return torch.zeros_like(input)
+        linear, factor = rest
+        dtype = linear.slope.dtype
+        grad_input = multiply_add(input if input.dtype == dtype else input.to(dtype), *linear)
+        if grad_output is not None:
+            if factor is None:
+                factor = _factor(backward.at[replica.place][1], replica.weight, dtype)
+            grad_input.addcmul_(grad_output.to(dtype), per_channel(factor, input))
+        return grad_input.to(input.dtype)
+
+
+def set_parameter_gradients(replicas: Sequence[ReplicaGradients], sums: Tensor) -> None:
+    """Take the rows ``(2 * R, C)`` of `sums` as the gradients of bias and weight of each of R replicas."""
+    rows = sums.unbind()
+    for i, replica in enumerate(replicas):
+        replica.grads.update(bias=rows[2 * i], weight=rows[2 * i + 1])
+
+
+def _factor(invstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (invstd if weight is None else invstd * weight).to(dtype)
+
+
+Moments = tuple[Tensor, Tensor, int]  # mean and biased variance of equal parts, ``(K, C)``, and elements of each
+
+
+def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments:
+    """Return the exact moments of `input`, from the fast means and their memory, which is overwritten."""
+    # What is not finite would spoil what is.
+    shift = torch.nan_to_num(mean.mean(0), 0.0, 0.0, 0.0)
+    room = memory if memory is not None and memory.dtype == shift.dtype else None
+    mean, var, elements = fast_moments(torch.sub(input, per_channel(shift, input), out=room))[0]
+    mean = mean.double() + shift
+    overflown = ~(mean.isfinite() & var.isfinite()).all(0)
+    if bool(overflown.any()):
+        # As torch: the mean of what is Inf is Inf; if only squares are too large, the variance alone is.
+        wide = input[:, overflown].double()
+        dims, count = reduced_dims(wide), channel_count(wide.shape)
+        mean[:, overflown] = wide.sum(dims) / count
+        wide -= per_channel(mean[0, overflown], wide)
+        var[:, overflown] = (wide.square_().sum(dims) / count).to(var.dtype)
+    return mean, var, elements
+
+
+def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
+    """Return the fast moments of `input`, and memory for the output."""
+    size, channels = input.shape[:2]
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    if input.dim() == 2 or not input.is_contiguous():
+        side_by_side = input.movedim(1, -1)
+        if side_by_side.is_contiguous():
+            rows = input.numel() // channels
+            split = _split(rows, channels)
+            view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
+            # Half inputs get statistics in float32 where the running ones are: these are thrown away.
+            unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
+            mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
+            return (mean.view(split, channels), var.view(split, channels), rows // split), None
+        input = input.contiguous()
+    # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
+    length = input.numel() // (size * channels)
+    weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
+    bias = torch.zeros_like(weight) if weight is not None else None
+    memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
+    return (mean, invstd.pow(-2), length), memory
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(rows: int, channels: int) -> int:
+    """Return in how many equal parts to cut `rows` of `channels`: as many as fit beside each other."""
+    return next((parts for parts in range(min(rows, WIDTH // channels), 1, -1) if rows % parts == 0), 1)
+
+
+def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
+    """Return whether fast statistics are good enough, see NOTE [fast and exact statistics]."""
+    if type(mean) is not Tensor:  # a stand-in without values, as in `FakeTensorMode`
+        return True
+    lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))
+    return lowest.item() >= -eps and highest.item() < math.inf
+
+
+@cached_constants
+def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros(length, dtype=dtype, device="cpu")
+    return zeros, torch.ones_like(zeros)
+
+
+def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``input * slope + offset``, in the dtype and memory format of `input`, in one pass.
+
+    `out` is memory for the result, or None to take some.
+    """
+    if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
+        return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
+    zeros, ones = _zeros_and_ones(slope.shape[0], slope.dtype)
+    if out is None:
+        return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
+    unused = slope.new_empty(0)
+    _normalize_into(input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused)
+    return out
+
+
+def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over the elements of one replica of ``dy`` and of ``dy * (x - mean) * invstd``.
+
+    Mean and invstd, and the sums, are in the dtype of the statistics.
+    """
+    if input.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    if grad_output.stride() != input.stride():
+        # Of two formats that differ in the strides of sizes of one, the operator makes wrong sums (torch 2.13.0).
+        usual = input.is_contiguous() or not looks_channels_last(input)
+        memory_format = torch.contiguous_format if usual else CHANNELS_LAST[input.dim()]
+        grad_output = grad_output.contiguous(memory_format=memory_format)
+    _, dot, total = batch_norm_backward(
+        grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    return total, dot

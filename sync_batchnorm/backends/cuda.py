@@ -1,0 +1,126 @@
+"""Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_batchnorm.backends.base import (
+    CHANNELS_LAST,
+    Backend,
+    Backward,
+    BatchStatistics,
+    PartStatistics,
+    ReplicaGradients,
+    RunningStatistics,
+    cached_constants,
+    channel_count,
+    looks_channels_last,
+    per_channel,
+    statistics_dtype,
+)
+from sync_batchnorm.places import current_place
+
+__all__: list[str] = []
+
+
+class Cuda(Backend):
+    merge_dtype = torch.float64
+    takes_invstd = True
+
+    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+        count = channel_count(input.shape)
+        if takes_invstd:
+            mean, invstd = torch.batch_norm_stats(input, eps)
+            return PartStatistics(mean, None, invstd, count), None
+        mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
+        return PartStatistics(mean[None], var[None], None, count), None
+
+    def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
+        """Merge, and move the running statistics, in one operator, if there are inverse standard deviations."""
+        vectors: list[Tensor] = []
+        counts: tuple[int, ...] = ()
+        for mean, _, invstd, elements in parts:
+            if invstd is not None:
+                vectors += (mean, invstd)
+                counts += (elements,)
+        if not vectors:
+            return super().merge(parts, eps, running)
+        stacked = torch.stack(vectors)  # (2 * R, C)
+        means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
+        momentum, buffers, moved = 0.0, (None, None), False
+        # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
+        if (
+            running is not None
+            and running.momentum is not None
+            and (running.mean is None or running.var is None or running.mean.dtype == stacked.dtype)
+        ):
+            momentum, moved = running.count_call(), True
+            # Through `data`, see `RunningStatistics.update`.
+            if running.mean is not None and running.var is not None:
+                buffers = (running.mean.data, running.var.data)  # type: ignore[assignment]
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            stacked, means, invstds, *buffers, momentum, eps, _counts_on(stacked.device, counts, stacked.dtype)
+        )
+        return BatchStatistics(mean, None, invstd, moved)
+
+    def normalize(
+        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        torch.batch_norm_elemt(input, weight, bias, *normalizer, 0.0, out=out)
+
+    def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
+        mean, invstd = backward.at[replica.place]
+        input, weight, wanted = replica.input, replica.weight, replica.wanted
+        if input.numel() == 0:
+            nothing = torch.zeros_like(mean)
+            replica.grads.update(weight=nothing, bias=nothing)
+            return nothing, nothing
+        # Without a weight, the operator does not know the dtype of these gradients.
+        wants = [weight is not None and name in wanted for name in ("weight", "bias")]
+        sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            replica.grad_output, input, mean, invstd, weight, True, *wants
+        )
+        replica.grads.update(weight=grad_weight, bias=sum_dy if weight is None else grad_bias)
+        return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
+
+    def rest(self, totals: Tensor, backward: Backward) -> Tensor:
+        """Return the totals; divided by the count, if that is a tensor: then they count as those of one element."""
+        count, totals = backward.batch.count, backward.without_clamped(totals)
+        return totals / count if isinstance(count, Tensor) else totals
+
+    def input_gradient(self, replica: ReplicaGradients, rest: Tensor, backward: Backward) -> Tensor:
+        input, grad_output, weight = replica.input, replica.grad_output, replica.weight
+        if input.numel() == 0:
+            return torch.zeros_like(input)
+        if grad_output is None:
+            grad_output = torch.zeros_like(input)
+        elif backward.own_weights and weight is not None:
+            grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
+        if not input.is_contiguous() and looks_channels_last(input):  # or the operator returns a contiguous gradient
+            grad_output = grad_output.contiguous(memory_format=CHANNELS_LAST[input.dim()])
+        mean, invstd = backward.at[replica.place]
+        if backward.own_weights:
+            weight = None
+        elif weight is not None and weight.dtype != mean.dtype:  # which this operator wants for contiguous inputs
+            weight = weight.to(mean.dtype)
+        count = backward.batch.count if isinstance(backward.batch.count, int) else 1
+        counts = _counts_on(input.device, (count,), torch.int32)
+        return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, rest[0], rest[1], counts)
+
+
+@cached_constants
+def _counts(place: Any, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    # Filled by kernels: from a list, the host would have to copy it, and wait.
+    device = place.device
+    if len(set(counts)) == 1:
+        return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)
+    return (torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts]),)
+
+
+def _counts_on(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `counts` as a vector on `device`, for use in the current stream there alone."""
+    return _counts(current_place(device), counts, dtype)[0]

@@ -1,0 +1,83 @@
+"""Batch normalization on any device, in operators that every device has and that autograd can differentiate.
+
+These are also the gradients of every device where a backward is differentiated once more, see NOTE [gradients of
+gradients] in `autograd.py`. In a second backward, the threads of several devices add up the gradients of one tensor in
+any order. With views of it, no more than two gradients arrive at any tensor: then the order changes no digit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sync_batchnorm.backends.base import (
+    Backend,
+    Backward,
+    PartStatistics,
+    ReplicaGradients,
+    channel_count,
+    per_channel,
+    reduced_dims,
+    statistics_dtype,
+)
+
+__all__: list[str] = []
+
+
+class General(Backend):
+    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+        wide = input.to(statistics_dtype(input.dtype))
+        var, mean = torch.var_mean(wide, reduced_dims(input), correction=0)
+        return PartStatistics(mean[None], var[None], None, channel_count(input.shape)), None
+
+    def normalize(
+        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        mean, invstd = normalizer
+        factor = per_channel(invstd if weight is None else invstd * weight, input)
+        centered = input - per_channel(mean, input)
+        if bias is None:
+            torch.mul(centered, factor, out=out)
+        else:
+            torch.addcmul(per_channel(bias, input), centered, factor, out=out)
+
+    def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
+        """Return what this replica adds to the gradients of mean and inverse standard deviation."""
+        mean, invstd = backward.at[replica.place]
+        input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
+        centered = input.to(mean.dtype) - per_channel(mean, input)
+        wide, invstd, dims = grad_output.to(mean.dtype), invstd.view_as(invstd), reduced_dims(input)
+        summed = wide.view_as(wide)
+        sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
+        factor = invstd if weight is None else invstd * weight
+        replica.grads.update(weight=sum_dy_xmu * invstd, bias=sum_dy)
+        replica.kept = centered, wide * per_channel(factor, input)
+        return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
+
+    def rest(self, totals: Tensor, backward: Backward) -> Tensor:
+        """Return what every element gets of the gradients of mean and variance: a constant, and ``x - mean`` times."""
+        grad_mean, grad_var = totals
+        batch = backward.batch
+        if backward.has_eps:  # from the inverse standard deviation to the variance
+            grad_var = grad_var * -0.5 * backward.at[batch.master][1] ** 3
+        if batch.clamped is not None:
+            grad_var = grad_var.masked_fill(batch.clamped, 0)
+        count = batch.count if isinstance(batch.count, Tensor) else max(batch.count, 1)
+        return torch.stack((grad_mean, 2 * grad_var)) / count
+
+    def again(self, rest: Tensor) -> Tensor:
+        return rest.view_as(rest)
+
+    def input_gradient(self, replica: ReplicaGradients, rest: Tensor, backward: Backward) -> Tensor:
+        input, direct = replica.input, None
+        if replica.kept is None:
+            mean = backward.at[replica.place][0]
+            centered = input.to(mean.dtype) - per_channel(mean, input)
+        else:
+            centered, direct = replica.kept
+        grad_mean, grad_var = rest
+        # The first operand decides on the memory format: that of the input.
+        found = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
+        return (found if direct is None else found + direct).to(input.dtype)

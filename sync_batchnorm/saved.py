@@ -1,0 +1,107 @@
+"""Who saves the inputs and weights of a call for its backward.
+
+NOTE [who saves what]: The common node of a call saves inputs and weights of all replicas, but not those of a replica
+with hooks on saved tensors: hooks belong to a thread, and activation checkpointing counts what they see. Such a replica
+saves its own, in a node that never runs (`_Save`), which the common node asks. Two replicas may each call
+`torch.autograd.grad` in their forward; torch frees what a node has saved after the first one. So the first backward
+that is not one of all replicas gives each of them such a node (`_divide`). From then on, what a replica has saved is
+freed when a backward has used it, and torch itself finds what was freed, or changed in place, as if each replica had a
+layer of its own.
+
+NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
+guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
+crash the process. So both are read only with the lock of the call held. Only the first backward reads what the node has
+saved, and frees it at once: torch has nothing left to free, and the others ask the nodes of their replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_batchnorm.places import Place
+from sync_batchnorm.recompute import without_hooks
+
+__all__: list[str] = []
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, saved: tuple[Tensor | None, ...]) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return leaf
+
+
+def save_for_hooks(input: Tensor, weight: Tensor | None) -> Tensor:
+    """Save the tensors of one replica in a node of its own, see NOTE [who saves what].
+
+    Returns:
+        What the node returned that saves them. Up to torch 2.12, that node lives as long as this.
+    """
+    leaf = torch.empty(0, device="cpu", requires_grad=True)
+    saved: Tensor = _Save.apply(leaf, (input, weight))  # type: ignore[no-untyped-call]
+    return saved
+
+
+class SavedTensors:
+    """The inputs and weights of a call.
+
+    Args:
+        own: what `save_for_hooks` has returned for each replica, or None for one whose tensors the common node saves.
+    """
+
+    def __init__(self, own: list[Tensor | None]) -> None:
+        self._own: list[Any] = own
+        self._divided = False  # whether each replica has a node of its own
+        self.lock = Lock()  # see NOTE [several backwards at once]
+
+    def unpack(self, node: Any, pairs: int, of_all: bool) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Return what the common `node` has saved.
+
+        Args:
+            node: the `ctx` of its running backward.
+            pairs: how many pairs it has saved first.
+            of_all: whether this backward uses what all replicas have saved.
+
+        Returns:
+            The pairs, if a graph is recorded; and inputs and weights in turn, unless the replicas have them.
+        """
+        with self.lock:
+            saved: Sequence[Any] = ()
+            graph = torch.is_grad_enabled()
+            if graph or not self._divided:
+                saved = node.saved_tensors
+            if not of_all and not self._divided:
+                self._divide(saved[pairs:])
+                free(node)
+            return saved[:pairs] if graph else (), () if self._divided else saved[pairs:]
+
+    def _divide(self, saved: Sequence[Any]) -> None:
+        """Give each replica a node of its own for what the common node has saved for it."""
+        with torch.enable_grad(), without_hooks():  # The hooks of this thread are for what the caller computes.
+            for i, before in enumerate(self._own):
+                if before is None:
+                    self._own[i] = save_for_hooks(*saved[2 * i : 2 * i + 2])
+        self._divided = True
+
+    def of_replica(self, i: int, common: Sequence[Tensor | None], place: Place) -> Sequence[Tensor | None]:
+        """Return input and weight of a replica, from what `unpack` has returned or a node of its own."""
+        if self._own[i] is None:
+            return common[2 * i : 2 * i + 2]
+        with place.entered():  # Hooks may compute what was saved.
+            saved: Sequence[Tensor | None] = self._own[i].grad_fn.saved_tensors
+        return saved
+
+    def free(self, i: int) -> None:
+        """Free what a replica has saved itself, after a backward: that node never runs, so torch does not."""
+        if self._own[i] is not None:
+            free(self._own[i].grad_fn)
+
+
+def free(node: Any) -> None:
+    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
+    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
