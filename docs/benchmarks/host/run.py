@@ -39,7 +39,11 @@ LAYERS, SHAPE = 20, (2, 8, 2, 2)  # the shape of the input of each replica
 NUMBERS = (2, 4, 8)  # of GPUs
 OURS, PLAIN, OTHER, EXISTING = "ours", "nn.BatchNorm2d", "the other version", "the existing library"
 # The largest times that are wanted, as parts of those of version 1.1, for each number of GPUs.
+WAYS = ("forward", "backward")
 BUDGETS = {"forward": (0.65, 0.58, 0.52), "backward": (0.45, 0.33, 0.26), "replicate": (0.70, 0.66, 0.62)}
+
+
+Times = dict[str, dict[str, list[float]]]  # by row and column, one for each number of GPUs
 
 
 def library_at(folder: Path) -> ModuleType:
@@ -71,11 +75,12 @@ class Contender:
         self.parallel = wrap(library, net, list(range(number)))
         self.parts = [torch.randn(SHAPE, device=f"cuda:{i}").requires_grad_() for i in range(number)]
         self.grads = [torch.randn(SHAPE, device=f"cuda:{i}") for i in range(number)]
-        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         self.launches: dict[str, int] = {}
 
     def step(self, count: bool = False) -> None:
         """Make replicas, and time a forward and a backward of them, or count their launches."""
+        self.parallel.zero_grad()
         parts = [part.detach().requires_grad_() for part in self.parts]
         replicas = self.parallel.replicate(self.parallel.module, self.parallel.device_ids)
         outputs: list[Tensor] = []
@@ -83,7 +88,7 @@ class Contender:
         def forward() -> None:
             outputs[:] = self.parallel.parallel_apply(replicas, [(part,) for part in parts], [{} for _ in parts])
 
-        for name, body in (("forward", forward), ("backward", lambda: torch.autograd.backward(outputs, self.grads))):
+        for name, body in zip(WAYS, (forward, lambda: torch.autograd.backward(outputs, self.grads)), strict=True):
             if count:
                 with recording() as ran:
                     body()
@@ -108,57 +113,60 @@ def print_head(*names: str) -> None:
     print("|" + "---|" * len(names))
 
 
+def print_growth(kind: str, times: Times) -> None:
+    """Print for each row and column, with times for all numbers of GPUs, the last as a multiple of the first."""
+    print_head(kind, *(f"{column}, {NUMBERS[-1]} GPUs / {NUMBERS[0]}" for column in next(iter(times.values()))))
+    for row, columns in times.items():
+        print_row(row, *(f"{several[-1] / several[0]:.1f}" for several in columns.values()))
+
+
 def run_interleaved(libraries: dict[str, ModuleType | None], number: int, rounds: int) -> dict[str, Contender]:
     running = {name: Contender(library, number) for name, library in libraries.items()}
     for i in range(3 + rounds):
         for contender in running.values():
             if i == 3:  # after a warm-up
-                contender.seconds = {"forward": [], "backward": []}
+                contender.seconds = {way: [] for way in WAYS}
             contender.step()
     return running
 
 
 def time_layers(libraries: dict[str, ModuleType | None], rounds: int) -> None:
     """Print processor time and launches of a layer, with kernels as they are simulated."""
+    times: Times = {name: {way: [] for way in WAYS} for name in libraries}
     print_head("GPUs", "contender", "forward, us", "launches", "backward, us", "launches")
     for number in NUMBERS:
         for name, contender in run_interleaved(libraries, number, rounds).items():
             contender.step(count=True)
-            cells = [
-                cell
-                for way in ("forward", "backward")
-                for cell in (f"{contender.microseconds(way):.0f}", f"{contender.launches[way] / LAYERS:g}")
-            ]
+            cells = []
+            for way in WAYS:
+                times[name][way].append(contender.microseconds(way))
+                cells += [f"{times[name][way][-1]:.0f}", f"{contender.launches[way] / LAYERS:g}"]
             print_row(number, name, *cells)
+    print_growth("contender", times)
 
 
 def time_free_layers(libraries: dict[str, ModuleType | None], rounds: int) -> None:
     """Print processor time of a layer where kernels cost nothing, what it is of other contenders', and how it grows."""
-    found: dict[int, dict[str, Contender]] = {}
+    times: Times = {name: {way: [] for way in WAYS} for name in libraries}
     print_head("GPUs", "contender", "forward, us", "backward, us")
     for number in NUMBERS:
         with costing_nothing():
-            found[number] = run_interleaved(libraries, number, rounds)
-        for name, contender in found[number].items():
-            print_row(number, name, *(f"{contender.microseconds(way):.0f}" for way in ("forward", "backward")))
-
-    def time_of(name: str, number: int, way: str) -> float:
-        return found[number][name].microseconds(way)
-
+            running = run_interleaved(libraries, number, rounds)
+        for name, contender in running.items():
+            for way in WAYS:
+                times[name][way].append(contender.microseconds(way))
+            print_row(number, name, *(f"{times[name][way][-1]:.0f}" for way in WAYS))
     for rival in [name for name in libraries if name != OURS]:
-        with_budget = rival == OTHER
-        head = [f"{way}, ours / {rival}" + with_budget * " | budget" for way in ("forward", "backward")]
-        print_head("GPUs", *" | ".join(head).split(" | "))
+        budgets = rival == OTHER
+        head = [cell for way in WAYS for cell in (f"{way}, ours / {rival}", *["budget"] * budgets)]
+        print_head("GPUs", *head)
         for i, number in enumerate(NUMBERS):
             cells = []
-            for way in ("forward", "backward"):
-                cells.append(f"{time_of(OURS, number, way) / time_of(rival, number, way):.2f}")
-                cells += [f"{BUDGETS[way][i]:.2f}"] * with_budget
+            for way in WAYS:
+                cells.append(f"{times[OURS][way][i] / times[rival][way][i]:.2f}")
+                cells += [f"{BUDGETS[way][i]:.2f}"] * budgets
             print_row(number, *cells)
-    print_head("contender", *(f"{way}, {NUMBERS[-1]} GPUs / {NUMBERS[0]}" for way in ("forward", "backward")))
-    for name in libraries:
-        ways = ("forward", "backward")
-        print_row(name, *(f"{time_of(name, NUMBERS[-1], way) / time_of(name, NUMBERS[0], way):.1f}" for way in ways))
+    print_growth("contender", times)
 
 
 class Merges:
@@ -195,27 +203,29 @@ def time_merges(libraries: dict[str, ModuleType | None], rounds: int) -> None:
     """Print processor time and launches of the master after the last arrival, in one forward of a layer."""
     print_head("GPUs", "contender", "simulated kernels, us", "kernels for nothing, us", "launches", "wanted at most")
     synchronized = {name: library for name, library in libraries.items() if library is not None}
+    modes = {"simulated kernels": nullcontext, "kernels for nothing": costing_nothing}
+    times: Times = {name: {mode: [] for mode in modes} for name in synchronized}
     for number in NUMBERS:
         merges = {name: Merges(library) for name, library in synchronized.items()}
         with ExitStack() as stack:
             for merge in merges.values():
                 stack.enter_context(merge.watched())
             running = {name: Contender(library, number) for name, library in synchronized.items()}
-            medians: dict[str, list[float]] = {name: [] for name in merges}
-            for mode in (nullcontext(), costing_nothing()):
-                with mode:
+            for mode, context in modes.items():
+                with context():
                     for i in range(3 + rounds):
                         for name, contender in running.items():
                             if i == 3:
                                 merges[name].seconds.clear()
                             contender.step()
                 for name, merge in merges.items():
-                    medians[name].append(1e6 * statistics.median(merge.seconds))
+                    times[name][mode].append(1e6 * statistics.median(merge.seconds))
             for name, merge in merges.items():
                 merge.counting = True
                 running[name].step()
-                cells = [f"{median:.0f}" for median in medians[name]]
+                cells = [f"{several[-1]:.0f}" for several in times[name].values()]
                 print_row(number, name, *cells, f"{merge.launches / LAYERS:g}", number + 3)
+    print_growth("contender", times)
 
 
 @contextmanager
@@ -238,9 +248,9 @@ def time_replicas(libraries: dict[str, ModuleType | None], rounds: int) -> None:
     rivals = [name for name in libraries if name != OURS]
     ratios = [f"ours / {rival}" for rival in rivals] + (["budget"] if OTHER in libraries else [])
     print_head("net", "GPUs", *(f"{name}, ms" for name in libraries), *ratios)
-    models, growth = import_torchvision().models, []
-    for net in ("resnet50", "mobilenet_v3_large"):
-        medians: dict[int, dict[str, float]] = {}
+    models, nets = import_torchvision().models, ("resnet50", "mobilenet_v3_large")
+    times: Times = {net: {name: [] for name in libraries} for net in nets}
+    for net in nets:
         for i, number in enumerate(NUMBERS):
             wrapped = {n: wrap(library, models.get_model(net), list(range(number))) for n, library in libraries.items()}
             seconds: dict[str, list[float]] = {name: [] for name in wrapped}
@@ -251,16 +261,14 @@ def time_replicas(libraries: dict[str, ModuleType | None], rounds: int) -> None:
                         parallel.replicate(parallel.module, parallel.device_ids)
                         if j:
                             seconds[name].append(time.process_time() - start)
-            found = medians[number] = {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
-            cells = [f"{found[name]:.1f}" for name in libraries]
+            found = {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
+            for name, median in found.items():
+                times[net][name].append(median)
+            cells = [f"{median:.1f}" for median in found.values()]
             cells += [f"{found[OURS] / found[rival]:.2f}" for rival in rivals]
             cells += [f"{BUDGETS['replicate'][i]:.2f}"] if OTHER in libraries else []
             print_row(net, number, *cells)
-        first, last = medians[NUMBERS[0]], medians[NUMBERS[-1]]
-        growth.append((net, *(f"{last[name] / first[name]:.1f}" for name in libraries)))
-    print_head("net", *(f"{name}, {NUMBERS[-1]} GPUs / {NUMBERS[0]}" for name in libraries))
-    for row in growth:
-        print_row(*row)
+    print_growth("net", times)
 
 
 PARTS: dict[str, tuple[str, Callable[[dict[str, ModuleType | None], int], None]]] = {
