@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ simulated_gpus.simulate(8)  # before torch is imported, and so before what is im
 
 import torch
 from common import import_torchvision
-from harness import environment
+from harness import environment, take_core
 from simulated_gpus import recording
 from simulated_gpus.free import costing_nothing, use_streams_of_torch
 from torch import Tensor, nn
@@ -279,18 +279,25 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, ModuleType | None], int], None]]
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print the tables of the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="folder of another version of the library")
     parser.add_argument("--existing", type=Path, help="folder into which sync-batchnorm==0.0.1 was installed")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--parts", choices=list(PARTS), nargs="+", default=list(PARTS), help="which tables to print")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--one-core",
+        action="store_true",
+        help="keep all threads on one core, where the system can: then they do not fight for the interpreter lock",
+    )
+    options = parser.parse_args()
     warnings.filterwarnings("ignore", "expected batch norms that synchronize")
     torch.set_num_threads(1)
     use_streams_of_torch()
-    print(environment())
+    if options.one_core:
+        take_core(0)  # and so do the threads that will be started
+    print(environment() + ", one core" * options.one_core)
     libraries = {PLAIN: None, OURS: library_at(ROOT)}
     for name, folder in ((OTHER, options.other), (EXISTING, options.existing)):
         if folder is not None:
