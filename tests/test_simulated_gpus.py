@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import simulated_gpus
 import torch
 from helpers import assert_same_state
 from simulated_gpus import recording, reports
+from simulated_gpus.free import costing_nothing
 from torch import nn
 
-from sync_batchnorm import convert_model
+from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 DEVICES = torch.cuda.device_count()
@@ -782,3 +788,81 @@ def test_operator_that_has_no_kernel_is_named():
     with pytest.raises(NotImplementedError, match="simulated GPUs have no kernel for aten::_thnn_fused_lstm_cell"):
         nn.LSTMCell(3, 4).cuda()(x)
     assert nn.RNN(3, 4).cuda()(x.unsqueeze(0))[0].is_cuda
+
+
+# Kernels that cost nothing, for benchmarks
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: [x + 1, x.double() + x, x > 0],
+        lambda x: [x.transpose(0, 1)[1:], x.view(-1).add_(2)],
+        lambda x: [*x.unbind(), *x.split(1, 1), torch.stack([x, x], 1), torch.cat([x, x])],
+        lambda x: [x.sum((0, 2)), *torch.var_mean(x, 1), torch.empty_like(x), x.to(torch.float16)],
+        lambda x: [x.to(f"cuda:{DEVICES - 1}"), x.cpu(), torch.ones(3).to("cuda")],
+        lambda x: [
+            *torch.batch_norm_stats(x, 1e-5),
+            torch.batch_norm_elemt(x, *torch.ones(4, 3, device="cuda"), 1e-5),
+            *torch.batch_norm_gather_stats_with_counts(
+                x, *torch.ones(2, 2, 3, device="cuda"), None, None, 0.1, 1e-5, torch.ones(2, device="cuda")
+            ),
+            *torch.batch_norm_backward_reduce(x, x, *torch.ones(3, 3, device="cuda"), True, True, True),
+            torch.batch_norm_backward_elemt(
+                x, x, *torch.ones(5, 3, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda")
+            ),
+        ],
+    ],
+    ids=["values", "views", "lists", "sizes", "copies", "batch norm"],
+)
+def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind(run):
+    x = torch.randn(2, 3, 4, device="cuda")
+    expected = [kind_of(tensor) for tensor in run(x)]
+    with costing_nothing(), recording() as ran:
+        for _ in range(2):  # as it is run first, and then as it is known
+            assert [kind_of(tensor) for tensor in run(x)] == expected
+    assert ran.launches == 0
+    assert torch.equal((torch.ones(3, device="cuda") + 1).cpu(), torch.full((3,), 2.0))
+
+
+@two_devices
+def test_replicas_train_with_kernels_that_cost_nothing():
+    parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).cuda())
+    with costing_nothing():
+        for _ in range(2):
+            output = parallel(torch.randn(8, 3, device="cuda"))
+            output.sum().backward()
+    assert output.shape == (8, 4)
+    assert all(parameter.grad.shape == parameter.shape for parameter in parallel.parameters())
+
+
+@pytest.mark.watchdog(60)
+def test_streams_of_torch_run_in_the_simulation():
+    program = """
+        import os
+        from simulated_gpus import recording, reports, simulate
+        simulate(int(os.environ["SIMULATED_GPUS"]))
+        import torch
+        from simulated_gpus.free import use_streams_of_torch
+        use_streams_of_torch()
+        assert type(torch.cuda.stream(None)).__module__ == "torch.cuda"
+        last = torch.cuda.device_count() - 1
+        side = torch.cuda.Stream(last)
+        with recording() as ran:
+            side.wait_stream(torch.cuda.current_stream(last))
+            with torch.cuda.stream(side):
+                assert torch.cuda.current_stream() == side and hash(side) == hash(torch.cuda.current_stream())
+                torch.ones(3, device=f"cuda:{last}").add_(1)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream() != side
+        assert torch.cuda.current_device() == 0
+        assert (ran.events, ran.waits) == (1, 1)
+        assert ran.by_stream() == {f"cuda:{last} stream {side.stream_id}": 2}, ran
+        assert reports() == []
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    tests = str(Path(__file__).parent)
+    subprocess.run(command, check=True, timeout=50, env=os.environ | {"PYTHONPATH": tests})

@@ -77,6 +77,11 @@ inline void launch_on(
   launch(op, current_stream(device), std::vector<Tensor>(reads), std::vector<Tensor>(writes));
 }
 
+// Return one vector, or one number for each channel of `like`, which nobody has filled.
+inline Tensor unfilled(const Tensor& like, at::ScalarType dtype) {
+  return new_tensor({like.dim() == 1 ? like.size(0) : like.size(1)}, {1}, dtype, like.device().index());
+}
+
 inline std::pair<Tensor, Tensor> biased_var_and_mean(const Tensor& input) {
   auto [var, mean] = at::var_mean(in_double(input), all_but_channels(input), /*unbiased=*/false);
   return {var, mean};
@@ -94,9 +99,10 @@ inline void move_running(
 inline std::tuple<Tensor, Tensor> batch_norm_stats(const Tensor& input, double eps) {
   const char* op = "batch_norm_stats";
   int device = check_input(op, input, {});
+  auto dtype = accumulated(input.scalar_type());
+  if (costs_nothing) return {unfilled(input, dtype), unfilled(input, dtype)};
   Lock lock;
   OnHost on_host;
-  auto dtype = accumulated(input.scalar_type());
   auto [var, mean] = biased_var_and_mean(input);
   auto out_mean = result_on(device, mean.to(dtype)), invstd = result_on(device, (var + eps).rsqrt().to(dtype));
   launch_on(op, device, {input}, {out_mean, invstd});
@@ -109,9 +115,10 @@ inline std::tuple<Tensor, Tensor> batch_norm_update_stats(
   auto running_mean = or_undefined(running_mean_), running_var = or_undefined(running_var_);
   int device = check_input(op, input, {running_mean, running_var});
   TORCH_CHECK(running_mean.defined() == running_var.defined(), "running_mean and running_var: both or none");
+  auto dtype = accumulated(input.scalar_type());
+  if (costs_nothing) return {unfilled(input, dtype), unfilled(input, dtype)};
   Lock lock;
   OnHost on_host;
-  auto dtype = accumulated(input.scalar_type());
   auto [var, mean] = biased_var_and_mean(input);
   auto out_mean = result_on(device, mean.to(dtype)), out_var = result_on(device, var.to(dtype));
   launch_on(op, device, {input}, {out_mean, out_var});
@@ -144,6 +151,7 @@ inline Tensor& batch_norm_elemt_out(
     check_dtype("mean", mean, accumulated(dtype));
     check_dtype("invstd", invstd, accumulated(dtype));
   }
+  if (costs_nothing) return out;
   Lock lock;
   OnHost on_host;
   auto wide = accumulated(dtype);
@@ -177,6 +185,12 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   check_dtype("invstd", invstd, accumulated(dtype));
   bool channels_last = is_channels_last(grad_output) && is_channels_last(input);
   TORCH_CHECK(channels_last || weight.defined() || !(weight_g || bias_g), "tensor does not have a device");
+  if (costs_nothing) {
+    auto sum = [&](bool wanted, const Tensor& like) { return wanted ? unfilled(mean, like.scalar_type()) : Tensor(); };
+    return {
+        sum(input_g, mean), sum(input_g, mean), sum(weight_g && weight.defined(), weight),
+        sum(bias_g && weight.defined(), weight)};
+  }
   Lock lock;
   OnHost on_host;
   auto dy = in_double(grad_output), xmu = in_double(input) - per_channel(in_double(mean), input);
@@ -215,6 +229,7 @@ inline Tensor batch_norm_backward_elemt(
   // Only the kernel for channels last takes a weight of the dtype of a float16 or bfloat16 input.
   check_dtype("weight", weight, channels_last && weight.defined() && weight.scalar_type() == dtype ? dtype : wide);
   TORCH_CHECK(count.scalar_type() == at::kInt, "expected scalar type Int but found ", count.scalar_type());
+  if (costs_nothing) return at::empty_like(input);
   Lock lock;
   OnHost on_host;
   auto value = [&](const Tensor& vector) { return per_channel(as(wide, vector), input); };
@@ -246,6 +261,7 @@ inline std::tuple<Tensor, Tensor> batch_norm_gather_stats_with_counts(
   check_dtype("running_var", running_var, dtype);
   check_dtype("counts", counts, dtype);
   TORCH_CHECK(mean.dim() == 2 && invstd.dim() == 2 && counts.dim() == 1, "Expected mean and invstd of 2 dimensions, counts of 1");
+  if (costs_nothing) return {unfilled(mean, mean.scalar_type()), unfilled(mean, mean.scalar_type())};
   Lock lock;
   OnHost on_host;
   auto n = in_double(counts).unsqueeze(1), means = in_double(mean), vars = in_double(invstd).pow(-2) - eps;

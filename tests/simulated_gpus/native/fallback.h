@@ -5,7 +5,7 @@
 
 #include <set>
 
-#include "tensors.h"
+#include "free.h"
 
 namespace simulated_gpus {
 
@@ -157,12 +157,17 @@ class Call {
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto number = op.schema().arguments().size();
+  std::optional<FreeCall> free;
+  if (costs_nothing) {
+    free.emplace(op, torch::jit::last(*stack, number));
+    if (free->repeat(*stack, number)) return;
+  }
+  auto arguments = torch::jit::last(*stack, number).vec();
   // The overload is left out of the name, since torch runs most operators, `x + 1` and `x.add_(1)` among them, as `add.out`.
   std::string name = op.schema().name();
   if (name.rfind("aten::", 0) == 0) name = name.substr(std::string("aten::").size());
 
-  const auto number = op.schema().arguments().size();
-  auto arguments = torch::jit::last(*stack, number).vec();
   Call call(op, name);
   call.find_device(arguments);
   torch::jit::Stack values;
@@ -178,6 +183,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     for (auto& value : values) value = call.result(value);
     call.count();
   }
+  if (free) free->remember(FreeCall(op, arguments), values);
   torch::jit::drop(*stack, number);
   for (auto& value : values) stack->emplace_back(std::move(value));
 }

@@ -62,6 +62,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock;
     return world().log.size();
   });
+  module.def("set_costs_nothing", [](bool on) { costs_nothing = on; });
+  // As torch._C has them in a build for CUDA.
+  module.def("current_stream", [](int device) {
+    return std::make_tuple(stream_id_of(device), device, static_cast<int>(c10::kCUDA));
+  });
+  module.def(
+      "set_stream",
+      [](int64_t stream_id, int device_index, int) {
+        Guard().setDevice(cuda(device_index));
+        current_stream_id[device_index] = stream_id;
+      },
+      py::arg("stream_id"), py::arg("device_index"), py::arg("device_type"));
+  module.def("current_device", [] { return simulated_gpus::current_device; });
+  module.def("exchange_device", [](int device) {
+    return device < 0 ? -1 : static_cast<int>(Guard().exchangeDevice(cuda(device)).index());
+  });
   module.def("set_logging", [](bool on) {
     Lock lock;
     world().logging = on;

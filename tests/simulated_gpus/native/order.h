@@ -11,6 +11,7 @@
 #include <torch/extension.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -81,6 +82,8 @@ class Lock {
   std::optional<pybind11::gil_scoped_release> without_gil_;
   std::optional<std::lock_guard<std::recursive_mutex>> guard_;
 };
+
+inline std::atomic<bool> costs_nothing{false};  // see free.h
 
 inline thread_local Clock host_clock;
 inline thread_local int current_device = 0;
