@@ -41,7 +41,7 @@ made before it answers: a replica may differentiate while its peers still wake u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
@@ -50,11 +50,11 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed, normalization
-from sync_batchnorm.local_parallel import plain_tensors
 from sync_batchnorm.moments import counts_on, operators_for, per_channel, reduced_dims, statistics_dtype
 from sync_batchnorm.normalization import Statistics
 from sync_batchnorm.places import Place, _record, current_place, hand_over, hand_over_packed
 from sync_batchnorm.recompute import without_hooks
+from sync_batchnorm.torch_private import free_saved, keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
 
@@ -197,7 +197,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             in_order = nullcontext() if call.home.stream is None else _in_order(call, grads)
             with plain_tensors(), in_order:
                 found = _Backward(ctx, call, grads, wanted).run()
-        if not _keeps_graph():
+        if not keeps_graph():
             call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
         return None, None, None, None, *[found.get(slot) for slot in call.slots], None
@@ -207,7 +207,7 @@ def _wanted(ctx: Any, call: Call) -> set[Slot]:
     """Return whose gradients the running backward asks for."""
     with call.lock:  # see NOTE [several backwards at once]
         edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=False)  # There may be a token.
-        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        wanted = {slot for slot, needed, (node, _) in edges if needed and will_run(node)}
         del edges  # and with it the objects of the neighbors
     return wanted
 
@@ -225,7 +225,7 @@ def _unpack(ctx: Any, call: Call, of_all: bool) -> tuple[tuple[Tensor, ...], tup
         pairs = ctx.saved_tensors[:number] if torch.is_grad_enabled() else ()
         if not of_all and not call.divided:
             _divide(call, ctx.saved_tensors[number:])
-            _free(ctx)
+            free_saved(ctx)
         return pairs, () if call.divided else ctx.saved_tensors[number:]
 
 
@@ -236,29 +236,6 @@ def _divide(call: Call, saved: Sequence[Any]) -> None:
             if before is None:
                 call.saved[i] = save_for_hooks(*saved[2 * i : 2 * i + 2])
     call.divided = True
-
-
-def _free(node: Any) -> None:
-    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
-    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
-
-
-# Private: without it, gradients that nobody has asked for are computed, and dropped.
-_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
-
-
-def _will_run(node: Any) -> bool:
-    """Return whether the running backward goes on to `node`, as far as torch tells."""
-    try:
-        return node is not None and _will_execute(node)
-    except RuntimeError:  # A leaf, in `torch.autograd.grad`: torch does not tell.
-        return True
-
-
-# Private: without it, the nodes of a graph stay numbered as long as it is alive, also after its last backward.
-_keeps_graph: Callable[[], bool] = getattr(
-    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
-)
 
 
 @contextmanager
@@ -318,7 +295,7 @@ class _Backward:
             self.on_cpu()
         for i, *_ in self.parts:
             if call.saved[i] is not None:
-                _free(call.saved[i].grad_fn)  # That node never runs, so torch does not.
+                free_saved(call.saved[i].grad_fn)  # That node never runs, so torch does not.
         if any(grad is not None for _, _, grad, *_ in self.parts):
             for name, i in self.wanted:
                 if name != "input" and self.found.get((name, i)) is None:  # Hooks do not expect None.

@@ -20,11 +20,11 @@ from sync_batchnorm.autograd import (
     save_for_hooks,
 )
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.compilation import in_transform, uncompiled
-from sync_batchnorm.local_parallel import plain_tensors
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.moments import Moments, channel_count, counts_on, operators_for, statistics_dtype
 from sync_batchnorm.normalization import Affine, Statistics, memory_for_output
 from sync_batchnorm.places import Place, hand_over, hand_over_packed
+from sync_batchnorm.torch_private import dual_level, in_transform, plain_tensors
 
 __all__ = ["merge_messages", "sync_moments"]
 
@@ -351,8 +351,7 @@ RECOMPUTED = (
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
-    # The level is private to torch: without it, every tensor is asked for a tangent.
-    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+    if tensor is None or dual_level() < 0:
         return False
     tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     return tangent is not None
