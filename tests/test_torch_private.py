@@ -151,6 +151,10 @@ WITHOUT = {
 }
 
 
+def test_thread_without_modes_has_none():
+    assert not torch_private.has_modes()
+
+
 def test_every_name_is_tested():
     assert sorted(WITHOUT) == sorted(NAMES)
 
