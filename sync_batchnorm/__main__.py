@@ -20,6 +20,7 @@ import torch
 from sync_batchnorm import __version__
 from sync_batchnorm.local_parallel import as_device
 from sync_batchnorm.selfcheck import BUDGET, Finding, Item, items_for, run
+from sync_batchnorm.torch_private import MISSING
 
 __all__: list[str] = []
 
@@ -120,6 +121,8 @@ def versions() -> dict[str, str]:
         "system": platform.platform(),
         "CUDA": cuda,
     }
+    if MISSING:
+        found["torch without"] = ", ".join(MISSING)
     return found | {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
 

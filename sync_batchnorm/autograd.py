@@ -29,7 +29,7 @@ made before it answers: a replica may differentiate while its peers still wake u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,10 +47,10 @@ from sync_batchnorm.backends.base import (
     channel_count,
     memory_for_output,
 )
-from sync_batchnorm.local_parallel import plain_tensors
 from sync_batchnorm.places import Place, Streams, current_place, in_order_with_engine
 from sync_batchnorm.recompute import without_hooks
 from sync_batchnorm.saved import SavedTensors, save_for_hooks
+from sync_batchnorm.torch_private import keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
 
@@ -240,7 +240,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                 in_order = in_order_with_engine(call.master, places, grads)
             with plain_tensors(), in_order:
                 made = _gradients(ctx, call, grads, wanted)
-        if not _keeps_graph():
+        if not keeps_graph():
             call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
         return None, None, None, None, *[made.get(slot) for slot in call.slots], None
@@ -250,27 +250,9 @@ def _wanted(ctx: Any, call: Call) -> set[Slot]:
     """Return whose gradients the running backward asks for."""
     with call.saved.lock:  # see NOTE [several backwards at once] in `saved.py`
         edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=False)  # There may be a token.
-        wanted = {slot for slot, needed, (node, _) in edges if needed and _will_run(node)}
+        wanted = {slot for slot, needed, (node, _) in edges if needed and will_run(node)}
         del edges  # and with it the objects of the neighbors
     return wanted
-
-
-# Private: without it, gradients that nobody has asked for are computed, and dropped.
-_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
-
-
-def _will_run(node: Any) -> bool:
-    """Return whether the running backward goes on to `node`, as far as torch tells."""
-    try:
-        return node is not None and _will_execute(node)
-    except RuntimeError:  # A leaf, in `torch.autograd.grad`: torch does not tell.
-        return True
-
-
-# Private: without it, the nodes of a graph stay numbered as long as it is alive, also after its last backward.
-_keeps_graph: Callable[[], bool] = getattr(
-    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
-)
 
 
 def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot]) -> dict[Slot, Tensor | None]:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrize import is_parametrized
@@ -41,6 +40,7 @@ from sync_batchnorm.replicate import (
     refuse_stranger,
     swap_class,
 )
+from sync_batchnorm.torch_private import BatchNormBase, infer_parameters
 from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
@@ -114,7 +114,7 @@ class _LayerMaster(SyncMaster):
         return type(None), ()
 
 
-class _SynchronizedBatchNorm(_BatchNorm):
+class _SynchronizedBatchNorm(BatchNormBase):
     """What all synchronized layers share; not for use by itself.
 
     NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
@@ -177,13 +177,13 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if not self.training:
             if self._sync_missed:
                 self._catch_up(self._sync_missed)
-            return _BatchNorm.forward(self, input)  # not that of a class which comes in between, see `convert_model`
+            return BatchNormBase.forward(self, input)  # not that of a class which comes in between, see `convert_model`
         if self._sync_pipe is None and is_in_replica():
             refuse_stranger(self)
         group = self._active_group()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
-            return _BatchNorm.forward(self, input)
+            return BatchNormBase.forward(self, input)
         return self._forward_synchronized(input, group)
 
     @uncompiled
@@ -367,16 +367,16 @@ class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
 
 
-_SYNCHRONIZED: dict[type[_BatchNorm], type[_SynchronizedBatchNorm]] = {
+_SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNorm,
 }
-_PLAIN: dict[type[nn.Module], type[_BatchNorm]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
+_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
 
 # What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
-_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(_BatchNorm, name))
+_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
 _FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
 _FORMER_CLASS = "_former_class"  # of a layer for whose class `convert_model` was given a synchronized one
 # What a synchronized layer needs from a layer of another class: some may be None.
@@ -435,7 +435,7 @@ def convert_model(
             why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
             left.setdefault(why, []).append(name)
         elif type(child) in classes or (
-            isinstance(child, _BatchNorm) and not isinstance(child, _SynchronizedBatchNorm)
+            isinstance(child, BatchNormBase) and not isinstance(child, _SynchronizedBatchNorm)
         ):
             reason = _make_synchronized(child, classes, eps_mode, group_size, process_group)
             if reason:
@@ -506,7 +506,7 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
                 f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
         computing = [cls for cls in ours.__mro__ if "forward" in vars(cls)]
-        if computing[0] is _SynchronizedBatchNorm and plain.forward is not _BatchNorm.forward:
+        if computing[0] is _SynchronizedBatchNorm and plain.forward is not BatchNormBase.forward:
             raise TypeError(
                 f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
                 f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
@@ -547,7 +547,7 @@ def _make_synchronized(
     if isinstance(layer, LazyModuleMixin):
         # NOTE [lazy layers with parameters]: Loading a state dict gives a lazy layer its parameters, but only its first
         # forward makes it an ordinary one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
-        layer._infer_parameters(layer, (torch.empty(0),))
+        infer_parameters(layer, layer, (torch.empty(0),))
     cls = type(layer)
     try:
         swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
@@ -575,7 +575,7 @@ def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
 def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     """Return why a layer cannot be converted; `has_class` if there is a synchronized class that stands for its own."""
     cls = type(layer)
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+    if isinstance(layer, LazyModuleMixin) and (infer_parameters is None or layer.has_uninitialized_params()):
         return "is lazy and has seen no input; run one batch through the model, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
@@ -601,7 +601,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
 
 def _of_torch(cls: type[nn.Module], name: str) -> Any:
     # Python 3.10 has no `__getstate__` to inherit.
-    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else _BatchNorm, name, None)
+    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase, name, None)
 
 
 def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
@@ -631,7 +631,7 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _mixed(cls: type[_BatchNorm]) -> type[_SynchronizedBatchNorm]:
+def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
     """Return the synchronized subclass of `cls`, a class that has the forward of torch."""
     kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
     namespace = {
@@ -650,7 +650,7 @@ class _Patch:
 
     lock = threading.Lock()
     depth = 0
-    before: ClassVar[dict[type[_BatchNorm], Any]] = {}
+    before: ClassVar[dict[type[BatchNormBase], Any]] = {}
     left: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
 
 
@@ -693,7 +693,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: _BatchNorm, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived from another one in a context keeps this function, which then does nothing.
         if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
@@ -733,13 +733,13 @@ def assert_synchronized(model: nn.Module) -> None:
 def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNormBase):
             why = _why_unsynchronized(layer, [wrapper for wrapper, modules in wrappers if layer in modules])
             if why is not None:
                 yield name, layer, why
 
 
-def _why_unsynchronized(layer: _BatchNorm, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
+def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     if not isinstance(layer, _SynchronizedBatchNorm):

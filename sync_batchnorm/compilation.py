@@ -2,24 +2,20 @@
 
 NOTE [compiled callers]: `torch.compiler.disable` breaks the graph of a caller, runs the function, and goes on. But it
 imports the compiler, which takes a second. So a function is only disabled when it is called after the compiler was
-imported. Before that, attributes that are private to torch tell the compiler the same; without them it breaks the graph
-somewhat later, and explains less.
+imported. Before that, a mark that is private to torch tells the compiler the same.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__: list[str] = []
+from sync_batchnorm.torch_private import compiler_is_imported, mark_uncompiled
 
-# Whether this thread is inside of a transform of `torch.func`. Private to torch: without it, torch refuses the nodes of
-# this library in its own words.
-in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+__all__: list[str] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,9 +34,9 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
-        if disabled is None and "torch._dynamo" in sys.modules:
+        if disabled is None and compiler_is_imported():
             disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
         return (disabled or function)(*args, **kwargs)
 
-    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
+    mark_uncompiled(run, REASON)
     return run

@@ -36,8 +36,7 @@ A recomputation by activation checkpointing runs inside of the backward, and reu
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -47,6 +46,8 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sync_batchnorm.torch_private import next_sequence_number, set_sequence_number
 
 __all__: list[str] = []
 
@@ -112,17 +113,9 @@ def _last_number() -> int:
     for forward in list(_forwards.values()):
         for node in [found for reference in forward.nodes if (found := reference()) is not None]:
             number += 1
-            _set_number(node, number)
+            set_sequence_number(node, number)
         forward.last = number
     return number
-
-
-# Private to torch: without them, the order of backwards is right with one replica in each process only.
-_next_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: sys.maxsize)
-
-
-def _set_number(node: Any, number: int) -> None:
-    getattr(node, "_set_sequence_nr", lambda number: None)(number)
 
 
 # How many calls of layers may be ahead of a node that is made now, in its own forward and others: arbitrary. On the CPU
@@ -133,9 +126,9 @@ _CALLS_AHEAD = 1024
 def _count_up_to(number: int) -> None:
     """See to it that nodes which this thread makes from now on have higher numbers, also than calls that may follow."""
     number += _CALLS_AHEAD
-    if _next_number() <= number:
+    if next_sequence_number() <= number:
         with torch.inference_mode(False), torch.enable_grad():
-            while (missing := number + 1 - _next_number()) > 0:
+            while (missing := number + 1 - next_sequence_number()) > 0:
                 torch.empty(missing, device="cpu", requires_grad=True).tensor_split(missing)  # a node for each part
 
 
@@ -155,7 +148,7 @@ class BackwardOrder:
             self._forward = _Forward()
         self._forward.nodes.append(ref(node))
         self._forward.last += 1
-        _set_number(node, self._forward.last)
+        set_sequence_number(node, self._forward.last)
         return self._forward, self._forward.last
 
 

@@ -17,10 +17,10 @@ from sync_batchnorm.autograd import Call, Message
 from sync_batchnorm.backends import backend_for
 from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics, memory_for_output, statistics_dtype
 from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.compilation import in_transform, uncompiled
-from sync_batchnorm.local_parallel import plain_tensors
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.places import Streams
 from sync_batchnorm.saved import save_for_hooks
+from sync_batchnorm.torch_private import dual_level, in_transform, plain_tensors
 
 __all__ = ["merge_messages", "sync_moments"]
 
@@ -179,8 +179,7 @@ RECOMPUTED = (
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:
-    # The level is private to torch: without it, every tensor is asked for a tangent.
-    if tensor is None or getattr(forward_ad, "_current_level", 0) < 0:
+    if tensor is None:
         return False
     tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     return tangent is not None
@@ -209,7 +208,7 @@ def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Ten
     """
     if in_transform():
         found = "a call inside of a transform of torch.func, such as grad or vmap"
-    elif any(map(_has_tangent, tensors)):
+    elif dual_level() >= 0 and any(map(_has_tangent, tensors)):
         found = "a tensor with a tangent, of forward-mode differentiation"
     else:
         return

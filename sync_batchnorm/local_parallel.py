@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
@@ -22,17 +22,12 @@ from torch.nn.parallel import comm
 
 from sync_batchnorm.errors import CapturedError
 from sync_batchnorm.places import current_place
+from sync_batchnorm.torch_private import Broadcast, plain_tensors, set_sequence_number
 from sync_batchnorm.warning import warn
 
 __all__: list[str] = []
 
 DeviceId = int | str | torch.device
-
-
-# Private: without it, what is made of a subclass of `Tensor` is one as well, and its functions are asked.
-plain_tensors: Callable[[], AbstractContextManager[Any]] = getattr(
-    torch._C, "DisableTorchFunctionSubclass", nullcontext
-)
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -153,9 +148,8 @@ class _Alias(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # NOTE [order of gradients]: Of the nodes that are ready, the engine runs the latest first, and these are older
         # than the forward. As if they were the latest, they hand each gradient on when it is computed: so the hooks of
-        # a parameter run when they would on one device, and what replicas contribute is added up at once. The number is
-        # private to torch: without it, gradients arrive at the end of the backward.
-        getattr(ctx, "_set_sequence_nr", lambda _: None)(2**63 - 1)
+        # a parameter run when they would on one device, and what replicas contribute is added up at once.
+        set_sequence_number(ctx, 2**63 - 1)
         return tensor.data
 
     @staticmethod
@@ -250,13 +244,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
     return [next(replicas[device]) for device in devices]
 
 
-# Private: without it, torch makes the replicas on distinct devices, which takes the host longer.
-_Broadcast: Any = getattr(getattr(nn.parallel, "_functions", None), "Broadcast", None)
-
-
 def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
     """Return a replica of a module on each of several distinct devices, with copies that torch makes of its tensors."""
-    if _Broadcast is None or any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+    if Broadcast is None or any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         return nn.parallel.replicate(module, devices, detach)
     parameters, buffers = list(module.parameters()), list(module.buffers())
     recorded = [buffer for buffer in buffers if buffer.requires_grad and not detach]
@@ -267,7 +257,7 @@ def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: boo
             found = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
             copies = [[_as(copy, of) for copy, of in zip(own, originals, strict=True)] for own in found]
         elif originals:
-            found = _Broadcast.apply(devices, *originals)
+            found = Broadcast.apply(devices, *originals)
             copies = [list(found[i : i + len(originals)]) for i in range(0, len(found), len(originals))]
         else:
             continue

@@ -13,32 +13,23 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
-import torch.autograd.profiler
 from torch.autograd.profiler import record_function
 
 from sync_batchnorm.coordinator import Coordinator, MasterCallback, SyncGroup
+from sync_batchnorm.torch_private import profiler_of_thread, profiler_runs
 
 __all__: list[str] = []
 
 
-def _profiler_runs() -> bool:
-    # Private to torch, which sets it for all threads. Without it there are no spans.
-    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-
-
 def coordinator_of_forward(devices: Sequence[str], timeout: float) -> Coordinator:
     """Return a `Coordinator` for a forward that begins: one that makes spans, if a profiler runs."""
-    return ProfiledCoordinator(devices, timeout) if _profiler_runs() else Coordinator(devices, timeout)
+    return ProfiledCoordinator(devices, timeout) if profiler_runs() else Coordinator(devices, timeout)
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
     """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
-    if _profiler_runs():
-        # Private to torch: what records this thread, if it does not record all. Without it nothing is said.
-        profiler_type: Any = getattr(getattr(torch._C, "_autograd", None), "_profiler_type", None)
-        if profiler_type is not None and profiler_type().name == "KINETO":
-            return _span("replicas, in threads that are recorded with profile_all_threads=True only")
+    if profiler_runs() and profiler_of_thread() == "KINETO":
+        return _span("replicas, in threads that are recorded with profile_all_threads=True only")
     return nullcontext()
 
 

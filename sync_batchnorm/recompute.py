@@ -13,7 +13,7 @@ NOTE [selective checkpoints]: A policy of what to save sees every operator of a 
 mode, and its recomputation must run the same ones. Calls and repeated calls do not: the master computes for all. So the
 policy sees nothing of either, and a repeated call is always computed, in one pass over the input.
 
-Frames, hooks, modes and the running backward are private to torch; this is how 2.13 has them. Where they are not found,
+Frames, hooks, modes and the running backward are private to torch, see NOTE [private names]. Where they are not found,
 nothing is recalled, and the caller has to do without.
 """
 
@@ -21,15 +21,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.utils._python_dispatch
-import torch.utils.checkpoint
 from torch import Tensor
+
+from sync_batchnorm.torch_private import (
+    POLICY_TYPES,
+    TELLS_HOOKS,
+    CheckpointFrame,
+    graph_task_id,
+    has_modes,
+    pop_hooks,
+    push_hooks,
+    replace_modes,
+    top_hooks,
+)
 
 __all__: list[str] = []
 
@@ -40,17 +50,9 @@ DIFFERENTIATED = (
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Frame = Any  # a `torch.utils.checkpoint._CheckpointFrame`
+Frame = Any  # a `CheckpointFrame`
 Hook = Callable[[Tensor], Any]
 
-_frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", ())
-_graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-_number_of_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_policy_types: tuple[Any, ...] = tuple(
-    getattr(torch.utils.checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(torch.utils.checkpoint, name)
-)
 _kept: WeakKeyDictionary[Frame, list[tuple[Any, Any]]] = WeakKeyDictionary()  # owner and result of each call
 _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of the calls of each recomputation
 
@@ -75,7 +77,7 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 
 def in_backward() -> bool:
     """Return whether a backward runs in this thread."""
-    return _graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 class _Checkpoints(NamedTuple):
@@ -87,24 +89,21 @@ class _Checkpoints(NamedTuple):
 
 def has_hooks() -> bool:
     """Return whether hooks on saved tensors are set in this thread; also if that cannot be told."""
-    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
+    return not TELLS_HOOKS or top_hooks() is not None
 
 
 @contextmanager
 def without_hooks() -> Iterator[list[Hook]]:
     """Run the body without the hooks on saved tensors of this thread; give it those that pack, outermost first."""
-    private: Any = getattr(torch._C, "_autograd", None)
-    top = getattr(private, "_top_saved_tensors_default_hooks", None)
     pairs: list[tuple[Hook, Any]] = []
     try:
-        while top is not None and (pair := top(True)) is not None:
+        while (pair := top_hooks()) is not None:
             pairs.insert(0, pair)
-            private._pop_saved_tensors_default_hooks()
+            pop_hooks()
         yield [pack for pack, _ in pairs]
     finally:
         for pack, unpack in pairs:
-            private._push_saved_tensors_default_hooks(pack, unpack)
+            push_hooks(pack, unpack)
 
 
 def unseen_by_policies(function: Callable[P, R]) -> Callable[P, R]:
@@ -112,7 +111,7 @@ def unseen_by_policies(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _number_of_modes() == 0:
+        if not has_modes():
             return function(*args, **kwargs)
         with _without_policies():
             return function(*args, **kwargs)
@@ -122,22 +121,13 @@ def unseen_by_policies(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _without_policies() -> Iterator[None]:
-    modes = _replace_modes(())
-    others = [mode for mode in modes if not isinstance(mode, _policy_types)]
+    modes = replace_modes(())
+    others = [mode for mode in modes if not isinstance(mode, POLICY_TYPES)]
     try:
-        _replace_modes(others)
+        replace_modes(others)
         yield
     finally:
-        _replace_modes(modes)
-
-
-def _replace_modes(modes: Sequence[Any]) -> list[Any]:
-    """Make `modes` the dispatch modes of this thread, outermost first; return those that were."""
-    private: Any = torch.utils._python_dispatch
-    former = [private._pop_mode() for _ in range(_number_of_modes())]
-    for mode in modes:
-        private._push_mode(mode)
-    return former[::-1]
+        replace_modes(modes)
 
 
 def _checkpoints() -> _Checkpoints:
@@ -150,9 +140,9 @@ def _checkpoints() -> _Checkpoints:
                 held = cell.cell_contents
             except ValueError:  # The cell is empty, as in no hook of torch.
                 continue
-            if isinstance(held, _frame_type):
+            if isinstance(held, CheckpointFrame):
                 checkpoints.recording.append(held)
-            elif isinstance(held, ref) and isinstance(frame := held(), _frame_type):
+            elif isinstance(held, ref) and isinstance(frame := held(), CheckpointFrame):
                 checkpoints = _Checkpoints([], (frame, hook))
     return checkpoints
 

@@ -21,15 +21,21 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
 from sync_batchnorm import distributed, profiling
 from sync_batchnorm.comm import joining
-from sync_batchnorm.compilation import in_transform, uncompiled
+from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
 from sync_batchnorm.errors import ReplicaSyncError
 from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId
+from sync_batchnorm.torch_private import (
+    BatchNormBase,
+    compiled_module_type,
+    in_transform,
+    mark_constant,
+    refuse_other_calls,
+)
 from sync_batchnorm.warning import ModuleSet, warn
 
 __all__ = [
@@ -97,7 +103,7 @@ class _Watch:
     `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
     call the replica. So there is a `_Watch` in the root of each replica and in nothing else, in the attribute in which
     `Module.compile` puts a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies
-    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `_refuse_other_calls` looks whether
+    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether
     the first still holds. For the second see `_called`.
     """
 
@@ -168,19 +174,6 @@ class _OwnCall(nn.Module):
         return self.replica(*args, **kwargs)
 
 
-@functools.cache
-def _refuse_other_calls() -> None:
-    """Raise an error for a torch whose modules do not call what is put into them."""
-    module = nn.Module()
-    module.__dict__.update(forward=lambda: False, _compiled_call_impl=lambda: True)
-    if not module():
-        raise RuntimeError(
-            "expected modules that call what Module.compile() has put into them, but got those of torch "
-            f"{torch.__version__}, of which nobody would learn how a replica ends; use a torch that this version of "
-            "sync_batchnorm was tested with"
-        )
-
-
 def _watch_of(module: nn.Module) -> _Watch | None:
     watch = module.__dict__.get("_compiled_call_impl")
     return watch if isinstance(watch, _Watch) else None
@@ -193,7 +186,7 @@ def is_in_replica() -> bool:
 
 # What `torch.compiler.assume_constant_result` sets, whose call would import the compiler (torch 2.13): a model that is
 # compiled, which cannot trace a `ContextVar`, compiles what it finds where it is traced.
-is_in_replica._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(is_in_replica)
 
 
 def refuse_stranger(stranger: nn.Module) -> None:
@@ -291,7 +284,7 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
             f"{type(wrapper).__name__} inside of one, such as grad or vmap; use torch.autograd.grad, with "
             "create_graph=True for gradients of gradients, or call the wrapped module itself"
         )
-    compiled_type: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    compiled_type = compiled_module_type()
     compiled = []
     for name, child in module.named_modules():
         if isinstance(child, compiled_type):
@@ -351,7 +344,7 @@ _warned = ModuleSet()  # wrappers of models that nobody has converted
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
     """Warn once of each wrapper whose module trains batch norms and has nothing that could synchronize."""
-    plain = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
     if plain and _warned.add(wrapper):
         first = plain[0] or "the module itself"
         warn(
@@ -381,7 +374,7 @@ class _Callbacks(DataParallel[Any]):
         if len(device_ids) == 1 and not (distributed.has_peers() and torch.is_grad_enabled()):
             # With peers, a single chunk runs as a replica too: see NOTE [order of a backward] in `distributed.py`.
             return [module]
-        _refuse_other_calls()
+        refuse_other_calls()
         _refuse_training_in_replica(self, module)
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sync_batchnorm.places import Place
 from sync_batchnorm.recompute import without_hooks
+from sync_batchnorm.torch_private import free_saved
 
 __all__: list[str] = []
 
@@ -77,7 +78,7 @@ class SavedTensors:
                 saved = node.saved_tensors
             if not of_all and not self._divided:
                 self._divide(saved[pairs:])
-                free(node)
+                free_saved(node)
             return saved[:pairs] if graph else (), () if self._divided else saved[pairs:]
 
     def _divide(self, saved: Sequence[Any]) -> None:
@@ -99,9 +100,4 @@ class SavedTensors:
     def free(self, i: int) -> None:
         """Free what a replica has saved itself, after a backward: that node never runs, so torch does not."""
         if self._own[i] is not None:
-            free(self._own[i].grad_fn)
-
-
-def free(node: Any) -> None:
-    """Free what a node has saved, as torch does at the end of a backward, unless the graph is retained."""
-    getattr(node, "maybe_clear_saved_tensors", lambda: None)()  # private to torch
+            free_saved(self._own[i].grad_fn)

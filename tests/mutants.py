@@ -77,7 +77,7 @@ EQUIVALENT = [
     Equivalent(
         "distributed.py",
         "_count_up_to",
-        "_next_number()) > 1:",
+        "next_sequence_number()) > 1:",
         "The room that it leaves is arbitrary.",
     ),
     Equivalent(

@@ -290,7 +290,7 @@ def test_calls_in_two_threads_need_no_order(devices):
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_replicas_on_distinct_gpus_train_also_without_what_is_private_to_torch(broadcast, monkeypatch):
     if not broadcast:
-        monkeypatch.setattr("sync_batchnorm.local_parallel._Broadcast", None)
+        monkeypatch.setattr("sync_batchnorm.local_parallel.Broadcast", None)
     plain, parallel = twins(TwoLayers().double(), [0, 1])
     assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
     devices = as_devices([0, 1])

@@ -1,4 +1,4 @@
-"""The layout of the package: imports go in one direction, and one file blocks."""
+"""The layout of the package: imports go in one direction, one file blocks, and one names what is private to torch."""
 
 import ast
 import importlib
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import sync_batchnorm
 
@@ -14,16 +15,17 @@ TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob(
 
 # What each file may import from the package, in an order in which every file comes after what it imports.
 IMPORTS = {
+    "torch_private": set(),
     "errors": set(),
     "warning": set(),
     "coordinator": {"errors"},
     "comm": {"coordinator"},
-    "profiling": {"coordinator"},
-    "compilation": set(),
+    "profiling": {"coordinator", "torch_private"},
+    "compilation": {"torch_private"},
     "places": set(),
-    "local_parallel": {"compilation", "errors", "places", "warning"},
-    "recompute": set(),
-    "distributed": set(),
+    "local_parallel": {"errors", "places", "torch_private", "warning"},
+    "recompute": {"torch_private"},
+    "distributed": {"torch_private"},
     "replicate": {
         "comm",
         "compilation",
@@ -32,21 +34,22 @@ IMPORTS = {
         "errors",
         "local_parallel",
         "profiling",
+        "torch_private",
         "warning",
     },
     "moments": set(),
     "normalization": {"moments"},
-    "autograd": {"distributed", "local_parallel", "moments", "normalization", "places", "recompute"},
+    "autograd": {"distributed", "moments", "normalization", "places", "recompute", "torch_private"},
     "functional": {
         "autograd",
         "comm",
         "compilation",
         "distributed",
-        "local_parallel",
         "moments",
         "normalization",
         "places",
         "recompute",
+        "torch_private",
         "warning",
     },
     "batchnorm": {
@@ -57,6 +60,7 @@ IMPORTS = {
         "functional",
         "local_parallel",
         "replicate",
+        "torch_private",
         "warning",
     },
     "timm": {"batchnorm"},
@@ -76,6 +80,26 @@ WAITING = {
     "local_parallel": {"Lock", "SimpleQueue", "Thread"},  # threads that it has started, and their end
 }
 HARMLESS = {"TIMEOUT_MAX"}
+
+# Private attributes of the modules and tensors of torch, and the files that use them. `torch_private.py` says what for.
+ATTRIBUTES = {
+    "_buffers": {"local_parallel"},
+    "_call_impl": {"replicate"},
+    "_check_input_dim": {"batchnorm"},
+    "_compiled_call_impl": {"replicate"},
+    "_former_parameters": {"batchnorm", "local_parallel"},
+    "_forward_hooks": {"warning"},
+    "_is_replica": {"batchnorm", "replicate"},
+    "_modules": {"local_parallel"},
+    "_parameters": {"local_parallel"},
+    "_replicate_for_data_parallel": {"local_parallel"},
+    "_version": {"local_parallel"},
+    "_wrapped_call_impl": {"replicate"},
+}
+PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
+OF_PYTHON = {"_asdict", "_fields", "_getframe"}
+OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shares"}  # of dictionaries of attributes
+OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 
 
 def imported(nodes):
@@ -141,6 +165,52 @@ def test_only_one_file_blocks(file):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "threading":
             used.add(node.attr)
     assert used - HARMLESS <= WAITING.get(file, set())
+
+
+def names_in(tree):
+    """Yield all names of other objects: what is imported, attributes, keywords, and strings that may be looked up."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+", str(node.value)):
+            yield from str(node.value).split(".")
+    for module, name in imported(ast.walk(tree)):
+        yield from f"{module}.{name}".split(".")
+
+
+def own_names(tree):
+    """Yield the names that a file gives to what it defines, in classes too, and to attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def is_private(name):
+    return re.match("_[^_]", name) is not None or name in PRIVATE_TOO
+
+
+OBJECTS_OF_TORCH = [nn.BatchNorm2d(1), nn.DataParallel(nn.Identity())]
+OWN = {name for file in set(TREES) - {"torch_private"} for name in own_names(TREES[file])}
+OWN -= {name for name in OWN if any(hasattr(owner, name) for owner in OBJECTS_OF_TORCH)}
+
+
+@pytest.mark.parametrize("file", sorted(set(TREES) - {"torch_private"}))
+def test_only_one_file_names_what_is_private_to_torch(file):
+    found = {name for name in names_in(TREES[file]) if is_private(name)}
+    allowed = {name for name, files in ATTRIBUTES.items() if file in files}
+    assert found - OWN - OWN_KEYS - OF_OLDER_LIBRARY - OF_PYTHON <= allowed
+
+
+def test_every_private_attribute_is_used_where_it_is_listed_and_is_explained():
+    for name, files in ATTRIBUTES.items():
+        assert all(name in names_in(TREES[file]) for file in files), name
+    assert set(re.findall(r"``(_\w+)``", ast.get_docstring(TREES["torch_private"]))) == set(ATTRIBUTES)
 
 
 @pytest.mark.parametrize("file", TREES)

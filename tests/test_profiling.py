@@ -288,13 +288,11 @@ def test_profiler_of_the_caller_alone_is_told_what_it_leaves_out():
     assert [event.name for event in prof.events() if event.name.startswith("sync_batchnorm: ")] == [HINT]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(torch.autograd.profiler, "_is_profiler_enabled"), (torch._C._autograd, "_profiler_type")]
-)
-def test_torch_without_a_private_name_has_a_wrapper_that_works(owner, name, monkeypatch):
+@pytest.mark.parametrize(("name", "without"), [("profiler_runs", False), ("profiler_of_thread", "")])
+def test_torch_without_a_private_name_has_a_wrapper_that_works(name, without, monkeypatch):
     parallel = wrapped(TwoLayers(), ["cpu"] * 2)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
-        monkeypatch.delattr(owner, name)
+        monkeypatch.setattr(profiling, name, lambda: without)
         parallel(doubles(4, 3, 8, 8))
         monkeypatch.undo()
     assert not names_of(prof)

@@ -17,6 +17,7 @@ from scripted import WRAPPERS, R
 from torch import Tensor, fx, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
+from sync_batchnorm.torch_private import refuse_other_calls
 
 DEVICES = ["cpu"] * R
 
@@ -279,12 +280,6 @@ def test_compiled_root_runs_in_replicas():
 def test_torch_that_calls_its_modules_otherwise_is_refused(monkeypatch):
     parallel = DataParallelWithCallback(nn.Identity(), DEVICES)
     monkeypatch.setattr(nn.Module, "__call__", nn.Module._call_impl)
-    monkeypatch.setattr("sync_batchnorm.replicate._refuse_other_calls", _uncached())
+    monkeypatch.setattr("sync_batchnorm.replicate.refuse_other_calls", refuse_other_calls.__wrapped__)
     with pytest.raises(RuntimeError, match=r"expected modules that call .*, but got those of torch \d"):
         parallel(torch.randn(2 * R, 3))
-
-
-def _uncached() -> Callable[[], None]:
-    from sync_batchnorm.replicate import _refuse_other_calls
-
-    return _refuse_other_calls.__wrapped__

@@ -29,6 +29,7 @@ LEFT = (
 
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
+    "_dropped": NAMES,
     "__name__": r"\w+(\.\w+)+",
     "__version__": r"\d+\.\d+\.\d+",
     "' and '.join(drawn)": r"\w+(:\d)?",
