@@ -47,7 +47,7 @@ from sync_batchnorm.backends.base import (
     channel_count,
     memory_for_output,
 )
-from sync_batchnorm.places import Place, Streams, current_place, in_order_with_engine
+from sync_batchnorm.places import Streams, current_place, in_order_with_engine
 from sync_batchnorm.recompute import without_hooks
 from sync_batchnorm.saved import SavedTensors, save_for_hooks
 from sync_batchnorm.torch_private import keeps_graph, plain_tensors, will_run

@@ -24,9 +24,9 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from sync_batchnorm import distributed
+from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
 from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.local_parallel import as_device, is_local
 from sync_batchnorm.places import current_place

@@ -47,6 +47,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sync_batchnorm.backends.base import merge_moments
+from sync_batchnorm.places import host_can_read
 from sync_batchnorm.torch_private import next_sequence_number, set_sequence_number
 
 __all__: list[str] = []
@@ -206,7 +208,7 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) ->
     packed = torch.cat((mean.new_full((1,), len(mean)), mean.new_full((1,), count), mean, var))
     gathered = packed.new_empty(peers.size, len(packed))
     dist.all_gather(list(gathered.unbind()), packed, group=peers.group)
-    if mean.device.type == "cpu" and bool((gathered[:, 0] != len(mean)).any()):
+    if host_can_read(mean) and bool((gathered[:, 0] != len(mean)).any()):
         raise ValueError(
             f"expected inputs of one number of channels in all processes, but got {len(mean)} in this one and "
             f"{gathered[:, 0].int().tolist()} by rank; make every process call the same layers in one order"
@@ -214,11 +216,7 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) ->
     counts = gathered[:, 1:2]  # (W, 1)
     means, variances = gathered[:, 2:].reshape(len(counts), 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
     total = counts.sum()
-    shares = counts / total.clamp(min=1)
-    mean = (means * shares).sum(0)
-    deviations = means - mean
-    var = (torch.addcmul(variances, deviations, deviations) * shares).sum(0)
-    return mean, var, total if count > 1 else int(total)
+    return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
 
 
 def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
@@ -234,7 +232,7 @@ def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
     packed = torch.cat((tensor.flatten(), tensor.new_full((1,), call)))
     dist.all_reduce(packed, group=peers.group)
     total, calls = packed[:-1].view(tensor.shape), packed[-1]
-    if tensor.device.type != "cpu":
+    if not host_can_read(tensor):
         return torch.where(calls == call * peers.size, total, torch.nan)
     if float(calls) != call * peers.size:
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """What a kind of device brings for batch normalization, as an interface; and the arithmetic that all kinds share.
 
 No threads, no modules, no graph. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; vectors are
-``(C,)``; a count is a number of elements per channel. A new kind of device is a file beside this one, with a subclass of
-`Backend`, and a row in `BACKENDS` in `__init__.py`.
+``(C,)``; a count is a number of elements per channel. A new kind of device is a file beside this one, with a subclass
+of `Backend`, and a row in `BACKENDS` in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -192,11 +192,11 @@ class BatchStatistics:
     def move(self, running: RunningStatistics, place: Place) -> None:
         """Move `running`, whose buffers are at `place`, towards these statistics."""
         mean, invstd = self.at[place]
-        streams, var, count = Streams((self.master, place)), self.var, self.count
-        if var is None:
-            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
+        streams, count = Streams((self.master, place)), self.count
+        if self.var is not None:
+            var = streams.to_place(self.var, self.master, place)
         else:
-            var = streams.to_place(var, self.master, place)
+            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
         running.update(mean, var, count if isinstance(count, int) else streams.to_place(count, self.master, place))
 
 

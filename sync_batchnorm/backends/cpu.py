@@ -90,7 +90,7 @@ class Cpu(Backend):
         multiply_add(input, *normalizer, out=out)
 
     def sums(self, backward: Backward) -> Tensor | None:
-        """Do so for all replicas at once, in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""
+        """Do so for all replicas at once, in fewer operators; the second is that of ``dy * (x - mean) * invstd``."""
         replicas = [replica for replica in backward.replicas if replica.grad_output is not None]
         if not replicas:
             return None

@@ -20,7 +20,6 @@ from sync_batchnorm.backends.base import (
     channel_count,
     looks_channels_last,
     per_channel,
-    statistics_dtype,
 )
 from sync_batchnorm.places import current_place
 
