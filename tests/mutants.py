@@ -261,6 +261,12 @@ EQUIVALENT = [
         "The sizes are arbitrary.",
     ),
     Equivalent(
+        "torch_private.py",
+        "top_hooks",
+        "_top_hooks(False)",
+        "Whether torch also tells its hooks while the compiler traces them, which never traces what asks for them.",
+    ),
+    Equivalent(
         "selfcheck.py",
         "check_copy",
         "-> `for size in (64, 2 << 24):`",
