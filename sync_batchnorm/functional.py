@@ -101,7 +101,7 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
         batch = merged
     call.batch = batch
     batch.master, batch.eps = call.master, first.eps or 0.0
-    pairs = _send(call, messages[0])
+    pairs = _send(call, batch, first)
     if first.eps is None:
         answers = ()
     elif answers is None:
@@ -129,7 +129,10 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
     """
     first, master = messages[0], call.master
     # Those without statistics have an input that is small enough to be joined, but cannot be.
-    parts = [(message.part or message.prepare()).sent(message.part_place, master) for message in messages]
+    parts = []
+    for message in messages:
+        part, place = message.part or message.prepare(), message.part_place
+        parts.append(part if place == master else part.sent(place, master, Streams((place, master))))
     batch = call.backend.merge(parts, first.eps or 0.0, first.running)
     batch.count = count
     if call.group is not None:
@@ -150,9 +153,9 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
     return batch
 
 
-def _send(call: Call, first: Message) -> list[Tensor]:
+def _send(call: Call, batch: BatchStatistics, first: Message) -> list[Tensor]:
     """Return what the node returns beside its outputs, a pair for each place; leave it with the statistics."""
-    batch, master = call.batch, call.master
+    master = call.master
     second = cast(Tensor, batch.var if first.eps is None else batch.invstd)
     pair = torch.stack((batch.mean, second))
     if first.eps is None or call.backend.pair_dtype is None:
@@ -166,7 +169,7 @@ def _send(call: Call, first: Message) -> list[Tensor]:
                 here = here.clone()
         pairs.append(here)
         if place not in batch.at:
-            batch.at[place] = here.detach().unbind()  # type: ignore[assignment]
+            batch.at[place] = cast(Any, here.detach().unbind())
     return pairs
 
 
@@ -375,8 +378,8 @@ def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | No
     memory = memory_for_output(constant)
     if constant.numel():
         backend = backend_for(input.device)
-        parameters = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        backend.normalize(constant, kept.normalizer, *parameters, memory)
+        scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+        backend.normalize(constant, kept.normalizer, scale, shift, memory)
     return kept.repeated(memory, input, weight)
 
 

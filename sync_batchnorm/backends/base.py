@@ -122,13 +122,13 @@ class PartStatistics(NamedTuple):
     invstd: Tensor | None  # (K, C), where the backend merges these
     elements: int  # per channel, in each of the K parts
 
-    def sent(self, source: Place, target: Place) -> PartStatistics:
+    def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
         """Return these statistics, which are ready at `source`, for use at `target`."""
-        if source == target:
-            return self
         mean, var, invstd, elements = self
         second: Any = var if invstd is None else invstd
-        mean, second = Streams((source, target)).to_place_packed((mean, second), source, target)
+        with streams.at(source):
+            packed = torch.stack((mean, second))
+        mean, second = streams.to_place(packed, source, target).unbind()
         return PartStatistics(mean, second if invstd is None else None, None if invstd is None else second, elements)
 
 
@@ -340,10 +340,10 @@ class Backend:
             if replica.grad_output is not None:
                 with streams.at(replica.place):
                     pair = self.gradient_sums(replica, backward)
-                vectors += streams.to_place_packed(pair, replica.place, master)
+                vectors += streams.to_place_joined(pair, replica.place, master)
         for grad, place in backward.pair_grads:
-            vectors += streams.to_place(grad, place, master).unbind()
-        return torch.stack(vectors).view(-1, 2, len(vectors[0])).sum(0) if vectors else None
+            vectors.append(streams.to_place(grad, place, master).flatten())
+        return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         """Make the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
