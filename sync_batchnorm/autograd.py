@@ -165,18 +165,18 @@ class Call:
 
     Args:
         messages: of the replicas; the first is that of the master.
+        one_weight: whether all replicas have the same weight and bias.
     """
 
     backend: Backend
     batch: BatchStatistics | None = None  # None if there was not a single element
-    one_weight: bool  # whether all replicas have the same weight and bias
     peers: distributed.Peers | None = None  # the other processes, if there is a group
     # See NOTE [order of a backward] in `distributed.py`.
     numbered: tuple[Any, int] | None = None  # what must live as long as the node, and the number of the node
     makes_token: bool = False
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self.backend, self.group = messages[0].backend, messages[0].group
+    def __init__(self, messages: Sequence[Message], one_weight: bool) -> None:
+        self.backend, self.group, self.one_weight = messages[0].backend, messages[0].group, one_weight
         self.has_outputs = messages[0].eps is not None
         self.places = [message.place for message in messages]
         self.master = self.places[0]
