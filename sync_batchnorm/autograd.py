@@ -144,7 +144,7 @@ class Message:
     def prepare(self, master_device: torch.device | None = None) -> PartStatistics:
         """Make the statistics of the input, and memory for the output; send the statistics to the master."""
         input, memory = self.input, None
-        if self.elements and self.kind[0]:
+        if input.numel():
             part, memory = self.backend.part_statistics(input, self.eps or 0.0, self.takes_invstd)
             if master_device is not None and master_device != self.place.device:
                 self.part_place = current_place(master_device)

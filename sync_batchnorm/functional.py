@@ -347,7 +347,7 @@ def sync_batch_norm(
     output = message.answer
     if output is None:
         output = _normalize_nothing(input, weight, bias, eps)
-    elif message.memory is not None and message.elements:
+    elif message.memory is not None and input.numel():
         message.backend.normalize(message.input, message.normalizer, message.weight, message.bias, message.memory)
     if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
         output = output.clone()
