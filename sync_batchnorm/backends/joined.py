@@ -53,7 +53,7 @@ class Joined(Cpu):
         return list(parts), BatchStatistics(mean, None, invstd)
 
     def gradients(self, backward: Backward) -> None:
-        """Compute on the joined batch in float64, with the operator of torch, if all replicas take part and it is small.
+        """Compute on the joined batch in float64, with the operator of torch, if it is small and all take part.
 
         A backward runs in one thread, where calls cost less than in several: it is not worth it up to the same size.
         """
