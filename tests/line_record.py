@@ -77,9 +77,10 @@ def _noted(statement: ast.stmt, file: str) -> list[ast.stmt]:
 
 def prepare(root: Path) -> None:
     """Give the package of a copy of the repository its bytecode."""
-    for path in (root / "sync_batchnorm").glob("*.py"):
+    package = root / "sync_batchnorm"
+    for path in package.rglob("*.py"):
         source = path.read_bytes()
-        tree = noting(ast.parse(source), path.name)
+        tree = noting(ast.parse(source), path.relative_to(package).as_posix())
         first = next(i for i, statement in enumerate(tree.body) if "__ran__" in ast.dump(statement))
         tree.body[first:first] = ast.parse(PROLOGUE.format(tests=str(root / "tests"))).body
         code = compile(tree, str(path), "exec", dont_inherit=True)

@@ -69,39 +69,33 @@ EQUIVALENT = [
         "Copies come first, and name every GPU that the other checks name.",
     ),
     Equivalent(
-        "autograd.py",
-        "Call.__init__",
-        "self.pair_places = [self.home] if False else",
-        "On the CPU there is one place, that of the master.",
-    ),
-    Equivalent(
         "distributed.py",
         "_count_up_to",
         "next_sequence_number()) > 1:",
         "The room that it leaves is arbitrary.",
     ),
     Equivalent(
-        "moments.py",
+        "backends/cuda.py",
         "_counts",
         "`if len(set(counts)) == 1:` -> `if False:`",
         "Either way makes this tensor; that of equal counts is quicker.",
     ),
     Equivalent(
-        "normalization.py",
-        "normalize",
-        "*statistics, 1.0, out=out)`",
+        "backends/cuda.py",
+        "Cuda.normalize",
+        "*normalizer, 1.0, out=out)`",
         "The operator has the inverse standard deviation, and does not use eps.",
     ),
     Equivalent(
         "places.py",
-        "hand_over",
+        "Streams.to_place",
         "`return tensor` -> `pass`",
         "What is on its device already comes back from `to` as it is.",
     ),
     Equivalent(
-        "autograd.py",
-        "_in_order",
-        "if True and other != stream",
+        "places.py",
+        "in_order_with_engine",
+        "if True and engine != stream",
         "On CUDA every place has a stream; this is asked for the type checker.",
     ),
     Equivalent(
@@ -129,13 +123,13 @@ EQUIVALENT = [
         "Python 3.10 alone runs it.",
     ),
     Equivalent(
-        "functional.py",
+        "backends/base.py",
         "RunningStatistics.update",
         "-> `if self.mean is None or False:`",
         "A layer with only one of the two buffers is refused before, in the words of torch.",
     ),
     Equivalent(
-        "functional.py",
+        "backends/base.py",
         "RunningStatistics.update",
         "-> `if False or self.var is None:`",
         "A layer with only one of the two buffers is refused before, in the words of torch.",
@@ -147,8 +141,8 @@ EQUIVALENT = [
         "To leave an inference mode that is off changes nothing.",
     ),
     Equivalent(
-        "functional.py",
-        "Message.__init__",
+        "backends/joined.py",
+        "Joined.takes",
         "0 < input.numel() < JOINED`",
         "Where the joined computation begins is a matter of speed; others give the same numbers.",
     ),
@@ -177,45 +171,39 @@ EQUIVALENT = [
         "Either of two right operators gathers; that of torch is one call for all devices.",
     ),
     Equivalent(
-        "moments.py",
+        "backends/cpu.py",
         "fast_moments",
         "-> `if input.dim() != 2 or not input.is_contiguous():",
         "Either operator gives these numbers; which one is quicker depends on the format.",
     ),
     Equivalent(
-        "moments.py",
+        "backends/cuda.py",
         "_counts",
         "return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)` -> `pass`",
         "Equal counts may also be made one by one, which takes more calls.",
     ),
     Equivalent(
-        "moments.py",
+        "backends/base.py",
         "per_channel",
         "if like.dim() >= 2 else vector",
         "For two dimensions the view is one of the same shape.",
     ),
     Equivalent(
-        "moments.py",
-        "merge_moments",
-        "or moments[:2]`",
+        "backends/base.py",
+        "Backend.merge",
+        "or parts[:2]`",
         "Parts without elements are all alike: zeros.",
     ),
     Equivalent(
-        "normalization.py",
-        "normalize",
-        "-> `torch.mul(per_channel(scale, input), centered, out=out)`",
+        "backends/general.py",
+        "General.normalize",
+        "-> `torch.mul(factor, centered, out=out)`",
         "The order of two factors does not matter.",
     ),
     Equivalent(
-        "autograd.py",
-        "_Backward._factor",
-        "`if self.call.factors:` -> `if False:`",
-        "What the forward has computed is computed again, which only takes time.",
-    ),
-    Equivalent(
-        "autograd.py",
-        "_Backward.differentiable",
-        "max(call.count, 2)",
+        "backends/general.py",
+        "General.rest",
+        "max(batch.count, 2)",
         "A count of one is refused in the forward; with no elements at all, there is nothing to divide.",
     ),
     Equivalent(
@@ -225,15 +213,15 @@ EQUIVALENT = [
         "What broke a coordinator is set once and stays, so it can be read without the lock.",
     ),
     Equivalent(
-        "moments.py",
+        "backends/cpu.py",
         "fast_moments",
         "None if True else unused.clone()",
         "The operator takes the dtype of its results from the running mean alone.",
     ),
     Equivalent(
-        "normalization.py",
-        "fused_gradient_sums",
-        "wants = [wants_weight and weight is not None, True and",
+        "backends/cuda.py",
+        "Cuda.gradient_sums",
+        "wants = [weight is not None and True for",
         "The operator then also returns a sum that nobody takes.",
     ),
     Equivalent(
@@ -277,7 +265,8 @@ EQUIVALENT = [
 
 def sources() -> dict[str, str]:
     """Return the files of the package."""
-    return {path.name: path.read_text() for path in (ROOT / "sync_batchnorm").glob("*.py")}
+    package = ROOT / "sync_batchnorm"
+    return {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
 
 
 def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
@@ -377,7 +366,8 @@ def tests_of(mutant: Mutant, tests: Recorded) -> list[str]:
 def first_of(covering: Sequence[str], file: str, tests: Recorded) -> list[str]:
     """Return the tests to try first, from few files, as each takes time to import."""
     times = Counter(test.partition("::")[0] for test in covering)
-    times[f"tests/test_{file}"] *= len(covering)  # its own comes before all others
+    own = file.partition("/")[0].removesuffix(".py")  # one file of tests for all files of a subpackage
+    times[f"tests/test_{own}.py"] *= len(covering)  # its own comes before all others
     few = {name for name, _ in times.most_common(FILES)}
     names = [test for test in covering if test.partition("::")[0] in few]
     return names[: within_budget(names, tests, FIRST)]

@@ -20,8 +20,9 @@ from helpers import (
 )
 from torch import nn
 
-from sync_batchnorm import SyncMaster, merge_messages, normalization, sync_moments
-from sync_batchnorm.autograd import EpsRule
+from sync_batchnorm import SyncMaster, merge_messages, sync_moments
+from sync_batchnorm.backends import cpu, joined
+from sync_batchnorm.functional import sync_batch_norm
 
 pytestmark = usual_kernels
 
@@ -305,9 +306,10 @@ def test_gradients_that_nobody_asks_for_are_not_computed(kernel, needs_grad, mon
         pytest.skip("the general arithmetic makes the sums that both need")
     _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
     outputs = run_parts(parallel, [torch.randn(4, 3, requires_grad=needs_grad) * 1 for _ in range(2)])
-    made, backward = [], normalization.batch_norm_backward
-    monkeypatch.setattr(normalization, "input_gradient", None)
-    monkeypatch.setattr(normalization, "batch_norm_backward", lambda *args: made.append(args[-1]) or backward(*args))
+    made, backward = [], cpu.batch_norm_backward
+    monkeypatch.setattr(cpu.Cpu, "input_gradient", None)
+    for module in (cpu, joined):
+        monkeypatch.setattr(module, "batch_norm_backward", lambda *args: made.append(args[-1]) or backward(*args))
     torch.autograd.grad(outputs, parallel.module.weight, [torch.randn(4, 3) for _ in range(2)])
     assert made
     assert not any(needs_input for needs_input, *_ in made)
@@ -387,12 +389,12 @@ def test_anomaly_mode_has_nothing_to_say(devs):
 
 @pytest.mark.parametrize("mode", ["plus", "clamp"])
 def test_inverse_deviation_keeps_eps_as_the_mode_says(mode):
-    var = torch.tensor([0.0, 0.25, 3.0, 1.0])
-    rule = EpsRule(1.0, mode)
+    deviations, calls = torch.tensor([0.0, 0.25, 3.0, 1.0], dtype=torch.float64).sqrt(), []
     expected = {"plus": [1.0, 0.8**0.5, 0.5, 0.5**0.5], "clamp": [1.0, 1.0, 3**-0.5, 1.0]}[mode]
-    assert_equal(rule.invstd(var), torch.tensor(expected))
-    clamped = rule.clamped(var)
-    assert clamped is None if mode == "plus" else clamped.tolist() == [True, True, False, False]
+    sync_batch_norm(torch.stack((deviations, -deviations)), None, None, None, 1.0, mode == "clamp", missed=calls)
+    (batch,) = calls
+    assert_equal(batch.at[batch.master][1], torch.tensor(expected, dtype=torch.float64))
+    assert batch.clamped is None if mode == "plus" else batch.clamped.tolist() == [True, True, False, False]
 
 
 class Differentiating(nn.Module):

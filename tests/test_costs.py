@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sync_batchnorm import moments, normalization
+from sync_batchnorm.backends import backend_for, cpu
 from sync_batchnorm.coordinator import Coordinator
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -37,9 +37,9 @@ def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
     _, parallel = twins(nn.BatchNorm1d(3), devices)
     parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]
     outputs = run_parts(parallel, parts)
-    name = "input_gradient" if devices[0] == "cpu" else "fused_input_gradient"
-    made, gradient = [], getattr(normalization, name)
-    monkeypatch.setattr(normalization, name, lambda *args: made.append(args) or gradient(*args))
+    backend = backend_for(parts[0].device)
+    made, gradient = [], backend.input_gradient
+    monkeypatch.setattr(backend, "input_gradient", lambda *args: made.append(args) or gradient(*args))
     torch.autograd.grad(outputs, parts[1], [torch.randn_like(output) for output in outputs])
     assert len(made) == 1
 
@@ -153,13 +153,13 @@ class Offset(nn.Module):
 @pytest.mark.parametrize("offsets", [(0, 0), (1000, 0), (0, 1000), (1000, 1000)], ids=str)
 def test_each_replica_whose_mean_is_large_makes_exact_statistics_in_its_thread(offsets, kind, monkeypatch):
     _, parallel = twins(Offset(), ["cpu"] * 2)
-    made, exact_moments = [], moments.exact_moments
+    made, exact_moments = [], cpu.exact_moments
 
     def note_and_make(*args):
         made.append(threading.get_ident())
         return exact_moments(*args)
 
-    monkeypatch.setattr(moments, "exact_moments", note_and_make)
+    monkeypatch.setattr(cpu, "exact_moments", note_and_make)
     data = torch.randn(2, 4, 200, 200).contiguous(memory_format=FORMATS[kind])
     for _ in range(2):  # Nothing is remembered: the second call is as the first.
         parallel.module.threads.clear()
@@ -171,5 +171,5 @@ def test_each_replica_whose_mean_is_large_makes_exact_statistics_in_its_thread(o
 def test_parts_of_small_deviation_do_not_ask_for_exact_statistics(monkeypatch):
     _, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
     data = torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous()  # Each sample is constant.
-    monkeypatch.setattr(moments, "exact_moments", None)
+    monkeypatch.setattr(cpu, "exact_moments", None)
     parallel(data)

@@ -17,7 +17,7 @@ from helpers import doubles, run_parts, twins
 from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm1d, recompute
-from sync_batchnorm.moments import cached_constants
+from sync_batchnorm.backends.base import cached_constants
 from sync_batchnorm.warning import ModuleSet
 
 THREADS = 8

@@ -1,4 +1,4 @@
-"""The layout of the package: imports go in one direction, one file blocks, and one names what is private to torch."""
+"""The layout of the package: imports go in one direction, and what one file does, such as to block, no other does."""
 
 import ast
 import importlib
@@ -11,7 +11,15 @@ from torch import nn
 import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
-TREES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def name_of(path):
+    """Return how a file is named here: "backends.cpu"; "backends" for the entrance of a subpackage."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # What each file may import from the package, in an order in which every file comes after what it imports.
 IMPORTS = {
@@ -25,7 +33,27 @@ IMPORTS = {
     "places": set(),
     "local_parallel": {"errors", "places", "torch_private", "warning"},
     "recompute": {"torch_private"},
-    "distributed": {"torch_private"},
+    "backends.base": {"places"},
+    "backends.cpu": {"backends.base"},
+    "backends.joined": {"backends.base", "backends.cpu"},
+    "backends.cuda": {"backends.base", "places"},
+    "backends.general": {"backends.base"},
+    "backends": {"backends.base", "backends.cpu", "backends.cuda", "backends.general", "backends.joined"},
+    "distributed": {"backends.base", "places", "torch_private"},
+    "saved": {"places", "recompute", "torch_private"},
+    "autograd": {"backends", "backends.base", "distributed", "places", "recompute", "saved", "torch_private"},
+    "functional": {
+        "autograd",
+        "backends",
+        "backends.base",
+        "comm",
+        "compilation",
+        "distributed",
+        "places",
+        "recompute",
+        "saved",
+        "torch_private",
+    },
     "replicate": {
         "comm",
         "compilation",
@@ -37,28 +65,14 @@ IMPORTS = {
         "torch_private",
         "warning",
     },
-    "moments": set(),
-    "normalization": {"moments"},
-    "autograd": {"distributed", "moments", "normalization", "places", "recompute", "torch_private"},
-    "functional": {
-        "autograd",
-        "comm",
-        "compilation",
-        "distributed",
-        "moments",
-        "normalization",
-        "places",
-        "recompute",
-        "torch_private",
-        "warning",
-    },
     "batchnorm": {
-        "autograd",
+        "backends.base",
         "comm",
         "compilation",
         "distributed",
         "functional",
         "local_parallel",
+        "places",
         "replicate",
         "torch_private",
         "warning",
@@ -67,15 +81,16 @@ IMPORTS = {
     "selfcheck": {"batchnorm", "replicate"},
 }
 LATE = {"batchnorm": {"timm"}}  # imported in a function, by those who have installed what it is for
+FOR_TYPES = {"backends.base": {"backends.joined"}}  # imported for the type checker alone
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
 WITHOUT_TORCH = ["errors", "warning", "coordinator", "comm"]
 
 # What each file uses of `threading` and `queue` that waits, or makes a thread.
 WAITING = {
-    "autograd": {"Lock"},  # around what several backwards share, and never while anything is computed
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "distributed": {"Lock"},  # around numbers alone
+    "saved": {"Lock"},  # around what several backwards share, and never while anything is computed
     "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"Lock", "SimpleQueue", "Thread"},  # threads that it has started, and their end
 }
@@ -138,15 +153,19 @@ def test_the_order_of_the_files_has_no_cycle():
 
 @pytest.mark.parametrize("file", sorted(set(TREES) - ENTRANCES))
 def test_imports_go_in_one_direction(file):
-    in_functions = own_imports(ast.walk(TREES[file]))
-    assert in_functions - LATE.get(file, set()) <= IMPORTS[file]
-    assert LATE.get(file, set()) <= in_functions - own_imports(TREES[file].body)
+    at_import, late, for_types = TREES[file].body, LATE.get(file, set()), FOR_TYPES.get(file, set())
+    everywhere = own_imports(ast.walk(TREES[file]))
+    assert everywhere - late - for_types <= IMPORTS[file]
+    assert late | for_types <= everywhere - own_imports(at_import)
+    unused = [node for node in at_import if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert own_imports(node for block in unused for node in ast.walk(block)) == for_types
 
 
 def test_documented_table_has_every_file_behind_those_that_it_imports():
     page = (Path(__file__).parents[1] / "docs" / "contributing.md").read_text()
     table = page.split("\n## The files\n")[1].split("\n## ")[0]
-    rows = [file for file in re.findall(r"^\| `(\w+)\.py` \|", table, re.MULTILINE) if file not in ENTRANCES]
+    paths = re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)
+    rows = [file for file in (name_of(PACKAGE / path) for path in paths) if file not in ENTRANCES]
     assert sorted(rows) == sorted(set(TREES) - ENTRANCES)
     for i, file in enumerate(rows):
         assert IMPORTS[file] & set(TREES) <= set(rows[:i]), f"{file} stands above what it imports"
@@ -165,6 +184,76 @@ def test_only_one_file_blocks(file):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "threading":
             used.add(node.attr)
     assert used - HARMLESS <= WAITING.get(file, set())
+
+
+# Files that may ask of what kind a device is; all others leave that to `backend_for`, or ask a place.
+KINDS_OF_DEVICES = {
+    "backends",  # which backend a device has
+    "places",  # whether a device has streams, and whether the host can read what is there
+    "local_parallel",  # what `torch.nn.parallel` does for accelerators alone
+    "batchnorm",  # which devices the plain wrapper of a reverted model can have
+    "selfcheck",  # whether a check can hang in a device, and needs a process of its own
+    "__main__",  # whether a device that the user names is there
+}
+KIND = re.compile(r"cpu|cuda|mps|xpu|xla|hpu|mtia|meta")
+
+
+def asks_for_kind(tree):
+    """Return where the kind of a device decides.
+
+    That is where a device type is used, but for those that are only passed on to torch; a tensor asked whether it is on
+    some kind of device; a value compared with the name of one; or `BACKENDS` looked at.
+    """
+    to_torch = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.autocast", "torch.is_autocast_enabled"):
+            to_torch.update(node.args)
+    found = []
+    for node in ast.walk(tree):
+        name = getattr(node, "attr", getattr(node, "id", None))
+        if isinstance(node, ast.Attribute) and node not in to_torch:
+            asks = node.attr == "type" or (node.attr.startswith("is_") and KIND.fullmatch(node.attr[3:]) is not None)
+        else:
+            compared = isinstance(node, (ast.Compare, ast.MatchValue))
+            texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)] if compared else []
+            asks = any(KIND.match(text) for text in texts if isinstance(text, str))
+        if asks or name == "BACKENDS":
+            found.append(node)
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'input.device.type == "cuda"',
+        'kind in ("cpu", "cuda")',
+        'kind != "cpu"',
+        'str(device) == "cuda:0"',
+        "input.is_cuda",
+        "device.type in FUSED",
+        "RULES[device.type]",
+        "RULES.get(device.type)",
+        'BACKENDS["cpu"]',
+        'backends.BACKENDS["cpu"]',
+        "torch.autocast(device.type == kind)",
+        'match kind:\n    case "cuda":\n        pass',
+    ],
+)
+def test_question_for_a_kind_of_device_is_found(source):
+    assert asks_for_kind(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.autocast(device.type, enabled=False)", 'torch.empty(0, device="cpu")', "f.is_leaf"]
+)
+def test_device_that_is_passed_on_is_no_question(source):
+    assert not asks_for_kind(ast.parse(source))
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_only_few_files_ask_for_a_kind_of_device(file):
+    asked = [f"line {node.lineno}: {ast.unparse(node)}" for node in asks_for_kind(TREES[file])]
+    assert bool(asked) == (file in KINDS_OF_DEVICES), asked
 
 
 def names_in(tree):

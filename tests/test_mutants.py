@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import line_record
 import mutants
@@ -146,6 +148,27 @@ def test_quick_tests_come_first_and_one_of_each_function_before_the_next():
     tests["t::other"] = {"seconds": 0.1, "passed": True, "statements": ["a.py:3"]}
     mutant = FOUND[0]._replace(reached=frozenset({"a.py:1", "a.py:2"}))
     assert mutants.tests_of(mutant, tests) == ["t::c", "t::a[2]", "t::b", "t::a[1]"]
+
+
+@pytest.mark.parametrize("file", ["backends/cpu.py", "backends/__init__.py", "backends.py"])
+def test_tests_of_the_file_or_its_subpackage_come_first(file):
+    others = [f"tests/test_{number}.py::test[{case}]" for number in range(mutants.FILES) for case in range(2)]
+    names = [*others, "tests/test_backends.py::test"]
+    tests = {name: {"seconds": 0.1, "shared": []} for name in names}
+    assert names[-1] in mutants.first_of(names, file, tests)
+    assert names[-1] not in mutants.first_of(names, "places.py", tests)
+
+
+def test_every_file_of_the_package_is_recorded_also_in_subpackages(tmp_path):
+    for file in ("a.py", "inner/a.py"):
+        path = tmp_path / "sync_batchnorm" / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n")
+    line_record.prepare(tmp_path)
+    for file in ("a.py", "inner/a.py"):
+        compiled = importlib.util.cache_from_source(str(tmp_path / "sync_batchnorm" / file))
+        assert f"{file}:1".encode() in Path(compiled).read_bytes()
+    assert {"autograd.py", "backends/__init__.py", "backends/cpu.py"} <= {*SOURCES}
 
 
 @pytest.mark.parametrize(("budget", "number"), [(0.5, 1), (1.0, 1), (2.5, 2), (4.0, 3)])

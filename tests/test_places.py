@@ -5,7 +5,7 @@ import torch
 from conftest import CUDA_COUNT
 from helpers import as_devices, assert_equal
 
-from sync_batchnorm.places import Place, current_place, hand_over, hand_over_packed
+from sync_batchnorm.places import Place, Streams, current_place
 
 
 def test_cpu_is_one_place_without_a_stream():
@@ -15,15 +15,16 @@ def test_cpu_is_one_place_without_a_stream():
 def test_tensor_stays_what_it_is_on_one_device(devs):
     for device in as_devices(devs):
         tensor, place = torch.ones(3, device=device), current_place(device)
-        assert hand_over(tensor, place, place) is tensor
-        assert hand_over_packed([tensor, tensor], place, place) == [tensor, tensor]
+        streams = Streams([place])
+        assert streams.to_place(tensor, place, place) is tensor
+        assert streams.to_place_packed([tensor, tensor], place, place) == [tensor, tensor]
 
 
 def test_tensors_arrive_at_every_place(devs):
     first, *others = map(current_place, as_devices(devs))
     vectors = [torch.arange(3.0, device=first.device), torch.ones(3, device=first.device)]
     for place in others:
-        arrived = hand_over_packed(vectors, first, place)
+        arrived = Streams([first, place]).to_place_packed(vectors, first, place)
         assert {vector.device for vector in arrived} == {place.device}
         for expected, actual in zip(vectors, arrived, strict=True):
             assert_equal(actual.cpu(), expected.cpu())
@@ -43,9 +44,11 @@ def test_place_is_the_stream_of_this_thread():
 def test_operators_of_a_place_run_on_its_stream():
     device = torch.device("cuda", 0)
     stream = torch.cuda.Stream(device)
-    with Place(device, stream).ordered():
+    place = Place(device, stream)
+    streams = Streams([place])
+    with streams.at(place):
         assert torch.cuda.current_stream(device) == stream
-        with Place(device, stream).ordered():
+        with streams.at(place), Streams([place]).at(place):
             assert torch.cuda.current_stream(device) == stream
     assert torch.cuda.current_stream(device) != stream
 
@@ -56,5 +59,5 @@ def test_tensor_of_another_stream_is_waited_for():
     here, there = current_place(device), Place(device, torch.cuda.Stream(device))
     tensor = torch.arange(1000.0, device=device) * 2
     with there.entered():
-        doubled = hand_over(tensor, here, there) * 2
-    assert_equal(hand_over(doubled, there, here).cpu(), torch.arange(1000.0) * 4)
+        doubled = Streams([here, there]).to_place(tensor, here, there) * 2
+    assert_equal(Streams([here, there]).to_place(doubled, there, here).cpu(), torch.arange(1000.0) * 4)

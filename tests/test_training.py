@@ -28,10 +28,9 @@ from sync_batchnorm import (
     SyncMaster,
     convert_model,
     merge_messages,
-    moments,
-    normalization,
     sync_moments,
 )
+from sync_batchnorm.functional import sync_batch_norm
 
 pytestmark = usual_kernels
 
@@ -274,18 +273,10 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_large_inputs_are_not_copied(kind):
     input, grad = (torch.randn(4, 8, 70, 70).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
-    weight, bias = torch.rand(8) + 0.5, torch.randn(8)
+    leaves = [input.requires_grad_(), (torch.rand(8) + 0.5).requires_grad_(), torch.randn(8).requires_grad_()]
     with Copies(input.numel()) as copies:
-        found, memory = moments.local_moments(input, 0.0)
-        mean, var = moments.merge_moments([found])
-        statistics = normalization.Statistics(mean, (var + 1e-5).rsqrt())
-        affine = normalization.make_affine(statistics, torch.float32, weight, bias)
-        output = normalization.memory_for_output(input, memory)
-        normalization.normalize(input, statistics, affine, weight, bias, output)
-        sums = torch.stack(normalization.gradient_sums(grad, input, *(vector.float() for vector in statistics)))
-        count = moments.channel_count(input.shape)
-        linear = normalization.linear_gradient(statistics, sums, affine.slope, count, input.dtype)
-        grad_input = normalization.input_gradient(grad, input, affine.slope, linear)
+        output = sync_batch_norm(*leaves, None, 1e-5)
+        grad_input, *_ = torch.autograd.grad(output, leaves, grad)
     assert not copies.found
     assert strides(output) == strides(grad_input) == strides(input)
 

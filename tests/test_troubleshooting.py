@@ -103,7 +103,7 @@ def messages() -> dict[str, str]:
     """Return the messages in the code, as patterns, by where they are."""
     found = {}
     # Not the command, which explains its own arguments.
-    files = set((ROOT / "sync_batchnorm").glob("*.py"))
+    files = set((ROOT / "sync_batchnorm").rglob("*.py"))
     for file in sorted(files - {ROOT / "sync_batchnorm" / "__main__.py"}):
         parts: set[ast.AST] = set()  # of f-strings, which come before them
         for node in ast.walk(ast.parse(file.read_text())):

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import environment, keep_freed_memory
 
-from sync_batchnorm import moments
-from sync_batchnorm.normalization import gradient_sums, multiply_add
+from sync_batchnorm.backends.cpu import Cpu, gradient_sums, multiply_add
 
 SHAPE, ROUNDS = (4, 64, 56, 56), 60
 
@@ -35,7 +34,7 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
         "`nn.BatchNorm2d`, backward": lambda: backward(
             dy, x, vector, None, None, zeros, ones, True, 0.0, [True, True, True]
         ),
-        "ours: statistics": lambda: moments.local_moments(x, 0.0),
+        "ours: statistics": lambda: Cpu().part_statistics(x, 0.0, False),
         "ours: normalize, and the linear part of the input gradient": lambda: multiply_add(x, vector, vector),
         "ours: both sums of the backward": lambda: gradient_sums(dy, x, zeros, ones),
         "ours: add the scaled gradient": lambda: other.addcmul_(dy, spread),

@@ -1,4 +1,4 @@
-"""The arithmetic of statistics and gradients, one function at a time, against plain formulas and autograd."""
+"""The arithmetic of each kind of device, one operation at a time, against plain formulas and autograd."""
 
 import pytest
 import torch
@@ -8,7 +8,11 @@ from helpers import assert_equal, doubles
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from sync_batchnorm import moments, normalization
+from sync_batchnorm.backends import BACKENDS, GENERAL, backend_for, base, cpu, cuda
+from sync_batchnorm.backends.base import Backward, BatchStatistics, PartStatistics, ReplicaGradients
+from sync_batchnorm.backends.cpu import Cpu
+from sync_batchnorm.backends.joined import JOINED, Joined
+from sync_batchnorm.places import Streams, current_place
 
 SHAPES = [(5, 3), (1, 3), (4, 3, 2), (2, 3, 4, 5), (2, 3, 2, 3, 4), (3, 1, 2, 2)]
 FORMATS = [torch.contiguous_format, torch.channels_last]
@@ -21,12 +25,27 @@ def plain_moments(input):
     return torch.stack((elements.mean(1), elements.var(1, correction=0)))
 
 
+def part_of(input, backend=None):
+    """Return the mean and variance of `input` as a replica sends them."""
+    backend = backend or backend_for(input.device)
+    return backend.part_statistics(input, 0.0, False)[0] if input.numel() else backend.nothing(input)
+
+
+def merged(parts, backend=None):
+    """Return mean and variance ``(2, C)`` of all parts, as the master merges them."""
+    batch = (backend or backend_for(parts[0].mean.device)).merge(parts, 0.0, None)
+    return torch.stack((batch.mean, batch.var))
+
+
 def moments_of(input, exact=False):
     """Return the moments of `input` as ``(2, C)``; on the CPU the fast or the exact ones."""
-    found, memory = moments.local_moments(input, 0.0) if input.is_cuda else moments.fast_moments(input)
-    if exact and not input.is_cuda:
-        found = moments.exact_moments(input, found, memory)
-    return torch.stack(moments.merge_moments([found]))
+    if input.is_cuda:
+        return merged([part_of(input)])
+    found, memory = cpu.fast_moments(input)
+    if exact:
+        found = cpu.exact_moments(input, found[0], memory)
+    mean, var, elements = found
+    return merged([PartStatistics(mean, var, None, elements)])
 
 
 class NoFloat64(TorchFunctionMode):
@@ -39,15 +58,39 @@ class NoFloat64(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
-def test_moments_of_float32_merge_without_float64_on_devices_that_may_not_have_it(sizes, monkeypatch):
-    parts = [moments.local_moments(part, 0.0)[0] for part in torch.randn(4, 3, 2).split(list(sizes))]
-    monkeypatch.setattr(moments, "FUSED", ())
+def test_moments_of_float32_merge_without_float64_on_devices_that_may_not_have_it(sizes):
+    input = torch.randn(4, 3, 2)
+    parts = [part_of(part) for part in input.split(list(sizes))]
     with NoFloat64():
-        merged = moments.merge_moments(parts)
-    assert merged[0].dtype == torch.float32
-    monkeypatch.undo()
+        found = merged(parts, GENERAL)
+    assert found.dtype == torch.float32
+    assert_equal(found.double(), plain_moments(input), tolerance=1e-6)
     with pytest.raises(AssertionError), NoFloat64():  # as on the CPU
-        moments.merge_moments(parts)
+        merged(parts)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_operators_of_torch_merge_float32_in_float64(backend):
+    input = torch.randn(6, 3, 2)
+    parts = [part_of(part, GENERAL) for part in input.split([1, 2, 3])]
+    assert {part.mean.dtype for part in parts} == {torch.float32}
+    found = merged(parts, backend)
+    assert found.dtype == torch.float64
+    assert_equal(found, plain_moments(input), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("shares", [None, [0.5, 0.25, 0.125, 0.125]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_merged_moments_have_the_dtype_of_the_parts(dtype, shares):
+    mean, var = doubles(4, 3), doubles(4, 3).exp()
+    weights = torch.full((4, 1), 0.25).double() if shares is None else torch.tensor(shares).double()[:, None]
+    expected = (mean * weights).sum(0), ((var + mean.square()) * weights).sum(0)
+    expected = expected[0], expected[1] - expected[0].square()
+    given = None if shares is None else weights.to(dtype)
+    found = base.merge_moments(mean.to(dtype), var.to(dtype), given)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.dtype == dtype
+        assert_equal(actual.double(), wanted, tolerance=1e-10 if dtype == torch.float64 else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -56,21 +99,21 @@ def test_moments_of_float32_merge_without_float64_on_devices_that_may_not_have_i
     ids=str,
 )
 def test_statistics_have_the_digits_of_float32_at_least(dtype, expected):
-    assert moments.statistics_dtype(dtype) == expected
+    assert base.statistics_dtype(dtype) == expected
 
 
 @pytest.mark.parametrize(
     ("shape", "count"), [((5, 3), 5), ((4, 3, 2), 8), ((2, 3, 0, 7), 0), ((0, 3), 0), ((2, 0, 4, 5), 40)], ids=str
 )
 def test_count_is_the_number_of_elements_of_a_channel(shape, count):
-    assert moments.channel_count(torch.Size(shape)) == count
+    assert base.channel_count(torch.Size(shape)) == count
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_vectors_broadcast_over_channels(shape):
     vector = torch.arange(float(shape[1]))
-    spread = torch.zeros(shape) + moments.per_channel(vector, torch.zeros(shape))
-    assert torch.equal(spread.mean(moments.reduced_dims(spread)), vector)
+    spread = torch.zeros(shape) + base.per_channel(vector, torch.zeros(shape))
+    assert torch.equal(spread.mean(base.reduced_dims(spread)), vector)
 
 
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
@@ -133,19 +176,17 @@ def test_exact_variance_is_good_to_a_millionth_at_any_ratio(ratio, memory_format
 
 
 def test_device_without_operators_for_batch_norm_uses_none(monkeypatch):
-    monkeypatch.setattr(moments, "FUSED", ())
     for name in ("batch_norm_update_stats", "native_group_norm"):
         monkeypatch.setattr(torch, name, None)
     input = doubles(4, 3, 2)
-    found, _ = moments.local_moments(input, 0.0)
-    assert_equal(torch.stack(moments.merge_moments([found])), plain_moments(input))
+    assert_equal(merged([part_of(input, GENERAL)], GENERAL), plain_moments(input))
 
 
 def test_one_channel_of_large_mean_takes_no_digits_from_the_others():
     input = doubles(4, 8, 20, 20).float()
     input[:, 3] += 1e4
     fast, expected = moments_of(input), plain_moments(input)
-    assert not moments.precise(*fast, eps=1e-5)
+    assert not cpu.precise(*fast, eps=1e-5)
     exact = moments_of(input, exact=True)
     assert float(((exact - expected)[1] / expected[1]).abs().max()) <= 1e-6
 
@@ -161,15 +202,15 @@ UNTRUSTED = {
 
 @pytest.mark.parametrize("kind", UNTRUSTED)
 def test_statistics_that_may_have_lost_digits_are_not_trusted(kind):
-    assert not moments.precise(*UNTRUSTED[kind], eps=1e-5)
+    assert not cpu.precise(*UNTRUSTED[kind], eps=1e-5)
 
 
 def test_statistics_with_a_mean_of_sixteen_deviations_are_trusted():
-    assert moments.precise(torch.tensor([0.0, 15.9]), torch.tensor([1.0, 1.0]), eps=1e-5)
+    assert cpu.precise(torch.tensor([0.0, 15.9]), torch.tensor([1.0, 1.0]), eps=1e-5)
 
 
 def test_constant_channels_that_eps_covers_are_trusted():
-    assert moments.precise(torch.tensor([0.04]), torch.tensor([0.0]), eps=1e-5)
+    assert cpu.precise(torch.tensor([0.04]), torch.tensor([0.0]), eps=1e-5)
 
 
 def test_statistics_that_are_precise_in_all_parts_are_precise_when_they_are_merged():
@@ -179,18 +220,17 @@ def test_statistics_that_are_precise_in_all_parts_are_precise_when_they_are_merg
         mean, var = numbers[0].exp() * numbers[0].sign(), numbers[1].exp()
         largest = (mean.square() / (var + 1e-5)).max()
         parts = [
-            moments.Moments(m * (256 / largest).sqrt(), v, 3 + i)
+            PartStatistics(m * (256 / largest).sqrt(), v, None, 3 + i)
             for i, (m, v) in enumerate(zip(mean, var, strict=True))
         ]
-        assert all(moments.precise(part.mean, part.var, 1.01e-5) for part in parts)
-        assert moments.precise(*moments.merge_moments(parts), eps=1.01e-5)
+        assert all(cpu.precise(part.mean, part.var, 1.01e-5) for part in parts)
+        assert cpu.precise(*merged(parts), eps=1.01e-5)
 
 
 def test_local_moments_of_nothing_are_zero():
-    found, memory = moments.local_moments(torch.zeros(0, 3, 2), 0.0)
-    assert memory is None
+    found = part_of(torch.zeros(0, 3, 2))
     assert found.elements == 0
-    assert torch.equal(torch.stack(moments.merge_moments([found])), torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(merged([found]), torch.zeros(2, 3, dtype=torch.float64))
 
 
 @EXACT
@@ -211,46 +251,45 @@ def test_infinite_values_leave_what_torch_leaves():
 
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("sizes", [(9,), (4, 5), (1, 2, 6), (0, 9), (3, 0, 6)], ids=str)
-def test_merged_moments_are_those_of_the_whole(sizes, memory_format):
+@pytest.mark.parametrize("backend", [Cpu(), GENERAL], ids=["cpu", "general"])
+def test_merged_moments_are_those_of_the_whole(backend, sizes, memory_format):
     input = (doubles(9, 3, 2, 4) * 5 + 100).contiguous(memory_format=memory_format)
-    parts = [moments.local_moments(part, 0.0)[0] for part in input.split(list(sizes))]
-    assert_equal(torch.stack(moments.merge_moments(parts)), plain_moments(input))
+    parts = [part_of(part, backend) for part in input.split(list(sizes))]
+    assert_equal(merged(parts, backend), plain_moments(input))
 
 
 def test_parts_count_by_their_elements():
     parts = [doubles(2, 3, 5), doubles(1, 3, 7), doubles(4, 3)[..., None]]
-    merged = torch.stack(moments.merge_moments([moments.local_moments(part, 0.0)[0] for part in parts]))
+    found = merged([part_of(part) for part in parts])
     whole = torch.cat([part.movedim(1, 0).flatten(1) for part in parts], 1)
-    assert_equal(merged, plain_moments(whole.T))
+    assert_equal(found, plain_moments(whole.T))
 
 
 def test_parts_without_elements_change_no_digit():
-    large = moments.Moments(torch.full((1, 3), 1e160, dtype=torch.float64), doubles(1, 3).abs(), 4)
-    nothing, _ = moments.local_moments(doubles(0, 3, 2), 0.0)
-    expected = moments.merge_moments([large, large])
-    for found, vector in zip(moments.merge_moments([nothing, large, nothing, large]), expected, strict=True):
-        assert torch.equal(found, vector)
+    large = PartStatistics(torch.full((1, 3), 1e160, dtype=torch.float64), doubles(1, 3).abs(), None, 4)
+    nothing = part_of(doubles(0, 3, 2))
+    assert torch.equal(merged([nothing, large, nothing, large]), merged([large, large]))
 
 
 def test_constants_of_another_kind_of_tensor_are_not_kept():
     counts = (3, 4, 5)
     with FakeTensorMode():
-        moments.counts_on(torch.device("cpu"), None, counts, torch.float32)
-    found = moments.counts_on(torch.device("cpu"), None, counts, torch.float32)
+        cuda._counts_on(torch.device("cpu"), counts, torch.float32)
+    found = cuda._counts_on(torch.device("cpu"), counts, torch.float32)
     assert found.tolist() == [3.0, 4.0, 5.0]
-    assert moments.counts_on(torch.device("cpu"), None, counts, torch.float32) is found
+    assert cuda._counts_on(torch.device("cpu"), counts, torch.float32) is found
 
 
 def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
     with torch.inference_mode():
-        found = moments.counts_on(torch.device("cpu"), None, (7, 8), torch.float64)
+        found = cuda._counts_on(torch.device("cpu"), (7, 8), torch.float64)
     assert not found.is_inference()
 
 
 def test_constants_are_forgotten_when_they_are_many():
     made = []
 
-    @moments.cached_constants
+    @base.cached_constants
     def make(number):
         made.append(number)
         return (torch.tensor(number),)
@@ -269,19 +308,40 @@ def _found_by(cached):
 EPS = 0.1
 
 
-def statistics_of(input):
-    """Return what replicas normalize with, as the master makes it, and its unbiased form."""
+def statistics_of(input, backend=None):
+    """Return mean and invstd as the master makes them for all replicas."""
     mean, var = moments_of(input)
-    invstd = (var + EPS).rsqrt()
-    if input.is_cuda:
-        mean, invstd = (vector.to(moments.statistics_dtype(input.dtype)) for vector in (mean, invstd))
-    return normalization.Statistics(mean, invstd)
+    pair = torch.stack((mean, (var + EPS).rsqrt()))
+    backend = backend or backend_for(input.device)
+    return (pair if backend.pair_dtype is not None else pair.to(base.statistics_dtype(input.dtype))).unbind()
 
 
-def normalized(input, weight, bias):
-    statistics, output = statistics_of(input), normalization.memory_for_output(input)
-    normalization.normalize(input, statistics, None, weight, bias, output)
+def normalized(input, weight, bias, backend=None):
+    backend, output = backend or backend_for(input.device), base.memory_for_output(input)
+    normalizer = backend.normalizer(statistics_of(input, backend), input.dtype, weight, bias)
+    backend.normalize(input, normalizer, weight, bias, output)
     return output
+
+
+def backward_of(replicas, statistics, count, own_weights=False):
+    """Return the backward of `replicas`, all at the place of the master, whose mean and invstd are `statistics`."""
+    batch, place = BatchStatistics(statistics[0], None, statistics[1]), replicas[0].place
+    batch.master, batch.count, batch.eps, batch.at = place, count, EPS, {place: statistics}
+    return Backward(
+        replicas=replicas,
+        pair_grads=[],
+        batch=batch,
+        at=batch.at,
+        streams=Streams([place]),
+        has_eps=True,
+        own_weights=own_weights,
+        of_all=True,
+        reduce=lambda totals: totals,
+    )
+
+
+def replica_of(grad, input, weight, wanted=("input", "weight", "bias")):
+    return ReplicaGradients(current_place(input.device), grad, input, weight, set(wanted))
 
 
 PARAMETERS = {"both": (True, True), "weight": (True, False), "bias": (False, True), "none": (False, False)}
@@ -292,14 +352,19 @@ def parameters(kind, channels, device):
     return [parameter if present else None for parameter, present in zip(made, PARAMETERS[kind], strict=True)]
 
 
+# Of the device, or the one for all devices.
+BOTH = pytest.mark.parametrize("general", [False, True], ids=["own", "general"])
+
+
 @pytest.mark.parametrize("kind", PARAMETERS)
 @pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2), (2, 3, 4, 5)], ids=str)
+@BOTH
 @pytest.mark.parametrize("devices", DEVICE)
-def test_normalization_is_that_of_torch(devices, shape, kind):
+def test_normalization_is_that_of_torch(devices, general, shape, kind):
     input = doubles(*shape, devices=devices)
     weight, bias = parameters(kind, 3, input.device)
     expected = F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS)
-    assert_equal(normalized(input, weight, bias), expected)
+    assert_equal(normalized(input, weight, bias, GENERAL if general else None), expected)
 
 
 ONE = [(1, 3, 4, 5), (4, 3, 1, 1), (1, 3, 1, 1), (4, 1, 3, 2), (4, 3, 1, 5)]
@@ -333,46 +398,29 @@ def test_output_of_any_strides_has_those_of_torch():
         strides = torch.tensor([0, 1, 2, 3, 4, 6, 9, 12, 18, 27])[torch.randint(10, (4,), generator=random)].tolist()
         input = torch.zeros(200, dtype=torch.float64).as_strided(sizes, strides)
         expected = F.batch_norm(input, torch.zeros(sizes[1]).double(), torch.ones(sizes[1]).double())
-        found = normalization.memory_for_output(input)
+        found = base.memory_for_output(input)
         assert found.stride() == expected.stride(), (sizes, strides)
         formats.add(expected.is_contiguous())
     assert formats == {True, False}
 
 
-def gradients(grad, input, weight, weighted):
-    """Return the gradients by input, weight and bias, in the steps of a backward."""
-    statistics, asked = statistics_of(input), weight is not None
-    if input.is_cuda:
-        *sums, grad_weight, grad_bias = normalization.fused_gradient_sums(grad, input, statistics, weight, asked, True)
-    else:
-        sums = normalization.gradient_sums(grad, input, *statistics)
-        grad_bias, grad_weight = sums
-    totals = torch.stack(sums) * weight if weighted and asked else torch.stack(sums)
-    if input.is_cuda:
-        count = torch.full((1,), moments.channel_count(input.shape), dtype=torch.int32, device=input.device)
-        grad_input = normalization.fused_input_gradient(grad, input, statistics, weight, totals, count, weighted)
-    else:
-        factor = statistics.invstd * weight if asked else statistics.invstd
-        by = statistics.invstd if weighted else factor
-        linear = normalization.linear_gradient(statistics, totals, by, moments.channel_count(input.shape), input.dtype)
-        grad_input = normalization.input_gradient(grad, input, factor, linear)
-    return grad_input, grad_weight, grad_bias
-
-
 @pytest.mark.parametrize("kind", PARAMETERS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["one-weight", "own-weights"])
+@BOTH
 @pytest.mark.parametrize("devices", DEVICE)
-def test_gradients_are_those_of_autograd(devices, weighted, kind):
+def test_gradients_are_those_of_autograd(devices, general, weighted, kind):
     input, grad = (doubles(4, 3, 2, 5, devices=devices) for _ in range(2))
     weight, bias = parameters(kind, 3, input.device)
     leaves = [tensor.requires_grad_() for tensor in (input, weight, bias) if tensor is not None]
     output = F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS)
     expected = iter(torch.autograd.grad(output, leaves, grad))
+    backend = GENERAL if general else backend_for(input.device)
     with torch.no_grad():
-        found = gradients(grad, input, weight, weighted)
-    for leaf, actual in zip((input, weight, bias), found, strict=True):
+        replica = replica_of(grad, input.detach(), weight)
+        backend.gradients(backward_of([replica], statistics_of(input, backend), 40, weighted))
+    for name, leaf in zip(("input", "weight", "bias"), (input, weight, bias), strict=True):
         if leaf is not None:
-            assert_equal(actual, next(expected))
+            assert_equal(replica.grads[name], next(expected))
 
 
 STRIDES = {
@@ -389,8 +437,8 @@ STRIDES = {
 def test_sums_of_a_gradient_of_any_strides_are_right(shape, of_grad, of_input):
     input, grad = STRIDES[of_input](doubles(*shape)), STRIDES[of_grad](doubles(*shape))
     mean, invstd = doubles(shape[1]), doubles(shape[1]).exp()
-    normalized = (input - moments.per_channel(mean, input)) * moments.per_channel(invstd, input)
-    total, dot = normalization.gradient_sums(grad, input, mean, invstd)
+    normalized = (input - base.per_channel(mean, input)) * base.per_channel(invstd, input)
+    total, dot = cpu.gradient_sums(grad, input, mean, invstd)
     assert_equal(total, grad.sum((0, 2, 3)))
     assert_equal(dot, (grad * normalized).sum((0, 2, 3)))
 
@@ -399,25 +447,28 @@ def test_sums_of_a_gradient_of_any_strides_are_right(shape, of_grad, of_input):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_is_what_float32_rounds_to(dtype, memory_format):
     input, grad = (doubles(4, 3, 5, 6).to(dtype, memory_format=memory_format) for _ in range(2))
-    factor, affine = torch.rand(3), normalization.Affine(torch.randn(3), torch.randn(3))
+    rest = cpu.Rest(cpu.Affine(torch.randn(3), torch.randn(3)), torch.rand(3))
     for upstream in (grad, None):
-        wide = None if upstream is None else upstream.float()
-        expected = normalization.input_gradient(wide, input.float(), factor, affine)
-        assert torch.equal(normalization.input_gradient(upstream, input, factor, affine), expected.to(dtype))
+        found = []
+        for kind in (torch.float32, dtype):
+            replica = replica_of(None if upstream is None else upstream.to(kind), input.to(kind), None)
+            backward = backward_of([replica], statistics_of(input), 120)
+            found.append(Cpu().input_gradient(replica, rest, backward))
+        assert torch.equal(found[1], found[0].to(dtype))
 
 
+@BOTH
 @pytest.mark.parametrize("devices", DEVICE)
-def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices):
+def test_input_gradient_without_an_upstream_gradient_takes_it_as_zero(devices, general):
     input, totals = doubles(4, 3, 2, devices=devices), doubles(2, 3, devices=devices)
-    statistics, zeros = statistics_of(input), torch.zeros_like(input)
-    found = []
-    for grad in (None, zeros):
-        if input.is_cuda:
-            count = torch.full((1,), 8, dtype=torch.int32, device=input.device)
-            found.append(normalization.fused_input_gradient(grad, input, statistics, None, totals, count, False))
-        else:
-            linear = normalization.linear_gradient(statistics, totals, statistics.invstd, 8, input.dtype)
-            found.append(normalization.input_gradient(grad, input, statistics.invstd, linear))
+    backend = GENERAL if general else backend_for(input.device)
+    statistics, found = statistics_of(input, backend), []
+    for grad in (None, torch.zeros_like(input)):
+        replica = replica_of(grad, input, None)
+        backward = backward_of([replica], statistics, 8)
+        if grad is not None:
+            backend.sums(backward)
+        found.append(backend.input_gradient(replica, backend.rest(totals, backward), backward))
     assert_equal(*found)
     assert found[1].abs().max() > 0
 
@@ -433,18 +484,25 @@ def assert_cancels(affine, mean, value):
 def test_offsets_cancel_the_mean_with_the_slope_as_it_is_rounded(weighted):
     mean, invstd, bias, totals = 1e3 * doubles(500), doubles(500).exp(), doubles(500), 100 * doubles(2, 500)
     weight = doubles(500) if weighted else None
-    statistics = normalization.Statistics(mean, invstd)
-    forward = normalization.make_affine(statistics, torch.float32, weight, bias if weighted else None)
+    backend = Cpu()
+    forward = backend.normalizer((mean, invstd), torch.float32, weight, bias if weighted else None)
     assert_cancels(forward, mean, bias if weighted else 0)
-    backward = normalization.linear_gradient(statistics, totals, invstd, 8, torch.float32)
-    assert_cancels(backward, mean, -totals[0] * invstd / 8)
+    for own_weights in (True, False):
+        replica = replica_of(None, torch.zeros(1, 500), weight)
+        linear, factor = backend.rest(totals, backward_of([replica], (mean, invstd), 8, own_weights))
+        assert (factor is None) == own_weights
+        assert_cancels(linear, mean, -totals[0] * (invstd if factor is None else factor) / 8)
 
 
-def test_empty_input_passes_through_every_function():
-    input = torch.zeros(0, 3, 2)
-    statistics = statistics_of(torch.randn(4, 3, 2))
-    output = torch.empty(0, 3, 2)
-    normalization.normalize(input, statistics, None, None, None, output)
-    assert not torch.stack(normalization.gradient_sums(input, input, *statistics)).any()
-    linear = normalization.linear_gradient(statistics, torch.ones(2, 3), statistics.invstd, 8, input.dtype)
-    assert normalization.input_gradient(input, input, statistics.invstd, linear).shape == input.shape
+@BOTH
+@pytest.mark.parametrize("devices", DEVICE)
+def test_empty_input_passes_through_every_function(devices, general):
+    full, input = doubles(4, 3, 2, devices=devices), doubles(0, 3, 2, devices=devices)
+    backend = GENERAL if general else backend_for(input.device)
+    replica = replica_of(input, input, None)
+    backward = backward_of([replica], statistics_of(full, backend), 8)
+    assert not backend.sums(backward).any()
+    assert not replica.grads["weight"].any()
+    assert not replica.grads["bias"].any()
+    rest = backend.rest(torch.ones(2, 3, dtype=torch.float64, device=input.device), backward)
+    assert backend.input_gradient(replica, rest, backward).shape == input.shape
