@@ -274,15 +274,15 @@ def test_parts_without_elements_change_no_digit():
 def test_constants_of_another_kind_of_tensor_are_not_kept():
     counts = (3, 4, 5)
     with FakeTensorMode():
-        cuda._counts_on(torch.device("cpu"), counts, torch.float32)
-    found = cuda._counts_on(torch.device("cpu"), counts, torch.float32)
+        cuda._counts(current_place(torch.device("cpu")), counts, torch.float32)
+    (found,) = cuda._counts(current_place(torch.device("cpu")), counts, torch.float32)
     assert found.tolist() == [3.0, 4.0, 5.0]
-    assert cuda._counts_on(torch.device("cpu"), counts, torch.float32) is found
+    assert cuda._counts(current_place(torch.device("cpu")), counts, torch.float32)[0] is found
 
 
 def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
     with torch.inference_mode():
-        found = cuda._counts_on(torch.device("cpu"), (7, 8), torch.float64)
+        (found,) = cuda._counts(current_place(torch.device("cpu")), (7, 8), torch.float64)
     assert not found.is_inference()
 
 

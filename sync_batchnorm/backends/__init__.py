@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sync_batchnorm.backends.base import Backend
+from sync_batchnorm.backends.base import Backend as Backend
 from sync_batchnorm.backends.cpu import Cpu
 from sync_batchnorm.backends.cuda import Cuda
 from sync_batchnorm.backends.general import General
 from sync_batchnorm.backends.joined import Joined
 
-__all__ = ["BACKENDS", "GENERAL", "Backend", "backend_for"]
+__all__: list[str] = []
 
 GENERAL = General()
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device
