@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ from sync_batchnorm.backends.base import (
 from sync_batchnorm.places import Streams, current_place, in_order_with_engine
 from sync_batchnorm.recompute import without_hooks
 from sync_batchnorm.saved import SavedTensors, save_for_hooks
-from sync_batchnorm.torch_private import keeps_graph, plain_tensors, will_run
+from sync_batchnorm.torch_private import apply_function, keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
 
@@ -143,11 +144,11 @@ class Message:
     def prepare(self, master_device: torch.device | None = None) -> PartStatistics:
         """Make the statistics of the input, and memory for the output; send the statistics to the master."""
         input, memory = self.input, None
-        if self.elements and self.kind[0]:
+        if input.numel():
             part, memory = self.backend.part_statistics(input, self.eps or 0.0, self.takes_invstd)
             if master_device is not None and master_device != self.place.device:
                 self.part_place = current_place(master_device)
-                part = part.sent(self.place, self.part_place)
+                part = part.sent(self.place, self.part_place, Streams())  # Both are current here.
         else:
             part = self.backend.nothing(input)
         if self.eps is not None:
@@ -164,18 +165,18 @@ class Call:
 
     Args:
         messages: of the replicas; the first is that of the master.
+        one_weight: whether all replicas have the same weight and bias.
     """
 
     backend: Backend
     batch: BatchStatistics | None = None  # None if there was not a single element
-    one_weight: bool  # whether all replicas have the same weight and bias
     peers: distributed.Peers | None = None  # the other processes, if there is a group
     # See NOTE [order of a backward] in `distributed.py`.
     numbered: tuple[Any, int] | None = None  # what must live as long as the node, and the number of the node
     makes_token: bool = False
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self.backend, self.group = messages[0].backend, messages[0].group
+    def __init__(self, messages: Sequence[Message], one_weight: bool) -> None:
+        self.backend, self.group, self.one_weight = messages[0].backend, messages[0].group, one_weight
         self.has_outputs = messages[0].eps is not None
         self.places = [message.place for message in messages]
         self.master = self.places[0]
@@ -207,7 +208,7 @@ class Call:
             self.makes_token = True
             tensors += [order.token] if order.token is not None else []
         with torch.enable_grad(), without_hooks() if has_hooks else nullcontext():
-            results: tuple[Tensor, ...] = _SyncBatchNorm.apply(self, outputs, pairs, to_save, *tensors)  # type: ignore[no-untyped-call]
+            results: tuple[Tensor, ...] = apply_function(_SyncBatchNorm, self, outputs, pairs, to_save, *tensors)
         if order is not None:
             self.numbered = order.add(results[-1].grad_fn)
             order.token = results[-1] if self.makes_token else None
@@ -229,73 +230,83 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         wanted = _wanted(ctx, call)
-        made: dict[Slot, Tensor | None] = {}
+        made: list[dict[str, Tensor | None]] = [{}] * len(wanted)
         if call.makes_token:
             grads = grads[:-1]
         # Where all gradients are None, other processes may have some, and wait. But not if there is a token.
         if any(grad is not None for grad in grads) or (call.group is not None and not call.makes_token):
             places = [*call.places, *call.pair_places] if call.has_outputs else call.pair_places
-            in_order = nullcontext()
-            if call.master.stream is not None:
-                in_order = in_order_with_engine(call.master, places, grads)
-            with plain_tensors(), in_order:
-                made = _gradients(ctx, call, grads, wanted)
+            with plain_tensors():
+                if call.master.stream is None:
+                    made = _gradients(ctx, call, grads, wanted, Streams())
+                else:
+                    with in_order_with_engine(call.master, places, grads) as streams:
+                        made = _gradients(ctx, call, grads, wanted, streams)
         if not keeps_graph():
             call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
-        return None, None, None, None, *[made.get(slot) for slot in call.slots], None
+        return None, None, None, None, *[made[i].get(name) for name, i in call.slots], None
 
 
-def _wanted(ctx: Any, call: Call) -> set[Slot]:
-    """Return whose gradients the running backward asks for."""
+def _wanted(ctx: Any, call: Call) -> list[set[str]]:
+    """Return the names of the tensors of each replica whose gradients the running backward asks for."""
+    wanted: list[set[str]] = [set() for _ in call.places]
     with call.saved.lock:  # see NOTE [several backwards at once] in `saved.py`
-        edges = zip(call.slots, ctx.needs_input_grad[4:], ctx.next_functions, strict=False)  # There may be a token.
-        wanted = {slot for slot, needed, (node, _) in edges if needed and will_run(node)}
-        del edges  # and with it the objects of the neighbors
+        edges, node = ctx.next_functions, None
+        for (name, i), needed, (node, _) in zip(call.slots, ctx.needs_input_grad[4:], edges, strict=False):
+            if needed and will_run(node):  # There may be one more, of a token.
+                wanted[i].add(name)
+        del edges, node  # and with them the objects of the neighbors
     return wanted
 
 
-def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: set[Slot]) -> dict[Slot, Tensor | None]:
-    """Return the gradients of a backward: those that are wanted, and maybe others."""
-    outputs: Sequence[Tensor | None] = grads[: len(call.places)] if call.has_outputs else [None] * len(call.places)
+def _gradients(
+    ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: Sequence[set[str]], streams: Streams
+) -> list[dict[str, Tensor | None]]:
+    """Return the gradients of each replica in a backward: those that are wanted, and maybe others."""
+    number, batch = len(wanted), cast(BatchStatistics, call.batch)
+    outputs: Sequence[Tensor | None] = grads[:number] if call.has_outputs else [None] * number
     of_pairs = zip(grads[len(grads) - len(call.pair_places) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
-    used = [i for i, grad in enumerate(outputs) if grad is not None or ("input", i) in wanted]
-    pairs, common = call.saved.unpack(ctx, len(call.pair_places), len(used) == len(outputs))
-    replicas: dict[int, ReplicaGradients] = {}
+    used = [i for i in range(number) if outputs[i] is not None or "input" in wanted[i]]
+    pairs, common = call.saved.unpack(ctx, len(call.pair_places), len(used) == number)
+    replicas: list[ReplicaGradients] = []
+    made: list[dict[str, Tensor | None]] = [{} for _ in wanted]
     for i in used:
-        input, weight = call.saved.of_replica(i, common, call.places[i])
+        place = call.places[i]
+        input, weight = call.saved.of_replica(i, common, place)
         if input is not None:
-            own = {name for name in ("input", "weight", "bias") if (name, i) in wanted}
-            replicas[i] = ReplicaGradients(call.places[i], outputs[i], input, weight, own)
-    at, reduce = call.batch.at, _unchanged
+            replica = ReplicaGradients(place, outputs[i], input, weight, wanted[i])
+            replicas.append(replica)
+            made[i] = replica.grads
+    at, reduce = batch.at, _unchanged
     graph = torch.is_grad_enabled()
     if graph:
-        at = {place: pair.unbind() for place, pair in zip(call.pair_places, pairs, strict=True)}  # type: ignore[misc]
+        at = {place: cast(Any, pair.unbind()) for place, pair in zip(call.pair_places, pairs, strict=True)}
     if call.peers is not None:
-        add_up, peers = distributed.all_reduced_in_graph if graph else distributed.all_reduced, call.peers
-        reduce = lambda totals: add_up(totals, peers)  # noqa: E731
-    backward = Backward(
-        replicas=list(replicas.values()),
-        pair_grads=pair_grads,
-        batch=call.batch,
-        at=at,
-        streams=Streams(call.pair_places),
-        has_eps=call.has_outputs,
-        own_weights=call.group is not None or not call.one_weight,
-        of_all=len(replicas) == len(outputs),
-        reduce=reduce,
+        reduce = partial(distributed.all_reduced_in_graph if graph else distributed.all_reduced, peers=call.peers)
+    backend = GENERAL if graph or pair_grads else call.backend
+    backend.gradients(
+        Backward(
+            replicas,
+            pair_grads,
+            batch,
+            at,
+            streams,
+            has_eps=call.has_outputs,
+            own_weights=call.group is not None or not call.one_weight,
+            of_all=len(replicas) == number,
+            reduce=reduce,
+        )
     )
-    (GENERAL if graph or pair_grads else call.backend).gradients(backward)
-    made: dict[Slot, Tensor | None] = {}
-    for i, replica in replicas.items():
-        made.update(((name, i), grad) for name, grad in replica.grads.items())
+    for i in used:
         call.saved.free(i)
-    if any(replica.grad_output is not None for replica in replicas.values()):
-        for name, i in wanted:
-            if name != "input" and made.get((name, i)) is None:  # Hooks do not expect None.
-                with backward.streams.at(call.places[i]):
-                    made[name, i] = torch.zeros_like(call.batch.at[call.places[i]][0])
+    if any(replica.grad_output is not None for replica in replicas):
+        for i, names in enumerate(wanted):
+            for name in names:
+                if name != "input" and made[i].get(name) is None:  # Hooks do not expect None.
+                    with streams.at(call.places[i]):
+                        made[i][name] = torch.zeros_like(batch.at[call.places[i]][0])
     return made
 
 

@@ -14,7 +14,7 @@ that are ready, the engine runs the one with the highest sequence number. Each t
 makes, from zero on. In a process that calls the layers in one thread, a node thus has a lower number than all that
 lead to it in a backward, and nodes run in the order of their numbers. With replicas, numbers of several threads meet.
 So the nodes of layers get the numbers of their calls, counted over all forwards whose graphs are alive, and each
-replica sees to it that the nodes which it makes after a call have higher numbers than that (`count_call`). Whatever
+replica sees to it that the nodes which it makes after a call have higher numbers than that (`count_up_to`). Whatever
 leads to a later call, in any replica, then runs before the node of an earlier one.
 
 The nodes of several devices run in several threads of the engine, each of which knows the numbers of its own alone.
@@ -125,7 +125,7 @@ def _last_number() -> int:
 _CALLS_AHEAD = 1024
 
 
-def _count_up_to(number: int) -> None:
+def count_up_to(number: int) -> None:
     """See to it that nodes which this thread makes from now on have higher numbers, also than calls that may follow."""
     number += _CALLS_AHEAD
     if next_sequence_number() <= number:
@@ -162,12 +162,6 @@ def order_of_forward() -> BackwardOrder:
     return _order.get() or BackwardOrder()
 
 
-def count_call(numbered: tuple[Any, int] | None) -> None:
-    """In a replica, count up to the number of the node of a call; before what comes after the call."""
-    if numbered is not None:
-        _count_up_to(numbered[1])
-
-
 def has_peers() -> bool:
     """Return whether there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -178,7 +172,7 @@ def count_all_calls() -> None:
     if has_peers():
         with _lock:
             last = _last_number()
-        _count_up_to(last)
+        count_up_to(last)
 
 
 @contextmanager

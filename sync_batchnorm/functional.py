@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,7 +20,7 @@ from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.places import Streams
 from sync_batchnorm.saved import save_for_hooks
-from sync_batchnorm.torch_private import dual_level, in_transform, plain_tensors
+from sync_batchnorm.torch_private import dual_level, graph_task_id, has_modes, in_transform, plain_tensors
 
 __all__ = ["merge_messages", "sync_moments"]
 
@@ -41,12 +41,18 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         if message.kind != first.kind:
             raise _different_inputs(messages)
         count += message.elements
-        one_weight = one_weight and _has_weights_of(first, message)
-    if first.group is None:
-        _check_count(count, contents)
-    call = Call(contents)
-    call.one_weight = one_weight
-    with _out_of_inference_mode(contents), _without_autocast(call.master.device):
+        if not (message.common and first.common):
+            one_weight = one_weight and _have_one_weight(first, message)
+    if count == 1 and first.group is None:
+        raise _single_value(contents)
+    call = Call(contents, one_weight)
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled() and any(message.records for message in contents):
+            # What a replica records must not be made in the inference mode that the master may be in.
+            modes.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(call.master.device.type):
+            # Autocast would join tensors in its own dtype, or refuse those of another one.
+            modes.enter_context(torch.autocast(call.master.device.type, enabled=False))
         _merge(call, contents, count)
     return [(replica, call) for replica, _ in messages]
 
@@ -61,61 +67,42 @@ def _different_inputs(messages: Sequence[tuple[Hashable, Message]]) -> ValueErro
     )
 
 
-def _has_weights_of(first: Message, message: Message) -> bool:
+def _single_value(messages: Sequence[Message]) -> ValueError:
+    """Return torch's own error for a single value per channel."""
+    single = next((message for message in messages if message.elements), messages[0]).input.shape
+    return ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
+
+
+def _have_one_weight(one: Message, other: Message) -> bool:
     """Return whether weight and bias of two replicas are the same, also to autograd."""
-    if message.common and first.common:
-        return True
-    return all(message.tensors[name] is first.tensors[name] for name in ("weight", "bias"))
-
-
-def _check_count(count: int | Tensor, messages: Sequence[Message]) -> None:
-    """Raise torch's own error for a single value per channel."""
-    if isinstance(count, int) and count == 1:
-        single = next((message for message in messages if message.elements), messages[0]).input.shape
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {single}")
-
-
-def _out_of_inference_mode(messages: Sequence[Message]) -> AbstractContextManager[Any]:
-    """What a replica records must not be made in the inference mode that the master may be in."""
-    outside = torch.is_inference_mode_enabled() and any(message.records for message in messages)
-    return torch.inference_mode(False) if outside else nullcontext()
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast would join tensors in its own dtype, or refuse those of another one."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return all(one.tensors[name] is other.tensors[name] for name in ("weight", "bias"))
 
 
 def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
     """Answer all `messages`; where a layer has not a single element to normalize, only leave out the statistics."""
     first, joined = messages[0], call.backend.joined
-    answers: Sequence[Tensor] | None = None
-    inputs = [message.input for message in messages if message.part is None]
-    if joined is not None and len(inputs) == len(messages) and call.one_weight and joined.takes_all(inputs):
-        answers, batch = joined.normalize_all(inputs, first.weight, first.bias, cast(float, first.eps))
+    answers: Sequence[Tensor] = ()
+    batch: BatchStatistics | None
+    if joined is not None and call.one_weight and joined.takes_all(messages):
+        answers, batch = joined.normalize_all(messages)
         batch.count, call.backend = count, joined
     else:
-        merged = _merge_parts(call, messages, count)
-        if merged is None:
+        batch = _merge_parts(call, messages, count)
+        if batch is None:
             return
-        batch = merged
-    call.batch = batch
-    batch.master, batch.eps = call.master, first.eps or 0.0
-    pairs = _send(call, messages[0])
-    if first.eps is None:
-        answers = ()
-    elif answers is None:
-        made: dict[Any, Any] = {}  # what replicas at one place normalize with
-        for message in messages:
-            if message.place not in made or not call.one_weight:
-                made[message.place] = call.backend.normalizer(
+    call.batch, batch.master, batch.eps = batch, call.master, first.eps or 0.0
+    pairs = _send(call, batch, first)
+    if first.eps is not None and not answers:
+        answers, normalizer = [], None
+        for i, message in enumerate(messages):
+            if i == 0 or not call.one_weight or message.place != messages[i - 1].place:
+                normalizer = call.backend.normalizer(
                     batch.at[message.place], message.input.dtype, message.weight, message.bias
                 )
-            message.normalizer = made[message.place]
-        # See NOTE [memory of the outputs].
-        answers = [cast(Tensor, message.memory).detach() for message in messages]
+            message.normalizer = normalizer
+            answers.append(cast(Tensor, message.memory).detach())  # see NOTE [memory of the outputs]
     recorded: Sequence[Tensor] = [*answers, *pairs]
-    if any(message.needs_grad for message in messages):
+    if True in [message.needs_grad for message in messages]:
         recorded = call.record(messages, answers, pairs)
     for message, answer in zip(messages, recorded, strict=False):
         # Without `detach`, that of a replica that records nothing would be in the graph.
@@ -128,8 +115,11 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
     If nobody has asked for an inverse standard deviation, there always are some.
     """
     first, master = messages[0], call.master
-    # Those without statistics have an input that is small enough to be joined, but cannot be.
-    parts = [(message.part or message.prepare()).sent(message.part_place, master) for message in messages]
+    parts = []
+    for message in messages:
+        # Without statistics, its input is small enough to be joined, but cannot be.
+        part, place = message.part or message.prepare(), message.part_place
+        parts.append(part if place == master else part.sent(place, master, Streams((place, master))))
     batch = call.backend.merge(parts, first.eps or 0.0, first.running)
     batch.count = count
     if call.group is not None:
@@ -137,7 +127,8 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
         batch.mean, batch.var, batch.count = distributed.merge_over_processes(
             batch.mean, cast(Tensor, batch.var), count, call.peers
         )
-        _check_count(batch.count, messages)
+        if isinstance(batch.count, int) and batch.count == 1:
+            raise _single_value(messages)
     if first.eps is None:
         return batch
     if isinstance(batch.count, int) and batch.count == 0:
@@ -150,23 +141,23 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
     return batch
 
 
-def _send(call: Call, first: Message) -> list[Tensor]:
+def _send(call: Call, batch: BatchStatistics, first: Message) -> list[Tensor]:
     """Return what the node returns beside its outputs, a pair for each place; leave it with the statistics."""
-    batch, master = call.batch, call.master
-    second = cast(Tensor, batch.var if first.eps is None else batch.invstd)
-    pair = torch.stack((batch.mean, second))
+    pair = torch.stack((batch.mean, cast(Tensor, batch.var if first.eps is None else batch.invstd)))
     if first.eps is None or call.backend.pair_dtype is None:
         pair = pair.to(statistics_dtype(first.input.dtype))
-    pairs: list[Tensor] = []
-    streams = Streams(call.pair_places)
-    for place in call.pair_places:
-        here: Tensor = streams.to_place(pair, master, place)
-        if pairs and here is pair:  # another stream of this device, or another replica whose user gets a pair
-            with streams.at(place):
-                here = here.clone()
-        pairs.append(here)
-        if place not in batch.at:
-            batch.at[place] = here.detach().unbind()  # type: ignore[assignment]
+    pairs = [pair]
+    batch.at[call.master] = cast(Any, pair.detach().unbind())
+    if len(call.pair_places) > 1:
+        streams = Streams(call.pair_places)
+        for place in call.pair_places[1:]:
+            here: Tensor = streams.to_place(pair, call.master, place)
+            if here is pair:  # another stream of this device, or another replica whose user gets a pair
+                with streams.at(place):
+                    here = here.clone()
+            pairs.append(here)
+            if place not in batch.at:
+                batch.at[place] = cast(Any, here.detach().unbind())
     return pairs
 
 
@@ -186,12 +177,13 @@ def _has_tangent(tensor: Tensor | None) -> bool:
 
 
 def _exchange(pipe: Pipe | None, message: Message) -> Call:
+    call: Call
     if pipe is None:
-        answer = merge_messages([(0, message)])[0][1]
+        call = merge_messages([(0, message)])[0][1]
     else:
-        answer = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
-    call: Call = answer
-    distributed.count_call(call.numbered)
+        call = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
+    if call.numbered is not None:
+        distributed.count_up_to(call.numbered[1])  # before what comes after the call
     return call
 
 
@@ -200,33 +192,33 @@ def _where(pipe: Pipe | None, owner: nn.Module | None) -> str:
     return pipe.where if pipe is not None else "sync_moments" if owner is None else type(owner).__name__
 
 
-def _refuse_transforms(pipe: Pipe | None, owner: nn.Module | None, *tensors: Tensor | None) -> None:
-    """Refuse what cannot be differentiated: a peer may be in another transform, and knows no tangents of this replica.
+def _check_surroundings(
+    pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool, tensors: Sequence[Tensor | None]
+) -> bool:
+    """Refuse a call where it cannot be differentiated, or recomputed.
+
+    In a transform, a peer may be in another one, and knows no tangents of this replica. A call that runs in a backward,
+    and repeats none, is one of a reentrant checkpoint, which recomputes replicas one by one.
+
+    Returns:
+        whether the call may be counted: not if it runs in a backward.
 
     Raises:
-        RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent.
+        RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent; in a backward, if there is
+            a pipe; if the recomputation of a checkpoint calls what its forward has not called.
     """
+    found = None
     if in_transform():
         found = "a call inside of a transform of torch.func, such as grad or vmap"
     elif dual_level() >= 0 and any(map(_has_tangent, tensors)):
         found = "a tensor with a tangent, of forward-mode differentiation"
-    else:
-        return
-    where = _where(pipe, owner)
-    raise RuntimeError(
-        f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
-        f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
-        "put the layer into eval mode"
-    )
-
-
-def _is_recomputed(pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool) -> bool:
-    """Return whether a call without a pipe, which repeats none, runs in a backward: then it is not counted.
-
-    Raises:
-        RuntimeError: if a call with a pipe runs in a backward, where replicas are recomputed one by one; if the
-            recomputation of a checkpoint calls what its forward has not called.
-    """
+    if found is not None:
+        where = _where(pipe, owner)
+        raise RuntimeError(
+            f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
+            f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
+            "put the layer into eval mode"
+        )
     if has_hooks and recompute.is_recomputing():
         where = _where(pipe, owner)
         raise RuntimeError(
@@ -234,11 +226,10 @@ def _is_recomputed(pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool) 
             f"called, but got a call more of {where}; call the same layers in both, and where the "
             "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input)"
         )
-    if not recompute.in_backward():
-        return False
-    if pipe is not None:
+    in_backward = graph_task_id() != -1
+    if in_backward and pipe is not None:
         raise RuntimeError(RECOMPUTED)
-    return True
+    return not in_backward
 
 
 class _Kept(NamedTuple):
@@ -257,11 +248,12 @@ class _Kept(NamedTuple):
         return constant
 
 
-def _overridable(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one that a subclass of `Tensor`, as its first argument, can override as those of torch.
+def _opaque(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one of which subclasses of `Tensor` and selective checkpoints see the call, and no operator.
 
-    The class sees the call and its result as a whole, and nothing of the tensors inside: what an operator returns for a
-    subclass is a view, so outputs could not be changed in place, and replicas may have different classes.
+    A subclass that is the class of the first argument can override it, as the functions of torch. What an operator
+    returns for a subclass is a view, so outputs could not be changed in place, and replicas may have different classes.
+    For checkpoints see NOTE [selective checkpoints] in `recompute.py`.
     """
 
     @functools.wraps(function)
@@ -269,7 +261,10 @@ def _overridable(function: Callable[P, R]) -> Callable[P, R]:
         if has_torch_function(args[:1]):
             return handle_torch_function(run, args[:1], *args, **kwargs)
         with plain_tensors():
-            return function(*args, **kwargs)
+            if not has_modes():
+                return function(*args, **kwargs)
+            with recompute.without_policies():
+                return function(*args, **kwargs)
 
     return run
 
@@ -279,8 +274,7 @@ def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None
     return torch.batch_norm(input, weight, bias, None, None, True, 0.0, eps, False)
 
 
-@_overridable
-@recompute.unseen_by_policies
+@_opaque
 def sync_batch_norm(
     input: Tensor,
     weight: Tensor | None,
@@ -323,12 +317,11 @@ def sync_batch_norm(
         RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
             forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
-    _refuse_transforms(pipe, owner, input, weight, bias)
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe or owner) if has_hooks else None
     if kept is not None:
         return _repeat(kept, input, weight, bias, eps)
-    if _is_recomputed(pipe, owner, has_hooks):
+    if not _check_surroundings(pipe, owner, has_hooks, (input, weight, bias)):
         running = None
     message = Message(
         input,
@@ -354,7 +347,7 @@ def sync_batch_norm(
     output = message.answer
     if output is None:
         output = _normalize_nothing(input, weight, bias, eps)
-    elif message.memory is not None and message.elements:
+    elif message.memory is not None and input.numel():
         message.backend.normalize(message.input, message.normalizer, message.weight, message.bias, message.memory)
     if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
         output = output.clone()
@@ -375,14 +368,13 @@ def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | No
     memory = memory_for_output(constant)
     if constant.numel():
         backend = backend_for(input.device)
-        parameters = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        backend.normalize(constant, kept.normalizer, *parameters, memory)
+        scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+        backend.normalize(constant, kept.normalizer, scale, shift, memory)
     return kept.repeated(memory, input, weight)
 
 
 @uncompiled
-@_overridable
-@recompute.unseen_by_policies
+@_opaque
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
@@ -406,13 +398,12 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
             forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
-    _refuse_transforms(pipe, None, input)
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe) if has_hooks else None
     if kept is not None and kept.pair is not None:
         pair = kept.repeated(kept.pair.clone(), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
-    _is_recomputed(pipe, None, has_hooks)
+    _check_surroundings(pipe, None, has_hooks, (input,))
     message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
     call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(cast(BatchStatistics, call.batch).count)

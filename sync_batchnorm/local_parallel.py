@@ -316,8 +316,8 @@ def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of:
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     named: dict[str, nn.Module] = dict(module.named_modules())
     for prefix, child in named.items():
-        for of_modules in copies:
-            of_modules[child] = child._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for of_modules, replica in zip(copies, _copies_of(child, number), strict=True):
+            of_modules[child] = replica
         path = f"{prefix}." if prefix else ""
         # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
         former: dict[str, Tensor] = child.__dict__.get("_former_parameters", {})
@@ -346,6 +346,21 @@ def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of:
                 if grandchild is not None:
                     replica._modules[name] = of_modules[grandchild]
     return [of_modules[module] for of_modules in copies]
+
+
+def _copies_of(module: nn.Module, number: int) -> list[nn.Module]:
+    """Return `number` copies of a module for replicas, without parameters, and with submodules of the original."""
+    replicate: Any = module._replicate_for_data_parallel
+    if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
+        return [replicate() for _ in range(number)]
+    copies = [replicate()]
+    state = copies[0].__dict__
+    for _ in range(1, number):
+        copy = module.__new__(type(module))
+        own = {name: state[name].copy() for name in ("_parameters", "_buffers", "_modules")}
+        copy.__dict__.update(state, **own)
+        copies.append(copy)
+    return copies
 
 
 def parallel_apply(

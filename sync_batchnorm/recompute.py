@@ -19,7 +19,6 @@ nothing is recalled, and the caller has to do without.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +32,6 @@ from sync_batchnorm.torch_private import (
     POLICY_TYPES,
     TELLS_HOOKS,
     CheckpointFrame,
-    graph_task_id,
-    has_modes,
     pop_hooks,
     push_hooks,
     replace_modes,
@@ -75,11 +72,6 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
     return refused
 
 
-def in_backward() -> bool:
-    """Return whether a backward runs in this thread."""
-    return graph_task_id() != -1
-
-
 class _Checkpoints(NamedTuple):
     """The checkpoints that the running code is in."""
 
@@ -106,21 +98,9 @@ def without_hooks() -> Iterator[list[Hook]]:
             push_hooks(pack, unpack)
 
 
-def unseen_by_policies(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one whose operators no selective checkpoint sees, see NOTE [selective checkpoints]."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not has_modes():
-            return function(*args, **kwargs)
-        with _without_policies():
-            return function(*args, **kwargs)
-
-    return run
-
-
 @contextmanager
-def _without_policies() -> Iterator[None]:
+def without_policies() -> Iterator[None]:
+    """Run the body such that no selective checkpoint sees its operators, see NOTE [selective checkpoints]."""
     modes = replace_modes(())
     others = [mode for mode in modes if not isinstance(mode, POLICY_TYPES)]
     try:

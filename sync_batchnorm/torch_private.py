@@ -105,6 +105,15 @@ def will_run(node: Any) -> bool:
         return True
 
 
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Do what ``function.apply(*args)`` does, outside of transforms of `torch.func`.
+
+    That one looks through all arguments for tensors of transforms that have ended. Without the one that it overrides,
+    the look takes its time.
+    """
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)(*args)
+
+
 # Frees what a node has saved, as torch does at the end of a backward that does not retain the graph. Without it, what
 # a node that never runs has saved lives as long as the node.
 free_saved: Callable[[Any], object] = _method("torch.autograd.function.BackwardCFunction.maybe_clear_saved_tensors")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,13 +122,13 @@ class PartStatistics(NamedTuple):
     invstd: Tensor | None  # (K, C), where the backend merges these
     elements: int  # per channel, in each of the K parts
 
-    def sent(self, source: Place, target: Place) -> PartStatistics:
+    def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
         """Return these statistics, which are ready at `source`, for use at `target`."""
-        if source == target:
-            return self
         mean, var, invstd, elements = self
         second: Any = var if invstd is None else invstd
-        mean, second = Streams((source, target)).to_place_packed((mean, second), source, target)
+        with streams.at(source):
+            packed = torch.stack((mean, second))
+        mean, second = streams.to_place(packed, source, target).unbind()
         return PartStatistics(mean, second if invstd is None else None, None if invstd is None else second, elements)
 
 
@@ -192,12 +192,14 @@ class BatchStatistics:
     def move(self, running: RunningStatistics, place: Place) -> None:
         """Move `running`, whose buffers are at `place`, towards these statistics."""
         mean, invstd = self.at[place]
-        streams, count = Streams((self.master, place)), self.count
-        if self.var is not None:
-            var = streams.to_place(self.var, self.master, place)
-        else:
+        var, count = self.var, self.count
+        if var is None:
             var = (invstd.pow(-2) - self.eps).clamp_(min=0)
-        running.update(mean, var, count if isinstance(count, int) else streams.to_place(count, self.master, place))
+        elif place != self.master:
+            var = Streams((self.master, place)).to_place(var, self.master, place)
+        if isinstance(count, Tensor) and place != self.master:
+            count = Streams((self.master, place)).to_place(count, self.master, place)
+        running.update(mean, cast(Tensor, var), count)
 
 
 class ReplicaGradients:
@@ -283,14 +285,13 @@ class Backend:
             running: what such a backend may move at once: then the result says that it has.
         """
         parts = [part for part in parts if part.elements] or parts[:1]
-        mean = torch.cat([part.mean for part in parts])
-        var = torch.cat([part.var for part in parts if part.var is not None])
+        means, variances, _, elements = zip(*parts, strict=True)
+        mean, var, shares = torch.cat(means), torch.cat(variances), None
         if self.merge_dtype is not None:
             mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)
-        elements, shares = parts[0].elements, None
-        if any(part.elements != elements for part in parts):
-            total = sum(part.elements * len(part.mean) for part in parts)
-            shares = torch.cat([mean.new_full((len(part.mean), 1), part.elements / total) for part in parts])
+        if len(set(elements)) > 1:
+            total = sum(part.elements * part.mean.shape[0] for part in parts)
+            shares = torch.cat([mean.new_full((part.mean.shape[0], 1), part.elements / total) for part in parts])
         return BatchStatistics(*merge_moments(mean, var, shares), None)
 
     def normalizer(
@@ -340,10 +341,10 @@ class Backend:
             if replica.grad_output is not None:
                 with streams.at(replica.place):
                     pair = self.gradient_sums(replica, backward)
-                vectors += streams.to_place_packed(pair, replica.place, master)
+                vectors += streams.to_place_joined(pair, replica.place, master)
         for grad, place in backward.pair_grads:
-            vectors += streams.to_place(grad, place, master).unbind()
-        return torch.stack(vectors).view(-1, 2, len(vectors[0])).sum(0) if vectors else None
+            vectors.append(streams.to_place(grad, place, master).flatten())
+        return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         """Make the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from sync_batchnorm.backends.base import (
     looks_channels_last,
     per_channel,
 )
-from sync_batchnorm.places import current_place
+from sync_batchnorm.places import Place, current_place
 
 __all__: list[str] = []
 
@@ -61,19 +61,22 @@ class Cuda(Backend):
             # Through `data`, see `RunningStatistics.update`.
             if running.mean is not None and running.var is not None:
                 buffers = (running.mean.data, running.var.data)  # type: ignore[assignment]
+        (on_device,) = _counts(current_place(stacked.device), counts, stacked.dtype)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            stacked, means, invstds, *buffers, momentum, eps, _counts_on(stacked.device, counts, stacked.dtype)
+            stacked, means, invstds, *buffers, momentum, eps, on_device
         )
         return BatchStatistics(mean, None, invstd, moved)
 
     def normalize(
         self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
     ) -> None:
-        torch.batch_norm_elemt(input, weight, bias, *normalizer, 0.0, out=out)
+        mean, invstd = normalizer
+        torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=out)
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         mean, invstd = backward.at[replica.place]
         input, weight, wanted = replica.input, replica.weight, replica.wanted
+        grad_output = cast(Tensor, replica.grad_output)
         if input.numel() == 0:
             nothing = torch.zeros_like(mean)
             replica.grads.update(weight=nothing, bias=nothing)
@@ -81,7 +84,7 @@ class Cuda(Backend):
         # Without a weight, the operator does not know the dtype of these gradients.
         wants = [weight is not None and name in wanted for name in ("weight", "bias")]
         sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
-            replica.grad_output, input, mean, invstd, weight, True, *wants
+            grad_output, input, mean, invstd, weight, True, *wants
         )
         replica.grads.update(weight=grad_weight, bias=sum_dy if weight is None else grad_bias)
         return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
@@ -107,19 +110,14 @@ class Cuda(Backend):
         elif weight is not None and weight.dtype != mean.dtype:  # which this operator wants for contiguous inputs
             weight = weight.to(mean.dtype)
         count = backward.batch.count if isinstance(backward.batch.count, int) else 1
-        counts = _counts_on(input.device, (count,), torch.int32)
+        (counts,) = _counts(replica.place, (count,), torch.int32)
         return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, rest[0], rest[1], counts)
 
 
 @cached_constants
-def _counts(place: Any, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor]:
+    """Return `counts` as a vector on the device of `place`, for use in its stream alone."""
     # Filled by kernels: from a list, the host would have to copy it, and wait.
-    device = place.device
     if len(set(counts)) == 1:
-        return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)
-    return (torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts]),)
-
-
-def _counts_on(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on `device`, for use in the current stream there alone."""
-    return _counts(current_place(device), counts, dtype)[0]
+        return (torch.full((len(counts),), counts[0], dtype=dtype, device=place.device),)
+    return (torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts]),)
