@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
+from sync_batchnorm.autograd import Message
 from sync_batchnorm.backends import BACKENDS, GENERAL, backend_for, base, cpu, cuda
 from sync_batchnorm.backends.base import Backend, Backward, BatchStatistics, PartStatistics, ReplicaGradients
 from sync_batchnorm.backends.cpu import Cpu
@@ -277,17 +278,17 @@ def test_parts_without_elements_change_no_digit():
 
 
 def test_constants_of_another_kind_of_tensor_are_not_kept():
-    counts = (3, 4, 5)
+    place, counts = current_place(torch.device("cpu")), (3, 4, 5)
     with FakeTensorMode():
-        cuda._counts_on(torch.device("cpu"), counts, torch.float32)
-    found = cuda._counts_on(torch.device("cpu"), counts, torch.float32)
+        cuda._counts(place, counts, torch.float32)
+    (found,) = cuda._counts(place, counts, torch.float32)
     assert found.tolist() == [3.0, 4.0, 5.0]
-    assert cuda._counts_on(torch.device("cpu"), counts, torch.float32) is found
+    assert cuda._counts(place, counts, torch.float32)[0] is found
 
 
 def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
     with torch.inference_mode():
-        found = cuda._counts_on(torch.device("cpu"), (7, 8), torch.float64)
+        (found,) = cuda._counts(current_place(torch.device("cpu")), (7, 8), torch.float64)
     assert not found.is_inference()
 
 
@@ -584,12 +585,12 @@ SEPARATE = {
 
 @pytest.mark.parametrize("kind", JOINABLE)
 def test_small_inputs_of_one_kind_are_joined(kind):
-    assert Joined().takes_all(JOINABLE[kind])
+    assert Joined().takes_all([Message(input, eps=EPS) for input in JOINABLE[kind]])
 
 
 @pytest.mark.parametrize("kind", SEPARATE)
 def test_inputs_that_are_large_empty_or_of_several_kinds_are_not_joined(kind):
-    assert not Joined().takes_all(SEPARATE[kind])
+    assert not Joined().takes_all([Message(input, eps=EPS) for input in SEPARATE[kind]])
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
@@ -597,7 +598,7 @@ def test_inputs_that_are_large_empty_or_of_several_kinds_are_not_joined(kind):
 def test_joined_inputs_are_normalized_as_one_batch(dtype, kind):
     input = doubles(5, 3, 4).to(dtype)
     weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in parameters(kind, 3, "cpu"))
-    outputs, batch = Joined().normalize_all(input.split([1, 4]), weight, bias, EPS)
+    outputs, batch = Joined().normalize_all([Message(rows, weight, bias, EPS) for rows in input.split([1, 4])])
     assert_equal(torch.cat(tuple(outputs)), F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS))
     mean, var = plain_moments(input)
     assert_equal(batch.mean, mean)
