@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed
-from sync_batchnorm.backends import GENERAL, Backend, backend_for
+from sync_batchnorm.backends import GENERAL, backend_for
 from sync_batchnorm.backends.base import (
+    Backend,
     Backward,
     BatchStatistics,
     PartStatistics,
