@@ -83,8 +83,9 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
     first, joined = messages[0], call.backend.joined
     answers: Sequence[Tensor] = ()
     batch: BatchStatistics | None
-    if joined is not None and call.one_weight and joined.takes_all(messages):
-        answers, batch = joined.normalize_all(messages)
+    inputs = [message.input for message in messages if message.part is None]  # those that may be joined
+    if joined is not None and call.one_weight and len(inputs) == len(messages) and joined.takes_all(inputs):
+        answers, batch = joined.normalize_all(inputs, first.weight, first.bias, cast(float, first.eps))
         batch.count, call.backend = count, joined
     else:
         batch = _merge_parts(call, messages, count)

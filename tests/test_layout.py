@@ -81,7 +81,7 @@ IMPORTS = {
     "selfcheck": {"batchnorm", "replicate"},
 }
 LATE = {"batchnorm": {"timm"}}  # imported in a function, by those who have installed what it is for
-FOR_TYPES = {"backends.base": {"backends.joined"}, "backends.joined": {"autograd"}}  # for the type checker alone
+FOR_TYPES = {"backends.base": {"backends.joined"}}  # for the type checker alone
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
 WITHOUT_TORCH = ["errors", "warning", "coordinator", "comm"]
