@@ -29,10 +29,7 @@ class Joined(Cpu):
     def takes_all(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether small inputs can be joined: they are of one shape but for their N, and of one layout."""
         shape, strides = inputs[0].shape[1:], inputs[0].stride()[1:]
-        for input in inputs:
-            if input.shape[1:] != shape or input.stride()[1:] != strides:
-                return False
-        return True
+        return all(input.shape[1:] == shape and input.stride()[1:] == strides for input in inputs)
 
     def normalize_all(
         self, inputs: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
