@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sync_batchnorm.backends.base import Backend as Backend
+from sync_batchnorm.backends.base import Backend
 from sync_batchnorm.backends.cpu import Cpu
 from sync_batchnorm.backends.cuda import Cuda
 from sync_batchnorm.backends.general import General
