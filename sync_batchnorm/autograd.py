@@ -41,7 +41,6 @@ from sync_batchnorm import distributed
 from sync_batchnorm.backends import GENERAL, backend_for
 from sync_batchnorm.backends.base import (
     Backend,
-    Backend,
     Backward,
     BatchStatistics,
     PartStatistics,
