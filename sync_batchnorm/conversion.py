@@ -29,7 +29,7 @@ from sync_batchnorm.layers import (
     _SynchronizedBatchNorm,
     check_sync_options,
 )
-from sync_batchnorm.local_parallel import as_device, is_local
+from sync_batchnorm.local_parallel import as_device, needs_own_parallel
 from sync_batchnorm.replicate import (
     DataParallelWithCallback,
     Derived,
@@ -302,7 +302,7 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
     swap_class(parallel, plain)
     parallel.__dict__.pop("_sync_timeout", None)
     devices = [as_device(device) for device in parallel.device_ids]
-    if is_local(devices):
+    if needs_own_parallel(devices):
         parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
     return True
 

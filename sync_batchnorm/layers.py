@@ -14,7 +14,7 @@ from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.places import current_place
-from sync_batchnorm.replicate import CallbackContext, is_in_replica, refuse_stranger
+from sync_batchnorm.replicate import CallbackContext, is_in_replica, raise_foreign_layer
 from sync_batchnorm.torch_private import BatchNormBase
 from sync_batchnorm.warning import ModuleSet, warn
 
@@ -32,7 +32,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
 _STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
 
-MOST_MISSED = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
+MOST_PENDING = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
 
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
@@ -98,7 +98,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     process_group: Any = None
     _sync_pipe: Pipe | None = None
     _sync_updates_running_stats = False
-    _sync_missed: list[BatchStatistics | None] | None = None
+    _sync_pending: list[BatchStatistics | None] | None = None
     _sync_master_device: torch.device | None = None
 
     _data_parallel_master: None = None  # see NOTE [whole models of the older library]
@@ -142,15 +142,15 @@ class _SynchronizedBatchNorm(BatchNormBase):
         state["_sync_master_device"] = ctx.master_device
         state["_sync_updates_running_stats"] = copy_id == 0
         if copy_id and self.track_running_stats:
-            state["_sync_missed"] = []
+            state["_sync_pending"] = []
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            if self._sync_missed:
-                self._catch_up(self._sync_missed)
+            if self._sync_pending:
+                self._catch_up(self._sync_pending)
             return BatchNormBase.forward(self, input)  # not that of a class which comes in between, see `convert_model`
         if self._sync_pipe is None and is_in_replica():
-            refuse_stranger(self)
+            raise_foreign_layer(self)
         group = self._active_group()
         if self._sync_pipe is None and group is None:
             self._warn_if_replica()
@@ -166,9 +166,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        common, missed = self._has_common_parameters(), self._sync_missed
-        if missed is not None and len(missed) >= MOST_MISSED:
-            self._catch_up(missed)
+        weight_of_module, pending = self._has_weight_of_module(), self._sync_pending
+        if pending is not None and len(pending) >= MOST_PENDING:
+            self._catch_up(pending)
         return sync_batch_norm(
             input,
             weight,
@@ -179,28 +179,28 @@ class _SynchronizedBatchNorm(BatchNormBase):
             group,
             self,
             running,
-            common,
-            missed,
+            weight_of_module,
+            pending,
             self._sync_master_device,
         )
 
     @uncompiled
-    def _catch_up(self, missed: list[BatchStatistics | None]) -> None:
+    def _catch_up(self, pending: list[BatchStatistics | None]) -> None:
         """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
 
         Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
         become many, in replicas that somebody keeps.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        for batch in missed:
-            if batch is None:
+        for batch in pending:
+            if batch is None or running.mean is None:
                 running.count_call()
-            elif running.mean is not None:
+            else:
                 batch.move(running, current_place(running.mean.device))
-        missed.clear()
+        pending.clear()
 
-    def _has_common_parameters(self) -> bool:
-        """Return whether weight and bias are what this replica was given, as all others were.
+    def _has_weight_of_module(self) -> bool:
+        """Return whether weight and bias are those of the wrapped module, which all replicas were given.
 
         A module may compute others in its forward. What torch gives to a replica is listed in `_former_parameters`.
         """
@@ -247,17 +247,18 @@ class _SynchronizedBatchNorm(BatchNormBase):
     def _check_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
     ) -> None:
-        """Let torch's own function refuse what it refuses, in its words, before anybody is met.
+        """Raise torch's own error for invalid arguments, before the exchange.
 
-        Only what looks unusual is handed to it, repeated along the batch so that one row is no reason to complain.
+        Its function is called with arguments that look invalid alone, and with the first row repeated, so that a single
+        row is not an error.
         """
         channels, dtype, device = input.shape[1], input.dtype, input.device
-        usual = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
+        valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
         for tensor in (weight, bias, mean, var):
             if tensor is not None:
-                usual = usual and tensor.shape[0] == channels and tensor.device == device
-                usual = usual and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
-        if usual:
+                valid = valid and tensor.shape[0] == channels and tensor.device == device
+                valid = valid and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
+        if valid:
             return
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         rows = torch.cat((input[:1], input[:1]))
