@@ -28,8 +28,7 @@ class Joined(Cpu):
 
     def takes_all(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether small inputs can be joined: they are of one shape but for their N, and of one layout."""
-        shape, strides = inputs[0].shape[1:], inputs[0].stride()[1:]
-        return all(input.shape[1:] == shape and input.stride()[1:] == strides for input in inputs)
+        return len({(input.shape[1:], input.stride()[1:]) for input in inputs}) == 1
 
     def normalize_all(
         self, inputs: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
