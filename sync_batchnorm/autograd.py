@@ -51,7 +51,7 @@ from sync_batchnorm.backends.base import (
 )
 from sync_batchnorm.places import Streams, current_place, in_order_with_engine
 from sync_batchnorm.recompute import without_hooks
-from sync_batchnorm.saved import SavedTensors, save_for_hooks
+from sync_batchnorm.saved import SavedTensors
 from sync_batchnorm.torch_private import apply_function, keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
@@ -59,6 +59,8 @@ __all__: list[str] = []
 
 class Message:
     """What a replica asks of the master, which answers by filling in the rest.
+
+    What it computes must not be recorded: make it, exchange it and use the answer under `torch.no_grad`.
 
     Args:
         input: ``(N, C, +)``.
@@ -69,7 +71,8 @@ class Message:
         group: the processes to exchange with; that of the master counts.
         running: the buffers to update; only in the message of the master.
         weight_of_module: whether weight and bias are those of the wrapped module, and so those of all replicas.
-        has_hooks: whether this thread has hooks on saved tensors.
+        records: whether the replica records a graph.
+        saved: what `save_for_hooks` has returned, if this thread has hooks on saved tensors.
         master_device: where the master merges, if it is known: statistics are sent there before it waits for them.
     """
 
@@ -113,23 +116,21 @@ class Message:
         group: distributed.Group | None = None,
         running: RunningStatistics | None = None,
         *,
+        records: bool = False,
         weight_of_module: bool = False,
-        has_hooks: bool = False,
+        saved: Tensor | None = None,
         master_device: torch.device | None = None,
     ) -> None:
         self.answer = self.normalizer = self.memory = None
         self.tensors = {"input": input, "weight": weight, "bias": bias}
-        self.records = torch.is_grad_enabled()
-        self.needs_grad = self.records and (
+        self.records = records
+        self.needs_grad = records and (
             input.requires_grad
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         )
-        self.saved = save_for_hooks(input, weight) if has_hooks else None
-        # From here on, nothing is recorded.
-        self.input = input.detach()
-        self.weight = None if weight is None else weight.detach()
-        self.bias = None if bias is None else bias.detach()
+        self.saved = saved
+        self.input, self.weight, self.bias = input, weight, bias
         self.eps, self.clamps, self.group, self.running = eps, clamps, group, running
         self.weight_of_module = weight_of_module
         shape = input.shape

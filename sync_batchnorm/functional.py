@@ -334,38 +334,42 @@ def sync_batch_norm(
         return _repeat(kept, input, weight, bias, eps)
     if not _check_surroundings(pipe, owner, has_hooks, (input, weight, bias)):
         running = None
-    message = Message(
-        input,
-        weight,
-        bias,
-        eps,
-        clamps,
-        group,
-        running,
-        weight_of_module=weight_of_module,
-        has_hooks=has_hooks,
-        master_device=master_device,
-    )
-    call = _exchange(pipe, message)
-    batch = call.batch
-    if running is not None:  # Only now: a call that broke while it was merged is not counted.
-        if batch is None:
-            running.count_call()
-        elif not batch.moved:
-            batch.move(running, call.master)
-    if pending is not None:
-        pending.append(batch)
-    output = message.answer
+    records = torch.is_grad_enabled()
+    saved = save_for_hooks(input, weight) if has_hooks else None
+    with torch.no_grad():
+        message = Message(
+            input,
+            weight,
+            bias,
+            eps,
+            clamps,
+            group,
+            running,
+            records=records,
+            weight_of_module=weight_of_module,
+            saved=saved,
+            master_device=master_device,
+        )
+        call = _exchange(pipe, message)
+        batch, output = call.batch, message.answer
+        if running is not None:  # Only now: a call that broke while it was merged is not counted.
+            if batch is None:
+                running.count_call()
+            elif not batch.moved:
+                batch.move(running, call.master)
+        if pending is not None:
+            pending.append(batch)
+        if message.memory is not None and message.answer is not None and input.numel():
+            message.backend.normalize(input, message.normalizer, weight, bias, message.memory)
     if output is None:
         output = _normalize_nothing(input, weight, bias, eps)
-    elif message.memory is not None and input.numel():
-        message.backend.normalize(message.input, message.normalizer, message.weight, message.bias, message.memory)
-    if output.is_inference() != torch.is_inference_mode_enabled():  # The master has made it, in its own mode.
-        output = output.clone()
+    if not records and output.is_inference() != torch.is_inference_mode_enabled():
+        output = output.clone()  # The master has made it, in its own mode.
     if has_hooks:
         requires_grad, normalizer = output.requires_grad, message.normalizer
         if batch is not None and normalizer is None:  # The inputs were joined.
-            normalizer = message.backend.normalizer(batch.at[message.place], input.dtype, message.weight, message.bias)
+            with torch.no_grad():
+                normalizer = message.backend.normalizer(batch.at[message.place], input.dtype, weight, bias)
         recompute.keep(pipe or owner, lambda: _Kept(requires_grad, normalizer))
     return output
 
@@ -375,12 +379,10 @@ def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | No
     if kept.normalizer is None:
         save_for_hooks(input, weight)
         return _normalize_nothing(input, weight, bias, eps)
-    constant = input.detach()
-    memory = memory_for_output(constant)
-    if constant.numel():
-        backend = backend_for(input.device)
-        scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        backend.normalize(constant, kept.normalizer, scale, shift, memory)
+    with torch.no_grad():
+        memory = memory_for_output(input)
+        if input.numel():
+            backend_for(input.device).normalize(input, kept.normalizer, weight, bias, memory)
     return kept.repeated(memory, input, weight)
 
 
@@ -415,8 +417,11 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         pair = kept.repeated(kept.pair.clone(), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _check_surroundings(pipe, None, has_hooks, (input,))
-    message = Message(input, group=distributed.active_group(process_group), has_hooks=has_hooks)
-    call = _exchange(pipe, message)
+    group, records = distributed.active_group(process_group), torch.is_grad_enabled()
+    saved = save_for_hooks(input, None) if has_hooks else None
+    with torch.no_grad():
+        message = Message(input, group=group, records=records, saved=saved)
+        call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(cast(BatchStatistics, call.batch).count)
     if has_hooks:
         requires_grad = pair.requires_grad

@@ -117,19 +117,31 @@ class PartStatistics(NamedTuple):
     K equal parts of the input may have been looked at separately; K is one but on the CPU.
     """
 
-    mean: Tensor  # (K, C)
+    mean: Tensor  # (K, C); after `sent`, mean and the next in one tensor, (2, C)
     var: Tensor | None  # (K, C), biased; None beside an inverse standard deviation
     invstd: Tensor | None  # (K, C), where the backend merges these
     elements: int  # per channel, in each of the K parts
+    is_packed: bool = False  # whether it was `sent`
 
     def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
-        """Return these statistics, which are ready at `source`, for use at `target`."""
-        mean, var, invstd, elements = self
-        second: Any = var if invstd is None else invstd
-        with streams.at(source):
-            packed = torch.stack((mean, second))
-        mean, second = streams.to_place(packed, source, target).unbind()
-        return PartStatistics(mean, second if invstd is None else None, None if invstd is None else second, elements)
+        """Return these statistics, with K of one, which are ready at `source`, for use at `target`.
+
+        They are unpacked by who uses them: each call of an operator in the threads of replicas is one for which they
+        wait for the lock of the interpreter.
+        """
+        packed = self.mean
+        if not self.is_packed:
+            with streams.at(source):
+                packed = torch.stack((self.mean, cast(Tensor, self.var if self.invstd is None else self.invstd)))
+        return PartStatistics(streams.to_place(packed, source, target), self.var, self.invstd, self.elements, True)
+
+    def unpacked(self) -> PartStatistics:
+        """Return these statistics as they were before they were `sent`."""
+        if not self.is_packed:
+            return self
+        mean, second = self.mean.unbind()
+        is_invstd = self.invstd is not None
+        return PartStatistics(mean, None if is_invstd else second, second if is_invstd else None, self.elements)
 
 
 class RunningStatistics(NamedTuple):
@@ -284,8 +296,8 @@ class Backend:
             eps: what a backend that `takes_invstd` adds.
             running: what such a backend may move at once: then the result says that it has.
         """
-        parts = [part for part in parts if part.elements] or parts[:1]
-        means, variances, _, elements = zip(*parts, strict=True)
+        parts = [part.unpacked() for part in parts if part.elements] or parts[:1]
+        means, variances, _, elements, _ = zip(*parts, strict=True)
         mean, var, fractions = torch.cat(means), torch.cat(variances), None
         if self.merge_dtype is not None:
             mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)

@@ -42,13 +42,13 @@ class Cuda(Backend):
         """Merge, and move the running statistics, in one operator, if there are inverse standard deviations."""
         vectors: list[Tensor] = []
         counts: tuple[int, ...] = ()
-        for mean, _, invstd, elements in parts:
-            if invstd is not None:
-                vectors += (mean, invstd)
-                counts += (elements,)
+        for part in parts:
+            if part.invstd is not None:
+                vectors += (part.mean.flatten(),) if part.is_packed else (part.mean, part.invstd)
+                counts += (part.elements,)
         if not vectors:
             return super().merge(parts, eps, running)
-        stacked = torch.stack(vectors)  # (2 * R, C)
+        stacked = torch.cat(vectors).view(2 * len(counts), -1)
         means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
         momentum, buffers, moved = 0.0, (None, None), False
         # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
