@@ -17,7 +17,7 @@ NOTE [memory of the outputs]: The node hands out its outputs before they are wri
 has made in its thread, and writes in its thread after the exchange, so that all of them work at once.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
-invstd, which nobody else sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
+invstd, which no user sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
 pair, which autograd records; a second backward reaches this node again through the pair. `sync_moments` is the same
 node without outputs, where the pair is mean and variance, and its user sees it.
 
@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 
 from sync_batchnorm import distributed
-from sync_batchnorm.backends import GENERAL, Backend, backend_for
+from sync_batchnorm.backends import GENERAL, backend_for
 from sync_batchnorm.backends.base import (
+    Backend,
     Backward,
     BatchStatistics,
     PartStatistics,
@@ -67,7 +68,7 @@ class Message:
         clamps: whether the variance is raised to `eps`, where it is smaller, instead.
         group: the processes to exchange with; that of the master counts.
         running: the buffers to update; only in the message of the master.
-        common: whether weight and bias are those of the wrapped module, and so those of all replicas.
+        weight_of_module: whether weight and bias are those of the wrapped module, and so those of all replicas.
         has_hooks: whether this thread has hooks on saved tensors.
         master_device: where the master merges, if it is known: statistics are sent there before it waits for them.
     """
@@ -82,7 +83,6 @@ class Message:
         "backend",
         "bias",
         "clamps",
-        "common",
         "elements",
         "eps",
         "group",
@@ -100,6 +100,7 @@ class Message:
         "takes_invstd",
         "tensors",
         "weight",
+        "weight_of_module",
     )
 
     def __init__(
@@ -112,7 +113,7 @@ class Message:
         group: distributed.Group | None = None,
         running: RunningStatistics | None = None,
         *,
-        common: bool = False,
+        weight_of_module: bool = False,
         has_hooks: bool = False,
         master_device: torch.device | None = None,
     ) -> None:
@@ -129,7 +130,8 @@ class Message:
         self.input = input.detach()
         self.weight = None if weight is None else weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self.eps, self.clamps, self.group, self.running, self.common = eps, clamps, group, running, common
+        self.eps, self.clamps, self.group, self.running = eps, clamps, group, running
+        self.weight_of_module = weight_of_module
         shape = input.shape
         self.kind = (shape[1], len(shape), input.dtype)
         self.elements = channel_count(shape)  # per channel
@@ -269,12 +271,12 @@ def _gradients(
     of_pairs = zip(grads[len(grads) - len(call.pair_places) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
     used = [i for i in range(number) if outputs[i] is not None or "input" in wanted[i]]
-    pairs, common = call.saved.unpack(ctx, len(call.pair_places), len(used) == number)
+    pairs, saved = call.saved.unpack(ctx, len(call.pair_places), len(used) == number)
     replicas: list[ReplicaGradients] = []
     made: list[dict[str, Tensor | None]] = [{} for _ in wanted]
     for i in used:
         place = call.places[i]
-        input, weight = call.saved.of_replica(i, common, place)
+        input, weight = call.saved.of_replica(i, saved, place)
         if input is not None:
             replica = ReplicaGradients(place, outputs[i], input, weight, wanted[i])
             replicas.append(replica)

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 # What the compiler says with `fullgraph=True`, which is the one case in which anybody has to know.
 REASON = (
-    "expected a graph to end where a synchronized batch norm meets the other replicas, but got fullgraph=True; "
+    "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
     "leave that out, or compile the parts between these layers"
 )
 

@@ -108,13 +108,13 @@ class Coordinator:
         self._waiting: dict[int, Exchange] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
-        self._hidden = True  # until the caller gets an error, what broke it may have been caught in a replica
+        self._swallowed = True  # until the caller gets an error, what broke it may have been caught in a replica
         self._departures: SimpleQueue[int] = SimpleQueue()  # who left after the break
         self._failures: list[tuple[bool, int, CapturedError]] = []
 
     def __repr__(self) -> str:
         states = ", ".join(f"{replica} {self._state(replica)}" for replica in self._mailboxes)
-        return f"{type(self).__name__}({states or 'nobody'}{'; broken' if self._broken else ''})"
+        return f"{type(self).__name__}({states or 'no replicas'}{'; broken' if self._broken else ''})"
 
     def who(self, replica_id: int) -> str:
         """Return a replica as messages name it."""
@@ -185,7 +185,7 @@ class Coordinator:
     def abort(self, error: BaseException) -> None:
         """Release everybody, because the thread that started the replicas no longer waits for them."""
         with self._lock:
-            self._hidden = False
+            self._swallowed = False
             self._break(ReplicaSyncError, errors.aborted_text(error))
 
     def drain(self, seconds: float) -> None:
@@ -195,18 +195,18 @@ class Coordinator:
             while self._inside:
                 self._departures.get(timeout=max(0.0, deadline - monotonic()))
 
-    def raise_if_hidden(self) -> None:
+    def raise_if_swallowed(self) -> None:
         """Raise what broke this coordinator, if the replicas have returned as if nothing had happened.
 
         Raises:
             ReplicaSyncError: if they caught it.
         """
         with self._lock:
-            if self._broken is None or not self._hidden:
+            if self._broken is None or not self._swallowed:
                 return
-            self._hidden = False
+            self._swallowed = False
             error_type, text = self._broken
-        raise error_type(errors.hidden_text(text))
+        raise error_type(errors.swallowed_text(text))
 
     def has_caused(self, error: BaseException) -> bool:
         """Return whether `error` is what a replica raised, or led to, because it was released."""
@@ -250,7 +250,7 @@ class Coordinator:
         try:
             results = dict(callback(messages))
         except Exception as error:
-            errors.add_note(error, f"The replicas met in {exchange}.")
+            errors.add_note(error, f"Raised in the exchange of {exchange}.")
             raise
         if results.keys() != sync_group.members.keys():
             raise RuntimeError(
@@ -323,17 +323,17 @@ class Coordinator:
         if not self._left and len(self._waiting) == len(exchange.messages):
             return  # Nobody has left, and all who wait are in this exchange.
         seen: set[int] = set()
-        ahead = exchange.needed()
-        gone = next((peer for peer in ahead if self._is_gone(peer, replica_id)), None)
+        todo = exchange.needed()
+        gone = next((peer for peer in todo if self._is_gone(peer, replica_id)), None)
         if gone is not None:
             return self._break(ReplicaSyncError, self._left_text(gone, exchange))
-        while ahead:
-            peer = ahead.pop()
+        while todo:
+            peer = todo.pop()
             if peer == replica_id:
                 return self._break(ReplicaSyncError, errors.deadlock_text(self._places(self._waiting)))
             if peer in self._waiting and peer not in seen:
                 seen.add(peer)
-                ahead += self._waiting[peer].needed()
+                todo += self._waiting[peer].needed()
 
     # What the messages say.
 

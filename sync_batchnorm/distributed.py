@@ -4,10 +4,10 @@ A process merges its own replicas first. One collective of one packed vector the
 and another one in the backward makes their gradients. Who waits too long, who left, and what differs between processes
 is the business of `torch.distributed`: its errors and its timeout are the ones that a user sees.
 
-NOTE [collectives]: Collectives have no names: the first of one process meets the first of every other one. So all
-processes of a group must make the same calls in the same order. In a forward that is the order of the layers, since all
-replicas of a process meet in each of them, and only the master speaks for them. Blocking there waits for another
-process only, never for a replica of this one.
+NOTE [collectives]: Collectives have no names: the first of one process is matched with the first of every other one.
+So all processes of a group must make the same calls in the same order. In a forward that is the order of the layers,
+since all replicas of a process exchange in each of them, and only the master speaks for them. Blocking there waits for
+another process only, never for a replica of this one.
 
 NOTE [order of a backward]: In a backward it is the reverse of that order, whatever the number of replicas. Of all nodes
 that are ready, the engine runs the one with the highest sequence number. Each thread counts those of the nodes that it
@@ -57,7 +57,7 @@ Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the group to exchange over, or None where there is nobody to exchange with.
+    """Return the group to exchange over, or None where there is no other process.
 
     Args:
         process_group: a group of `torch.distributed`; None for all processes.

@@ -115,7 +115,7 @@ def aborted_text(error: BaseException) -> str:
     )
 
 
-def hidden_text(text: str) -> str:
+def swallowed_text(text: str) -> str:
     """Say that replicas have caught the error of an exchange, and returned."""
     return (
         "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and "

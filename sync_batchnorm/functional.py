@@ -41,7 +41,7 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         if message.kind != first.kind:
             raise _different_inputs(messages)
         count += message.elements
-        if not (message.common and first.common):
+        if not (message.weight_of_module and first.weight_of_module):
             one_weight = one_weight and _have_one_weight(first, message)
     if count == 1 and first.group is None:
         raise _single_value(contents)
@@ -83,8 +83,9 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
     first, joined = messages[0], call.backend.joined
     answers: Sequence[Tensor] = ()
     batch: BatchStatistics | None
-    if joined is not None and call.one_weight and joined.takes_all(messages):
-        answers, batch = joined.normalize_all(messages)
+    inputs = [message.input for message in messages if message.part is None]  # those that may be joined
+    if joined is not None and call.one_weight and len(inputs) == len(messages) and joined.takes_all(inputs):
+        answers, batch = joined.normalize_all(inputs, first.weight, first.bias, cast(float, first.eps))
         batch.count, call.backend = count, joined
     else:
         batch = _merge_parts(call, messages, count)
@@ -112,7 +113,7 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
 def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchStatistics | None:
     """Return the statistics of all replicas and processes, from those of each replica; None for not a single element.
 
-    If nobody has asked for an inverse standard deviation, there always are some.
+    Without eps there are some also then: zeros.
     """
     first, master = messages[0], call.master
     parts = []
@@ -285,8 +286,8 @@ def sync_batch_norm(
     group: distributed.Group | None = None,
     owner: nn.Module | None = None,
     running: RunningStatistics | None = None,
-    common: bool = False,
-    missed: list[BatchStatistics | None] | None = None,
+    weight_of_module: bool = False,
+    pending: list[BatchStatistics | None] | None = None,
     master_device: torch.device | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
@@ -303,8 +304,8 @@ def sync_batch_norm(
         group: the processes to exchange with, as `distributed.active_group` finds them; None for this one alone.
         owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
         running: the buffers that the master updates, once a call, and not in a recomputation.
-        common: whether weight and bias are those that all replicas have.
-        missed: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
+        weight_of_module: whether weight and bias are those that all replicas have.
+        pending: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
             not update.
         master_device: where the master merges, if it is known.
 
@@ -331,7 +332,7 @@ def sync_batch_norm(
         clamps,
         group,
         running,
-        common=common,
+        weight_of_module=weight_of_module,
         has_hooks=has_hooks,
         master_device=master_device,
     )
@@ -342,8 +343,8 @@ def sync_batch_norm(
             running.count_call()
         elif not batch.moved:
             batch.move(running, call.master)
-    if missed is not None:
-        missed.append(batch)
+    if pending is not None:
+        pending.append(batch)
     output = message.answer
     if output is None:
         output = _normalize_nothing(input, weight, bias, eps)

@@ -41,7 +41,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         dim: int = 0,
     ) -> None:
         devices = [as_device(device) for device in device_ids or ()]
-        if not is_local(devices):
+        if not needs_own_parallel(devices):
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator torch returns before it has set these.
                 self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             self._check_sizes(inputs, kwargs, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
             return (inputs,), (kwargs,)  # There is nothing to cut.
-        if not is_local(devices):
+        if not needs_own_parallel(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         chunks = scatter((inputs, kwargs), devices, self.dim)
         return tuple(chunk[0] for chunk in chunks), tuple(chunk[1] for chunk in chunks)
@@ -84,30 +84,30 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         devices = [as_device(device) for device in device_ids]
-        if not is_local(devices):
+        if not needs_own_parallel(devices):
             return _replicas_on(module, devices, not torch.is_grad_enabled())
         return replicate(module, devices, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
-        if not is_local(devices):
+        if not needs_own_parallel(devices):
             return super().parallel_apply(replicas, inputs, kwargs)
-        shares = _shares(replicas)
-        _follow_originals(shares)
+        shared = _shared_tensors(replicas)
+        _follow_originals(shared)
         try:
             outputs = parallel_apply(replicas, inputs, kwargs, devices)
         finally:
-            changed = _count_changes(shares)
+            changed = _count_changes(shared)
         _check_changes(changed)
-        for node in {output.grad_fn for output in tensors_in(outputs)}.difference(share.node for share in shares):
+        for node in {output.grad_fn for output in tensors_in(outputs)}.difference(entry.node for entry in shared):
             if node is not None:
-                node.register_prehook(lambda _: _follow_originals(shares))
+                node.register_prehook(lambda _: _follow_originals(shared))
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
         devices = [tensors[0].device for tensors in map(tensors_in, outputs) if tensors]
-        if not is_local(devices or [as_device(device) for device in self.device_ids]):
+        if not needs_own_parallel(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
         # Autocast would join tensors in its own dtype, or refuse those of another one. Torch joins plain tensors.
@@ -130,7 +130,7 @@ def as_device(device: DeviceId) -> torch.device:
     return device if device.index is not None else torch.device(device.type, 0)
 
 
-def is_local(devices: Sequence[torch.device]) -> bool:
+def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
     """Return whether replicas on `devices` need this module instead of `torch.nn.parallel`."""
     return any(device.type == "cpu" for device in devices) or len(set(devices)) < len(devices)
 
@@ -157,7 +157,7 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-class _Share:
+class _SharedTensor:
     """A tensor of the wrapped module and its alias in one replica.
 
     NOTE [versions of what replicas share]: Torch refuses a backward that needs a tensor which was changed in place
@@ -178,50 +178,50 @@ class _Share:
         return self.original._version, self.alias._version
 
 
-class _Shares(list[_Share]):
+class _SharedTensors(list[_SharedTensor]):
     """Those of one replica, which copies and pickles of it leave out."""
 
-    def __reduce__(self) -> tuple[type[list[_Share]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[list[_SharedTensor]], tuple[()]]:
         return list, ()
 
 
-def _shares(replicas: Sequence[Any]) -> list[_Share]:
-    return [share for replica in replicas for share in replica.__dict__.get("_sync_shares", ())]
+def _shared_tensors(replicas: Sequence[Any]) -> list[_SharedTensor]:
+    return [entry for replica in replicas for entry in replica.__dict__.get("_sync_shared_tensors", ())]
 
 
-def _follow_originals(shares: Sequence[_Share]) -> None:
+def _follow_originals(shared: Sequence[_SharedTensor]) -> None:
     """Count a change of the aliases whose originals were changed, see NOTE [versions of what replicas share]."""
-    for share in shares:
-        if share.original._version != share.versions[0]:
-            increment_version(share.alias)
-            share.versions = share.current_versions()
+    for entry in shared:
+        if entry.original._version != entry.versions[0]:
+            increment_version(entry.alias)
+            entry.versions = entry.current_versions()
 
 
-def _count_changes(shares: Sequence[_Share]) -> list[_Share]:
+def _count_changes(shared: Sequence[_SharedTensor]) -> list[_SharedTensor]:
     """Count a change of the originals whose aliases were changed; return those aliases."""
-    changed = [share for share in shares if share.alias._version != share.versions[1]]
-    for original in {id(share.original): share.original for share in changed}.values():
+    changed = [entry for entry in shared if entry.alias._version != entry.versions[1]]
+    for original in {id(entry.original): entry.original for entry in changed}.values():
         increment_version(original)
-    for share in shares if changed else ():
-        share.versions = share.current_versions()
+    for entry in shared if changed else ():
+        entry.versions = entry.current_versions()
     return changed
 
 
-def _check_changes(changed: Sequence[_Share]) -> None:
+def _check_changes(changed: Sequence[_SharedTensor]) -> None:
     """Refuse what one device refuses, and warn of parameters that several replicas have changed in their memory.
 
     Raises:
         RuntimeError: for changes that autograd has recorded.
     """
-    recorded = sorted({share.name for share in changed if share.node not in (None, share.alias.grad_fn)})
+    recorded = sorted({entry.name for entry in changed if entry.node not in (None, entry.alias.grad_fn)})
     if recorded:
         raise RuntimeError(
             f"expected parameters that stay as they are in grad mode, but got {recorded} changed in place in a replica "
             "(a leaf Variable that requires grad is being used in an in-place operation); change parameters outside of "
             "the forward, under torch.no_grad()"
         )
-    numbers = Counter(id(share.original) for share in changed)
-    repeated = sorted({share.name for share in changed if numbers[id(share.original)] > 1})
+    numbers = Counter(id(entry.original) for entry in changed)
+    repeated = sorted({entry.name for entry in changed if numbers[id(entry.original)] > 1})
     if repeated:
         warn(
             f"expected parameters that replicas share to stay as they are, but got {repeated} changed in place by each "
@@ -278,7 +278,7 @@ def _as(copy: Tensor, original: Tensor) -> Tensor:
 def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module]:
     """Return `number` replicas of a module, on the device where it is."""
     tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
-    shares = [_Shares() for _ in range(number)]
+    shared = [_SharedTensors() for _ in range(number)]
 
     def alias(name: str, original: Tensor) -> list[Tensor]:
         if id(original) not in tensors:
@@ -287,7 +287,7 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
             with plain_tensors():  # Torch makes plain tensors, and that of a subclass is a view.
                 aliases = tensors[id(original)] = [make(original) for _ in range(number)]
             for i in range(0 if original.is_inference() else number):
-                shares[i].append(_Share(name, original, aliases[i]))
+                shared[i].append(_SharedTensor(name, original, aliases[i]))
         return tensors[id(original)]
 
     def copy(original: Tensor) -> list[Tensor]:
@@ -299,8 +299,8 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
         return alias(name, buffer) if buffer.requires_grad else copy(buffer)
 
     replicas = _build(module, number, alias, buffers_of)
-    for replica, own in zip(replicas, shares, strict=True):
-        replica.__dict__["_sync_shares"] = own
+    for replica, own in zip(replicas, shared, strict=True):
+        replica.__dict__["_sync_shared_tensors"] = own
     return replicas
 
 
@@ -390,7 +390,7 @@ def parallel_apply(
     def work(i: int) -> None:
         try:
             if cores is not None:
-                cores.take_share()
+                cores.take_threads()
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
@@ -436,15 +436,15 @@ class _Cores:
 
     def __init__(self, num_replicas: int) -> None:
         self._all = torch.get_num_threads()
-        self._share = max(1, self._all // num_replicas)
+        self._each = max(1, self._all // num_replicas)
         self._taken: SimpleQueue[None] = SimpleQueue()
 
-    def take_share(self) -> None:
+    def take_threads(self) -> None:
         """In the thread of a replica."""
         try:
-            if self._share < self._all:
+            if self._each < self._all:
                 torch.get_num_threads()
-                torch.set_num_threads(self._share)
+                torch.set_num_threads(self._each)
         finally:
             self._taken.put(None)
 
@@ -454,7 +454,7 @@ class _Cores:
             for _ in range(begun):
                 self._taken.get()
         finally:
-            if self._share < self._all:
+            if self._each < self._all:
                 torch.set_num_threads(self._all)
 
 

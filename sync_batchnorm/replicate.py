@@ -168,7 +168,7 @@ class _OwnCall(nn.Module):
         super().__init__()
         self.replica = replica
         self.training = replica.training
-        self.__dict__["_sync_shares"] = replica.__dict__.get("_sync_shares", [])
+        self.__dict__["_sync_shared_tensors"] = replica.__dict__.get("_sync_shared_tensors", [])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.replica(*args, **kwargs)
@@ -189,17 +189,17 @@ def is_in_replica() -> bool:
 mark_constant(is_in_replica)
 
 
-def refuse_stranger(stranger: nn.Module) -> None:
+def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise the error for a layer or wrapper that trains in the replica of this thread, and is no part of it.
 
     Raises:
         RuntimeError: naming it, if it is part of the wrapped module itself, and the replica.
     """
     watch = _running.get()
-    if watch is None or any(module is stranger for module in watch.modules()):
+    if watch is None or any(module is foreign for module in watch.modules()):
         return
     who = watch.coordinator.who(watch.replica_id)
-    names = [name for name, module in watch.original.named_modules() if module is stranger]
+    names = [name for name, module in watch.original.named_modules() if module is foreign]
     if names:
         raise RuntimeError(
             f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
@@ -208,7 +208,7 @@ def refuse_stranger(stranger: nn.Module) -> None:
             "of that of the module, or that of its class"
         )
     raise RuntimeError(
-        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(stranger).__name__} "
+        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(foreign).__name__} "
         f"that is not ({who}), so that every replica would train it with its own part of the batch; make it a "
         "submodule of the model, or call its eval()"
     )
@@ -217,7 +217,7 @@ def refuse_stranger(stranger: nn.Module) -> None:
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
     """Refuse replicas inside of a replica if they would synchronize with each other alone."""
     if is_in_replica() and any(child.training and _is_called_back(child) for child in module.modules()):
-        refuse_stranger(wrapper)
+        raise_foreign_layer(wrapper)
 
 
 def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
@@ -339,7 +339,7 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
         )
 
 
-_warned = ModuleSet()  # wrappers of models that nobody has converted
+_warned = ModuleSet()  # wrappers of models that were not converted
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
@@ -413,7 +413,7 @@ class _Callbacks(DataParallel[Any]):
             if failure is None:
                 raise
         else:
-            coordinator.raise_if_hidden()
+            coordinator.raise_if_swallowed()
             distributed.count_all_calls()  # before the nodes that gather the outputs
             return outputs
         finally:
@@ -429,7 +429,7 @@ class _Callbacks(DataParallel[Any]):
         try:
             output = super().__call__(*args, **kwargs)
             for coordinator in coordinators:
-                coordinator.raise_if_hidden()
+                coordinator.raise_if_swallowed()
             return output
         except BaseException as error:
             failure = None

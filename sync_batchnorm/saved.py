@@ -89,13 +89,13 @@ class SavedTensors:
                     self._own[i] = save_for_hooks(*saved[2 * i : 2 * i + 2])
         self._divided = True
 
-    def of_replica(self, i: int, common: Sequence[Tensor | None], place: Place) -> Sequence[Tensor | None]:
+    def of_replica(self, i: int, saved: Sequence[Tensor | None], place: Place) -> Sequence[Tensor | None]:
         """Return input and weight of a replica, from what `unpack` has returned or a node of its own."""
         if self._own[i] is None:
-            return common[2 * i : 2 * i + 2]
+            return saved[2 * i : 2 * i + 2]
         with place.entered():  # Hooks may compute what was saved.
-            saved: Sequence[Tensor | None] = self._own[i].grad_fn.saved_tensors
-        return saved
+            own: Sequence[Tensor | None] = self._own[i].grad_fn.saved_tensors
+        return own
 
     def free(self, i: int) -> None:
         """Free what a replica has saved itself, after a backward: that node never runs, so torch does not."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sync_batchnorm.batchnorm import convert_model
+from sync_batchnorm.conversion import convert_model
 from sync_batchnorm.replicate import DataParallelWithCallback
 
 __all__: list[str] = []

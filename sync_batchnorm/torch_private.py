@@ -93,7 +93,7 @@ graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id", lamb
 # also after its last backward.
 keeps_graph: Callable[[], bool] = _find("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
 
-# Without it, gradients that nobody has asked for are computed, and dropped.
+# Without it, gradients that were not asked for are computed, and dropped.
 _will_execute: Callable[[Any], bool] = _find("torch._C._will_engine_execute_node", lambda node: True)
 
 
@@ -198,8 +198,8 @@ def refuse_other_calls() -> None:
     if not module():
         raise RuntimeError(
             "expected modules that call what Module.compile() has put into them, but got those of torch "
-            f"{torch.__version__}, of which nobody would learn how a replica ends; use a torch that this version of "
-            "sync_batchnorm was tested with"
+            f"{torch.__version__}, with which the end of a replica would not be noticed; use a torch that this version "
+            "of sync_batchnorm was tested with"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-from sync_batchnorm.local_parallel import is_local
+from sync_batchnorm.local_parallel import needs_own_parallel
 
 
 def skip_module_without(*packages: str) -> None:
@@ -144,7 +144,7 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
 
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
     """Return whether torch's own scatter, replicate, parallel_apply and gather are used for these devices."""
-    return len(device_ids) > 1 and not is_local(as_devices(device_ids))
+    return len(device_ids) > 1 and not needs_own_parallel(as_devices(device_ids))
 
 
 def as_torch_names(device_ids: Sequence[Any], replica: int) -> str:

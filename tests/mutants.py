@@ -70,7 +70,7 @@ EQUIVALENT = [
     ),
     Equivalent(
         "distributed.py",
-        "_count_up_to",
+        "count_up_to",
         "next_sequence_number()) > 1:",
         "The room that it leaves is arbitrary.",
     ),
@@ -83,7 +83,7 @@ EQUIVALENT = [
     Equivalent(
         "backends/cuda.py",
         "Cuda.normalize",
-        "*normalizer, 1.0, out=out)`",
+        "mean, invstd, 1.0, out=out)`",
         "The operator has the inverse standard deviation, and does not use eps.",
     ),
     Equivalent(
@@ -95,7 +95,7 @@ EQUIVALENT = [
     Equivalent(
         "places.py",
         "in_order_with_engine",
-        "if True and engine != stream",
+        "`if stream is None:` -> `if False:`",
         "On CUDA every place has a stream; this is asked for the type checker.",
     ),
     Equivalent(
@@ -136,7 +136,7 @@ EQUIVALENT = [
     ),
     Equivalent(
         "functional.py",
-        "_out_of_inference_mode",
+        "merge_messages",
         "torch.is_inference_mode_enabled() or any(",
         "To leave an inference mode that is off changes nothing.",
     ),
@@ -179,7 +179,7 @@ EQUIVALENT = [
     Equivalent(
         "backends/cuda.py",
         "_counts",
-        "return (torch.full((len(counts),), counts[0], dtype=dtype, device=device),)` -> `pass`",
+        "return (torch.full((len(counts),), counts[0], dtype=dtype, device=place.device),)` -> `pass`",
         "Equal counts may also be made one by one, which takes more calls.",
     ),
     Equivalent(

@@ -45,7 +45,7 @@ class _Party:
     def __init__(self, body: Callable[[], Any]) -> None:
         self.body = body
         self.turn = _Baton()
-        self.is_local = True  # whether what it does next concerns nobody else
+        self.needs_own_parallel = True  # whether what it does next concerns nobody else
         self.ready: Callable[[], bool] = _always
         self.may_time_out = False
         self.timed_out = False
@@ -92,12 +92,18 @@ class Run:
         party.ended = True
         self._hand_over(party)
 
-    def step(self, ready: Callable[[], bool] = _always, is_local: bool = False, may_time_out: bool = False) -> bool:
+    def step(
+        self, ready: Callable[[], bool] = _always, needs_own_parallel: bool = False, may_time_out: bool = False
+    ) -> bool:
         """Let the scheduler decide who goes on; return, once it is the caller, whether its time ran out."""
         party = self._current
         if party is None:
             raise RuntimeError("expected a step inside of a run")
-        party.ready, party.is_local, party.may_time_out = ready, is_local and not self.fine, may_time_out
+        party.ready, party.needs_own_parallel, party.may_time_out = (
+            ready,
+            needs_own_parallel and not self.fine,
+            may_time_out,
+        )
         party.timed_out = False
         self._hand_over(party)
         if self.deadlock:
@@ -120,7 +126,7 @@ class Run:
         alive = [party for party in self.parties if not party.ended]
         options = [(party, False) for party in alive if party.ready()]
         for party, _ in options:
-            if party.is_local:
+            if party.needs_own_parallel:
                 return party
         if self.timeouts:
             options += [(party, True) for party in alive if party.may_time_out and not party.ready()]
@@ -196,7 +202,7 @@ class _CooperativeQueue:
         if not self.items or (_run is not None and _run.fine):
             if _run is None:
                 raise RuntimeError("expected something in the mailbox")
-            if _run.step(lambda: bool(self.items), is_local=True, may_time_out=timeout is not None):
+            if _run.step(lambda: bool(self.items), needs_own_parallel=True, may_time_out=timeout is not None):
                 raise Empty
         return self.items.pop(0)
 

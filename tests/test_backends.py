@@ -1,16 +1,21 @@
 """The arithmetic of each kind of device, one operation at a time, against plain formulas and autograd."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import assert_equal, doubles
+from helpers import as_devices, assert_equal, assert_same_parts, assert_same_step, doubles, randomize, twins
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
 from sync_batchnorm.backends import BACKENDS, GENERAL, backend_for, base, cpu, cuda
-from sync_batchnorm.backends.base import Backward, BatchStatistics, PartStatistics, ReplicaGradients
+from sync_batchnorm.backends.base import Backend, Backward, BatchStatistics, PartStatistics, ReplicaGradients
 from sync_batchnorm.backends.cpu import Cpu
+from sync_batchnorm.backends.general import General
 from sync_batchnorm.backends.joined import JOINED, Joined
 from sync_batchnorm.places import Streams, current_place
 
@@ -272,17 +277,17 @@ def test_parts_without_elements_change_no_digit():
 
 
 def test_constants_of_another_kind_of_tensor_are_not_kept():
-    counts = (3, 4, 5)
+    place, counts = current_place(torch.device("cpu")), (3, 4, 5)
     with FakeTensorMode():
-        cuda._counts_on(torch.device("cpu"), counts, torch.float32)
-    found = cuda._counts_on(torch.device("cpu"), counts, torch.float32)
+        cuda._counts(place, counts, torch.float32)
+    (found,) = cuda._counts(place, counts, torch.float32)
     assert found.tolist() == [3.0, 4.0, 5.0]
-    assert cuda._counts_on(torch.device("cpu"), counts, torch.float32) is found
+    assert cuda._counts(place, counts, torch.float32)[0] is found
 
 
 def test_constants_made_in_inference_mode_may_be_saved_by_autograd():
     with torch.inference_mode():
-        found = cuda._counts_on(torch.device("cpu"), (7, 8), torch.float64)
+        (found,) = cuda._counts(current_place(torch.device("cpu")), (7, 8), torch.float64)
     assert not found.is_inference()
 
 
@@ -340,8 +345,11 @@ def backward_of(replicas, statistics, count, own_weights=False):
     )
 
 
-def replica_of(grad, input, weight, wanted=("input", "weight", "bias")):
-    return ReplicaGradients(current_place(input.device), grad, input, weight, set(wanted))
+NAMES = ("input", "weight", "bias")
+
+
+def replica_of(grad, input, weight):
+    return ReplicaGradients(current_place(input.device), grad, input, weight, set(NAMES))
 
 
 PARAMETERS = {"both": (True, True), "weight": (True, False), "bias": (False, True), "none": (False, False)}
@@ -418,7 +426,7 @@ def test_gradients_are_those_of_autograd(devices, general, weighted, kind):
     with torch.no_grad():
         replica = replica_of(grad, input.detach(), weight)
         backend.gradients(backward_of([replica], statistics_of(input, backend), 40, weighted))
-    for name, leaf in zip(("input", "weight", "bias"), (input, weight, bias), strict=True):
+    for name, leaf in zip(NAMES, (input, weight, bias), strict=True):
         if leaf is not None:
             assert_equal(replica.grads[name], next(expected))
 
@@ -506,3 +514,252 @@ def test_empty_input_passes_through_every_function(devices, general):
     assert not replica.grads["bias"].any()
     rest = backend.rest(torch.ones(2, 3, dtype=torch.float64, device=input.device), backward)
     assert backend.input_gradient(replica, rest, backward).shape == input.shape
+
+
+def test_device_without_operators_and_without_float64_normalizes_and_differentiates(monkeypatch):
+    for name in vars(torch):
+        if name.startswith(("batch_norm", "native_batch_norm", "native_group_norm")):
+            monkeypatch.setattr(torch, name, None)
+    for name in ("batch_norm_backward", "_normalize_into"):
+        monkeypatch.setattr(cpu, name, None)
+    input, grad, weight, bias = torch.randn(6, 3, 4), torch.randn(6, 3, 4), torch.randn(3), torch.randn(3)
+    with NoFloat64():
+        mean, var = merged([part_of(part, GENERAL) for part in input.split([2, 4])], GENERAL)
+        statistics = mean, (var + EPS).rsqrt()
+        output, normalizer = torch.empty_like(input), GENERAL.normalizer(statistics, input.dtype, weight, bias)
+        GENERAL.normalize(input, normalizer, weight, bias, output)
+        replica = replica_of(grad, input, weight)
+        GENERAL.gradients(backward_of([replica], statistics, 24))
+    monkeypatch.undo()
+    leaves = [tensor.double().requires_grad_() for tensor in (input, weight, bias)]
+    expected = F.batch_norm(leaves[0], None, None, *leaves[1:], True, 0.0, EPS)
+    assert_equal(output.double(), expected, tolerance=1e-5)
+    for name, wanted in zip(NAMES, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        assert_equal(replica.grads[name].double(), wanted, name, tolerance=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("momentum", [0.3, None], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 0, 3)], ids=str)
+def test_inverse_standard_deviations_are_merged_with_the_running_statistics(sizes, momentum):
+    backend, input = BACKENDS["cuda"], torch.randn(6, 3, 4, device="cuda:0")
+    parts = [
+        backend.part_statistics(part, EPS, True)[0] if len(part) else backend.nothing(part)
+        for part in input.split(list(sizes))
+    ]
+    assert all(part.var is None for part in parts if part.elements)
+    buffers = [torch.zeros(3, device="cuda:0"), torch.ones(3, device="cuda:0"), torch.tensor(4, device="cuda:0")]
+    expected = [buffer.clone() for buffer in buffers]
+    batch = backend.merge(parts, EPS, base.RunningStatistics(*buffers, momentum))
+    mean, var = plain_moments(input)
+    assert_equal(batch.mean.double(), mean, tolerance=1e-6)
+    assert_equal(batch.invstd.double(), (var + EPS).rsqrt(), tolerance=1e-6)
+    assert batch.moved == (momentum is not None)  # the operator knows no cumulative average
+    if batch.moved:
+        F.batch_norm(input, *expected[:2], None, None, True, momentum)
+        expected[2] += 1
+    for found, wanted in zip(buffers, expected, strict=True):
+        assert_equal(found, wanted)
+
+
+# Small inputs of all replicas as one batch.
+
+SMALL = torch.zeros(2, 3, 4, 4)
+JOINABLE = {
+    "one": [SMALL],
+    "equal": [SMALL, SMALL],
+    "other-rows": [SMALL, torch.zeros(5, 3, 4, 4)],
+    "channels-last": [SMALL.contiguous(memory_format=torch.channels_last)] * 2,
+    "largest": [torch.zeros(2, JOINED // 2)] * 2,
+}
+SEPARATE = {
+    "too-large": [torch.zeros(2, 4), torch.zeros(JOINED // 4 + 1, 4)],
+    "first-too-large": [torch.zeros(JOINED // 4 + 1, 4), torch.zeros(2, 4)],
+    "empty": [SMALL, SMALL[:0]],
+    "other-size": [SMALL, torch.zeros(2, 3, 4, 5)],
+    "other-layout": [SMALL, SMALL.contiguous(memory_format=torch.channels_last)],
+    "third-is-other": [SMALL, SMALL, SMALL.transpose(2, 3)],
+}
+
+
+def are_joined(inputs):
+    return all(map(Joined().takes, inputs)) and Joined().takes_all(inputs)
+
+
+@pytest.mark.parametrize("kind", JOINABLE)
+def test_small_inputs_of_one_kind_are_joined(kind):
+    assert are_joined(JOINABLE[kind])
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_inputs_that_are_large_empty_or_of_several_kinds_are_not_joined(kind):
+    assert not are_joined(SEPARATE[kind])
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_joined_inputs_are_normalized_as_one_batch(dtype, kind):
+    input = doubles(5, 3, 4).to(dtype)
+    weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in parameters(kind, 3, "cpu"))
+    outputs, batch = Joined().normalize_all(input.split([1, 4]), weight, bias, EPS)
+    assert_equal(torch.cat(tuple(outputs)), F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS))
+    mean, var = plain_moments(input)
+    assert_equal(batch.mean, mean)
+    assert_equal(batch.invstd, (var + EPS).rsqrt())
+    assert outputs[0].dtype == dtype
+    assert all(output._base is None for output in outputs)
+
+
+@pytest.mark.parametrize("part", ["all", "no-gradient", "one-is-away"])
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_gradients_of_joined_inputs_are_those_of_autograd(kind, part):
+    input, grad = doubles(5, 3, 4).requires_grad_(), doubles(5, 3, 4)
+    weight, bias = parameters(kind, 3, "cpu")
+    grads = [*grad.split([1, 4])]
+    if part != "all":
+        grad[:1] = 0
+        grads[0] = None
+    replicas = [
+        replica_of(upstream, rows, weight) for upstream, rows in zip(grads, input.detach().split([1, 4]), strict=True)
+    ]
+    taking_part = replicas[part == "one-is-away" :]
+    backward = backward_of(taking_part, statistics_of(input.detach(), Joined()), 20)
+    Joined().gradients(backward._replace(of_all=part != "one-is-away"))
+    leaves = {name: t.requires_grad_() for name, t in zip(NAMES, (input, weight, bias), strict=True) if t is not None}
+    output = F.batch_norm(input, None, None, weight, bias, True, 0.0, EPS)
+    expected = dict(zip(leaves, torch.autograd.grad(output, leaves.values(), grad), strict=True))
+    rows = expected.pop("input").split([1, 4])[part == "one-is-away" :]
+    for replica, wanted in zip(taking_part, rows, strict=True):
+        assert_equal(replica.grads["input"], wanted)
+    for name, wanted in expected.items():
+        assert_equal(sum(replica.grads[name] for replica in replicas if replica.grad_output is not None), wanted)
+
+
+# A new kind of device.
+
+
+class Plain(Backend):
+    """A kind of device that nobody knows: the formulas of batch normalization, with no arithmetic but its own."""
+
+    def part_statistics(self, input, eps, takes_invstd):
+        values = input.transpose(0, 1).flatten(1)
+        mean = values.mean(1, keepdim=True)
+        var = (values - mean).square().mean(1)
+        return PartStatistics(mean.view(1, -1), var[None], None, values.shape[1]), None
+
+    def normalize(self, input, normalizer, weight, bias, out):
+        mean, invstd = (base.per_channel(vector, input) for vector in normalizer)
+        out.copy_((input - mean) * invstd)
+        if weight is not None:
+            out.mul_(base.per_channel(weight, input))
+        if bias is not None:
+            out.add_(base.per_channel(bias, input))
+
+    def gradient_sums(self, replica, backward):
+        mean, invstd = backward.at[replica.place]
+        dims, centered = base.reduced_dims(replica.input), replica.input - base.per_channel(mean, replica.input)
+        sum_dy, sum_dy_xmu = replica.grad_output.sum(dims), (replica.grad_output * centered).sum(dims)
+        replica.grads.update(weight=sum_dy_xmu * invstd, bias=sum_dy)
+        return tuple(backward.scaled_by_weight(vector, replica.weight) for vector in (sum_dy, sum_dy_xmu))
+
+    def rest(self, totals, backward):
+        return backward.without_clamped(totals) / backward.batch.count
+
+    def input_gradient(self, replica, rest, backward):
+        input, dy, weight = replica.input, replica.grad_output, replica.weight
+        mean, invstd = (base.per_channel(vector, input) for vector in backward.at[replica.place])
+        factor = 1 if weight is None else base.per_channel(weight, input)
+        own, common = (factor, 1) if backward.own_weights else (1, factor)
+        mean_dy, mean_dy_xmu = (base.per_channel(vector, input) for vector in rest)
+        direct = torch.zeros_like(input) if dy is None else dy * own
+        return common * invstd * (direct - mean_dy - (input - mean) * invstd**2 * mean_dy_xmu)
+
+
+OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation)}
+GRADIENTS = {"gradients", "sums", "gradient_sums", "rest", "again", "input_gradient"}
+
+
+def noting(backend, called):
+    """Return `backend`, whose operations note their names in `called`."""
+    for name in OPERATIONS:
+        operation = getattr(backend, name)
+        setattr(backend, name, lambda *args, name=name, operation=operation: called.append(name) or operation(*args))
+    return backend
+
+
+@pytest.fixture
+def new_kind(monkeypatch):
+    """Give a device a kind of its own, and let all others fail; return what is called of it."""
+    called = []
+
+    def register(device):
+        monkeypatch.setattr("sync_batchnorm.backends.BACKENDS", {torch.device(device).type: noting(Plain(), called)})
+        for name in OPERATIONS:
+            monkeypatch.setattr(GENERAL, name, None, raising=False)
+        return called
+
+    return register
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 0.3, "momentum": None}], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_new_kind_of_device_is_one_class_and_one_row(devices, options, new_kind):
+    called = new_kind(as_devices(devices)[0])
+    plain, parallel = twins(nn.BatchNorm2d(3, **options).double(), devices)
+    for size in (7, 6):
+        assert_same_step(plain, parallel, doubles(size, 3, 4, 5, devices=devices))
+    assert set(called) == OPERATIONS - {"nothing"}
+    assert called.count("part_statistics") == called.count("input_gradient") == 2 * len(devices)
+    assert called.count("merge") == called.count("rest") == 2
+    parts = [doubles(size, 3, 2, 2, devices=devices) for size in (4, 0, 3)[: len(devices)]]
+    assert_same_parts(plain, parallel, parts)
+    assert set(called) == OPERATIONS
+
+
+@pytest.mark.parametrize("mode", ["plus", "clamp"])
+def test_new_kind_of_device_needs_to_know_nothing_of_eps_and_own_weights(mode, new_kind):
+    new_kind("cpu")
+    layers = [randomize(SynchronizedBatchNorm1d(3, eps=0.5, eps_mode=mode).double()) for _ in range(2)]
+    execute_replication_callbacks(layers)
+    data, grad = (doubles(6, 3) * torch.tensor([0.1, 0.7, 2.0]) for _ in range(2))
+    input = data.clone().requires_grad_()
+    with ThreadPoolExecutor(2) as threads:
+        output = torch.cat([*threads.map(lambda layer, part: layer(part), layers, input.chunk(2))])
+    leaf, var = data.clone().requires_grad_(), data.var(0, correction=0)
+    assert 0 < (var < 0.5).sum() < 3
+    var = leaf.var(0, correction=0)
+    normalized = (leaf - leaf.mean(0)) * (var + 0.5 if mode == "plus" else var.clamp(min=0.5)).rsqrt()
+    halves = zip(normalized.chunk(2), layers, strict=True)
+    expected = torch.cat([half * layer.weight + layer.bias for half, layer in halves])
+    assert_equal(output, expected)
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    wanted = torch.autograd.grad(expected, [leaf, *parameters], grad)
+    for found, gradient in zip(torch.autograd.grad(output, [input, *parameters], grad), wanted, strict=True):
+        assert_equal(found, gradient)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_new_kind_of_device_has_gradients_of_gradients_without_a_word_of_them(devices, monkeypatch):
+    called, of_all = [], []
+    device = as_devices(devices)[0]
+    monkeypatch.setattr("sync_batchnorm.backends.BACKENDS", {device.type: noting(Plain(), called)})
+    monkeypatch.setattr("sync_batchnorm.autograd.GENERAL", noting(General(), of_all))
+    plain, parallel = twins(nn.Sequential(nn.BatchNorm2d(3), nn.Tanh()).double(), devices)
+    data, grad = doubles(5, 3, 2, 4, devices=devices), doubles(5, 3, 2, 4, devices=devices)
+    results = []
+    for model in (plain, parallel):
+        input = data.clone().requires_grad_()
+        output = model(input)
+        parameters = [*getattr(model, "module", model).parameters()]
+        first = torch.autograd.grad(output, [input, *parameters], grad, create_graph=True)
+        penalty = sum(tensor.square().sum() for tensor in first)
+        results.append([output, *first, *torch.autograd.grad(penalty, [input, parameters[0]])])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_equal(found, expected)
+    assert set(called) == {
+        "part_statistics",
+        "merge",
+        "normalizer",
+        "normalize",
+    }  # It has no formulas to differentiate.
+    assert set(of_all) == GRADIENTS

@@ -70,7 +70,7 @@ def test_repr_says_what_everybody_does():
     assert repr(coordinator).endswith("3 failed with OSError; broken)")
     assert "waits" not in repr(coordinator)
     assert isinstance(waiting.outcome(), ReplicaSyncError)
-    assert repr(Coordinator()) == "Coordinator(nobody)"
+    assert repr(Coordinator()) == "Coordinator(no replicas)"
 
 
 def test_replica_that_leaves_releases_who_waits():

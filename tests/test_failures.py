@@ -204,9 +204,9 @@ def test_replicas_that_disagree_on_the_input_are_told_what_they_have(wrap, chang
     with pytest.raises(ValueError, match=text) as caught:
         parallel(*batch())
     if hasattr(caught.value, "__notes__"):
-        assert caught.value.__notes__ == ["The replicas met in bn, call 1."]
+        assert caught.value.__notes__ == ["Raised in the exchange of bn, call 1."]
     else:
-        assert str(caught.value).rstrip().endswith("The replicas met in bn, call 1.")
+        assert str(caught.value).rstrip().endswith("Raised in the exchange of bn, call 1.")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_error_that_takes_no_attributes_gets_its_note(monkeypatch):
 
     with pytest.raises(Frozen, match="not to be changed") as caught:
         SyncMaster(fails).run_master(None)
-    assert caught.value.__notes__ == ["The replicas met in a SyncMaster of its own, call 1."]
+    assert caught.value.__notes__ == ["Raised in the exchange of a SyncMaster of its own, call 1."]
 
 
 def test_hook_that_fails_reaches_the_caller(wrap):

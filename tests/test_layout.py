@@ -65,22 +65,25 @@ IMPORTS = {
         "torch_private",
         "warning",
     },
-    "batchnorm": {
+    "layers": {
         "backends.base",
         "comm",
         "compilation",
         "distributed",
         "functional",
-        "local_parallel",
         "places",
         "replicate",
         "torch_private",
         "warning",
     },
-    "timm": {"batchnorm"},
-    "selfcheck": {"batchnorm", "replicate"},
+    "conversion": {"layers", "local_parallel", "replicate", "torch_private", "warning"},
+    "check": {"distributed", "layers", "replicate", "torch_private"},
+    "batchnorm": {"check", "conversion", "layers"},
+    "timm": {"layers"},
+    "selfcheck": {"conversion", "replicate"},
 }
-LATE = {"batchnorm": {"timm"}}  # imported in a function, by those who have installed what it is for
+# Imported in a function: by those who have installed what it is for, and by a method that torch's own layers have.
+LATE = {"conversion": {"timm"}, "layers": {"conversion"}}
 FOR_TYPES = {"backends.base": {"backends.joined"}}  # imported for the type checker alone
 ENTRANCES = {"__init__", "__main__"}  # may import everything
 
@@ -91,7 +94,7 @@ WAITING = {
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "distributed": {"Lock"},  # around numbers alone
     "saved": {"Lock"},  # around what several backwards share, and never while anything is computed
-    "batchnorm": {"Lock"},  # around the names in torch.nn that are replaced for a while
+    "conversion": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "local_parallel": {"Lock", "SimpleQueue", "Thread"},  # threads that it has started, and their end
 }
 HARMLESS = {"TIMEOUT_MAX"}
@@ -100,11 +103,11 @@ HARMLESS = {"TIMEOUT_MAX"}
 ATTRIBUTES = {
     "_buffers": {"local_parallel"},
     "_call_impl": {"replicate"},
-    "_check_input_dim": {"batchnorm"},
+    "_check_input_dim": {"layers"},
     "_compiled_call_impl": {"replicate"},
-    "_former_parameters": {"batchnorm", "local_parallel"},
+    "_former_parameters": {"layers", "local_parallel"},
     "_forward_hooks": {"warning"},
-    "_is_replica": {"batchnorm", "replicate"},
+    "_is_replica": {"layers", "replicate"},
     "_modules": {"local_parallel"},
     "_parameters": {"local_parallel"},
     "_replicate_for_data_parallel": {"local_parallel"},
@@ -113,7 +116,7 @@ ATTRIBUTES = {
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
 OF_PYTHON = {"_asdict", "_fields", "_getframe"}
-OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shares"}  # of dictionaries of attributes
+OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shared_tensors"}  # of dictionaries of attributes
 OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 
 
@@ -191,7 +194,7 @@ KINDS_OF_DEVICES = {
     "backends",  # which backend a device has
     "places",  # whether a device has streams, and whether the host can read what is there
     "local_parallel",  # what `torch.nn.parallel` does for accelerators alone
-    "batchnorm",  # which devices the plain wrapper of a reverted model can have
+    "conversion",  # which devices the plain wrapper of a reverted model can have
     "selfcheck",  # whether a check can hang in a device, and needs a process of its own
     "__main__",  # whether a device that the user names is there
 }

@@ -22,7 +22,7 @@ from simulated_gpus import is_simulated
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, local_parallel
-from sync_batchnorm.local_parallel import as_device, is_local, parallel_apply
+from sync_batchnorm.local_parallel import as_device, needs_own_parallel, parallel_apply
 
 
 class Shapes(nn.Module):
@@ -286,9 +286,9 @@ def test_cpu_has_one_name(name):
 
 def test_devices_are_local_if_torch_would_refuse_them():
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert not is_local(gpus)
-    assert is_local([gpus[0], gpus[0]])
-    assert is_local([torch.device("cpu")])
+    assert not needs_own_parallel(gpus)
+    assert needs_own_parallel([gpus[0], gpus[0]])
+    assert needs_own_parallel([torch.device("cpu")])
 
 
 def test_unknown_devices_are_refused_in_the_words_of_torch():

@@ -100,7 +100,7 @@ def test_name_that_another_file_uses_is_reached_there():
 
 
 def test_every_file_of_the_package_has_mutants_of_every_kind_together(all_mutants):
-    assert {mutant.file for mutant in all_mutants} == {*SOURCES}
+    assert {mutant.file for mutant in all_mutants} == {*SOURCES} - {"batchnorm.py"}  # which has imports alone
     kinds = Counter(mutant.kind for mutant in all_mutants)
     assert {*kinds} == {*mutation.KINDS}
     assert min(kinds.values()) >= 50

@@ -401,8 +401,9 @@ def test_whole_model_of_the_older_library_loads_and_trains_on(wrapped):
 
 def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monkeypatch):
     data = pickle.dumps(nn.Sequential(OldLayer(4)), protocol=2)  # that of `torch.save`
-    inside = data.replace(b"csync_batchnorm.", b"cmodeling.sync_batchnorm.")
-    assert inside != data
+    older = data.replace(b"csync_batchnorm.layers", b"csync_batchnorm.batchnorm")  # where that one has its layers
+    inside = older.replace(b"csync_batchnorm.", b"cmodeling.sync_batchnorm.")
+    assert len({data, older, inside}) == 3
     monkeypatch.setitem(sys.modules, "modeling", types.ModuleType("modeling"))
     for name in ("batchnorm", "comm", "replicate"):
         monkeypatch.setitem(sys.modules, f"modeling.sync_batchnorm.{name}", sys.modules[f"sync_batchnorm.{name}"])

@@ -84,7 +84,7 @@ def test_replicas_that_are_kept_have_the_running_statistics_of_all_their_calls_a
             parts = [doubles(4, 3, devices=devices) for _ in devices]
             plain.train()(torch.cat(parts))
             run(parallel, [replica.train() for replica in replicas], parts)
-        assert max(len(replica._sync_missed or ()) for replica in replicas) < 40
+        assert max(len(replica._sync_pending or ()) for replica in replicas) < 40
         outputs = run(parallel, [replica.eval() for replica in replicas], parts)
         for output, part in zip(outputs, parts, strict=True):
             assert_equal(output.to(part.device), plain.eval()(part))

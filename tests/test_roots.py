@@ -169,7 +169,7 @@ def test_pickle_of_a_replica_holds_neither_its_exchange_nor_what_replicas_share(
 
     with torch.no_grad():
         run(look)
-    for name in (b"_Share", b"Pipe", b"Watch"):
+    for name in (b"_SharedTensor", b"Pipe", b"Watch"):
         assert not any(name in pickled for pickled in pickles)
 
 

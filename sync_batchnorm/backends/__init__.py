@@ -10,7 +10,7 @@ from sync_batchnorm.backends.cuda import Cuda
 from sync_batchnorm.backends.general import General
 from sync_batchnorm.backends.joined import Joined
 
-__all__ = ["BACKENDS", "GENERAL", "Backend", "backend_for"]
+__all__: list[str] = []
 
 GENERAL = General()
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device

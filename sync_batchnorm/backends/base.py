@@ -92,7 +92,7 @@ def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., t
     return get
 
 
-def merge_moments(mean: Tensor, var: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
@@ -100,15 +100,15 @@ def merge_moments(mean: Tensor, var: Tensor, shares: Tensor | None) -> tuple[Ten
 
     Args:
         mean, var: of the parts.
-        shares: ``(K, 1)``, the fraction of all elements that each part has; None if all have equally many.
+        fractions: ``(K, 1)``, the fraction of all elements that each part has; None if all have equally many.
     """
-    if shares is None:
+    if fractions is None:
         merged = mean.mean(0)
         deviations = mean - merged
         return merged, torch.addcmul(var, deviations, deviations).mean(0)
-    merged = (mean * shares).sum(0)
+    merged = (mean * fractions).sum(0)
     deviations = mean - merged
-    return merged, (torch.addcmul(var, deviations, deviations) * shares).sum(0)
+    return merged, (torch.addcmul(var, deviations, deviations) * fractions).sum(0)
 
 
 class PartStatistics(NamedTuple):
@@ -174,7 +174,7 @@ class BatchStatistics:
     Args:
         mean: ``(C,)``, as all the other vectors at the place of the master.
         var: biased; None where the backend made the inverse standard deviation alone.
-        invstd: None where nobody has asked for it, or it is still to be made.
+        invstd: None where there is no eps, or it is still to be made.
         moved: whether the backend has moved the running statistics already.
     """
 
@@ -185,7 +185,7 @@ class BatchStatistics:
 
     def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, moved: bool = False) -> None:
         self.mean, self.var, self.invstd, self.moved = mean, var, invstd, moved
-        # What the node returns for each place: mean and inverse standard deviation, or if nobody has asked for that one
+        # What the node returns for each place: mean and inverse standard deviation, or without eps
         # mean and variance.
         self.at: dict[Place, tuple[Tensor, Tensor]] = {}
 
@@ -219,7 +219,7 @@ class ReplicaGradients:
         self, place: Place, grad_output: Tensor | None, input: Tensor, weight: Tensor | None, wanted: set[str]
     ) -> None:
         self.place, self.grad_output, self.input, self.weight, self.wanted = place, grad_output, input, weight, wanted
-        self.grads: dict[str, Tensor | None] = {}  # also some that nobody asks for
+        self.grads: dict[str, Tensor | None] = {}  # also some that are not asked for
         self.kept: Any = None  # what a backend keeps between the two steps
 
 
@@ -286,13 +286,13 @@ class Backend:
         """
         parts = [part for part in parts if part.elements] or parts[:1]
         means, variances, _, elements = zip(*parts, strict=True)
-        mean, var, shares = torch.cat(means), torch.cat(variances), None
+        mean, var, fractions = torch.cat(means), torch.cat(variances), None
         if self.merge_dtype is not None:
             mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)
         if len(set(elements)) > 1:
             total = sum(part.elements * part.mean.shape[0] for part in parts)
-            shares = torch.cat([mean.new_full((part.mean.shape[0], 1), part.elements / total) for part in parts])
-        return BatchStatistics(*merge_moments(mean, var, shares), None)
+            fractions = torch.cat([mean.new_full((part.mean.shape[0], 1), part.elements / total) for part in parts])
+        return BatchStatistics(*merge_moments(mean, var, fractions), None)
 
     def normalizer(
         self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None

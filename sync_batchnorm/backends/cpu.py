@@ -238,8 +238,8 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():
         # Of two formats that differ in the strides of sizes of one, the operator makes wrong sums (torch 2.13.0).
-        usual = input.is_contiguous() or not looks_channels_last(input)
-        memory_format = torch.contiguous_format if usual else CHANNELS_LAST[input.dim()]
+        plain = input.is_contiguous() or not looks_channels_last(input)
+        memory_format = torch.contiguous_format if plain else CHANNELS_LAST[input.dim()]
         grad_output = grad_output.contiguous(memory_format=memory_format)
     _, dot, total = batch_norm_backward(
         grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]

@@ -8,16 +8,12 @@ one operator of torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from sync_batchnorm.backends.base import Backward, BatchStatistics, statistics_dtype
 from sync_batchnorm.backends.cpu import Cpu, batch_norm_backward, gradient_sums, set_parameter_gradients
-
-if TYPE_CHECKING:
-    from sync_batchnorm.autograd import Message
 
 __all__: list[str] = []
 
@@ -30,27 +26,21 @@ class Joined(Cpu):
         """Return whether an input is small enough: then its statistics are left to the master."""
         return 0 < input.numel() <= JOINED
 
-    def takes_all(self, messages: Sequence[Message]) -> bool:
-        """Return whether the inputs can be joined: all are small, of one shape but for their N, and of one layout."""
-        first = messages[0].input
-        shape, strides = first.shape[1:], first.stride()[1:]
-        for message in messages:
-            input = message.input
-            if message.part is not None or input.shape[1:] != shape or input.stride()[1:] != strides:
-                return False
-        return True
+    def takes_all(self, inputs: Sequence[Tensor]) -> bool:
+        """Return whether small inputs can be joined: they are of one shape but for their N, and of one layout."""
+        return len({(input.shape[1:], input.stride()[1:]) for input in inputs}) == 1
 
-    def normalize_all(self, messages: Sequence[Message]) -> tuple[list[Tensor], BatchStatistics]:
+    def normalize_all(
+        self, inputs: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Sequence[Tensor], BatchStatistics]:
         """Return the outputs of all replicas, which have one weight, and their statistics."""
-        first, inputs = messages[0], [message.input for message in messages]
-        joined = torch.cat(inputs)
-        weight = None if first.weight is None else first.weight.double()
-        bias = None if first.bias is None else first.bias.double()
-        eps = cast(float, first.eps)
+        joined = torch.cat(tuple(inputs))
+        weight = None if weight is None else weight.double()
+        bias = None if bias is None else bias.double()
         output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
         # Not views of one tensor: those could not be changed in place.
-        parts = torch.unsafe_split_with_sizes(output.to(joined.dtype), [input.shape[0] for input in inputs])
-        return list(parts), BatchStatistics(mean, None, invstd)
+        outputs = torch.unsafe_split_with_sizes(output.to(joined.dtype), [input.shape[0] for input in inputs])
+        return outputs, BatchStatistics(mean, None, invstd)
 
     def gradients(self, backward: Backward) -> None:
         """Compute on the joined batch in float64, with the operator of torch, if it is small and all take part.

@@ -1,0 +1,65 @@
+"""Whether every batch norm of a model would synchronize in its next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from sync_batchnorm import distributed
+from sync_batchnorm.layers import _SynchronizedBatchNorm
+from sync_batchnorm.replicate import _Callbacks
+from sync_batchnorm.torch_private import BatchNormBase
+
+__all__ = ["assert_synchronized"]
+
+
+def assert_synchronized(model: nn.Module) -> None:
+    """Check that every batch norm of `model` would synchronize in its next forward; return if so.
+
+    Call it on the wrapped model, in training mode. Layers that are in eval mode on purpose, like those of a frozen
+    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every replica
+    will call every layer cannot be seen from here; if one does not, the forward fails at once.
+
+    Args:
+        model: the wrapper, or whatever contains it.
+
+    Raises:
+        RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
+            would normalize with less than the whole batch, with the reason for each.
+    """
+    found = list(_unsynchronized(model))
+    if found:
+        layers = "".join(
+            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in found
+        )
+        raise RuntimeError(
+            f"expected every batch norm of the model to synchronize, but got {len(found)} that would not:{layers}"
+        )
+
+
+def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
+    for name, layer in model.named_modules():
+        if isinstance(layer, BatchNormBase):
+            why = _why_unsynchronized(layer, [wrapper for wrapper, modules in wrappers if layer in modules])
+            if why is not None:
+                yield name, layer, why
+
+
+def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
+    if isinstance(layer, nn.SyncBatchNorm):
+        return "it synchronizes processes, not the replicas of one; call convert_model(model)"
+    if not isinstance(layer, _SynchronizedBatchNorm):
+        return "it is not synchronized; call convert_model(model)"
+    if not layer.training:
+        return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
+    # The outermost of nested wrappers makes the replicas, and a layer may be in several that are not nested.
+    for wrapper in wrappers:
+        if not isinstance(wrapper, _Callbacks):
+            return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
+    among_processes = layer.group_size is None and distributed.active_group(layer.process_group) is not None
+    if not wrappers and not among_processes:
+        return "no wrapper is around it; wrap the model with DataParallelWithCallback"
+    return None

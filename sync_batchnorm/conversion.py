@@ -1,0 +1,383 @@
+"""A model's way to synchronized layers and back.
+
+NOTE [conversion by class]: A layer keeps its identity; all that changes is ``layer.__class__``. So everything that
+holds on to the layer, or to its parameters and buffers, stays right: optimizers, hooks, other parents, plain lists. The
+class alone tells the way back, and the options are attributes that are there only if they were given. A class that
+computes something of its own cannot be swapped for another one: such a layer is left as it is, and named in a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from sync_batchnorm.layers import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    _SynchronizedBatchNorm,
+    check_sync_options,
+)
+from sync_batchnorm.local_parallel import as_device, needs_own_parallel
+from sync_batchnorm.replicate import (
+    DataParallelWithCallback,
+    Derived,
+    _Callbacks,
+    patch_replication_callback,
+    swap_class,
+)
+from sync_batchnorm.torch_private import BatchNormBase, infer_parameters
+from sync_batchnorm.warning import warn
+
+__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
+}
+_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
+
+# What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
+_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
+_FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
+_FORMER_CLASS = "_former_class"  # of a layer for whose class `convert_model` was given a synchronized one
+# What a synchronized layer needs from a layer of another class: some may be None.
+_NEEDED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps", "momentum", "num_features")
+# The methods by which a layer computes, is copied and is pickled. A class that has its own version of one is left as it
+# is, see NOTE [conversion by class].
+_COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def convert_model(
+    module: ModuleT,
+    *,
+    classes: Mapping[type[nn.Module], type[nn.Module]] | None = None,
+    eps_mode: str | None = None,
+    group_size: int | None = None,
+    process_group: Any = None,
+) -> ModuleT:
+    """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
+
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, as
+    timm's `BatchNormAct2d` does, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
+    modules, parameters, buffers, hooks, flags and attributes are the same objects as before, so it may be called before
+    or after an optimizer is built, on a part of a model or all of it, and on the module inside of a
+    `DistributedDataParallel`. Synchronized layers that are already there are left alone, their options included.
+    `revert_model` is the way back.
+
+    Args:
+        module: the model, or a single layer.
+        classes: which synchronized class stands for which class of yours that normalizes and then does something else.
+            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` is one where the forward of `NormAct`
+            calls ``super().forward(input)``; otherwise it needs a forward of its own, which computes the same from
+            ``SynchronizedBatchNorm2d.forward(self, input)``. Layers of exactly that class become layers of the other.
+        eps_mode: of the converted layers, as the other two options: see `SynchronizedBatchNorm`.
+        group_size: see there.
+        process_group: see there. None keeps the group that a `torch.nn.SyncBatchNorm` has.
+
+    Raises:
+        TypeError, ValueError: for bad options, before anything is changed: also for a class in `classes` that is not
+            derived from the one that it stands for and from a synchronized one, or whose forward is only one of them,
+            and for a layer that lacks what a synchronized one has, like `num_batches_tracked`.
+
+    Warns:
+        UserWarning: one warning that names every layer which was left as it is, why, and what to do about it: layers
+            with a forward of their own, lazy layers without an input so far, parametrized and scripted layers.
+    """
+    modules = _named_modules(module)
+    check_sync_options(eps_mode, group_size, process_group)
+    classes = dict(classes or {})
+    _check_classes(classes, modules)
+    left: dict[str, list[str]] = {}
+    for name, child in modules:
+        if isinstance(child, nn.DataParallel):
+            patch_replication_callback(child)
+        elif _is_scripted(child):
+            why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+            left.setdefault(why, []).append(name)
+        elif type(child) in classes or (
+            isinstance(child, BatchNormBase) and not isinstance(child, _SynchronizedBatchNorm)
+        ):
+            reason = _make_synchronized(child, classes, eps_mode, group_size, process_group)
+            if reason:
+                left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    return module
+
+
+def revert_model(module: ModuleT) -> ModuleT:
+    """Undo `convert_model` in place and return `module`: nothing in it refers to this library any more.
+
+    Layers get back the class that they had, and lose the options. What never had another class becomes what it
+    corresponds to: `SynchronizedBatchNorm1d/2d/3d` the `torch.nn.BatchNorm1d/2d/3d`, `SynchronizedBatchNorm` the
+    `torch.nn.SyncBatchNorm`, `DataParallelWithCallback` the `torch.nn.DataParallel`. A `DataParallel` cannot run
+    replicas on the CPU or several on one device: one that has such `device_ids` gets each accelerator once instead, or
+    none for the CPU, where it then runs its module directly.
+
+    Warns:
+        UserWarning: one warning that names every module of a class that somebody derived from those of this library. It
+            is left as it is, since there is no class to go back to.
+    """
+    left: dict[str, list[str]] = {}
+    for name, child in _named_modules(module):
+        if isinstance(child, _Callbacks):
+            reverted = _revert_parallel(child)
+        elif isinstance(child, _SynchronizedBatchNorm):
+            reverted = _revert_layer(child)
+        else:
+            continue
+        if not reverted:
+            reason = "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
+            if is_parametrized(child):
+                reason = "is parametrized; remove its parametrizations first"
+            left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(left, "revert_model left modules as they are, which need sync_batchnorm")
+    return module
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
+    return list(module.named_modules())
+
+
+def _warn_of(left: dict[str, list[str]], what: str) -> None:
+    if left:
+        lines = [
+            f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in left.items()
+        ]
+        warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines))
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
+
+
+def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: list[tuple[str, nn.Module]]) -> None:
+    for plain, ours in classes.items():
+        plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
+        if not isinstance(plain, type) or not isinstance(ours, type) or not issubclass(ours, _SynchronizedBatchNorm):
+            raise TypeError(
+                f"expected a synchronized class to stand for {plain_name}, but got {our_name}; derive one, as in "
+                f"class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
+            )
+        if plain is ours or not issubclass(ours, plain):
+            raise TypeError(
+                f"expected a subclass of {plain_name} to stand for it, but got {our_name}; derive it from both, as in "
+                f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
+            )
+        computing = [cls for cls in ours.__mro__ if "forward" in vars(cls)]
+        if computing[0] is _SynchronizedBatchNorm and plain.forward is not BatchNormBase.forward:
+            raise TypeError(
+                f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
+                f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
+            )
+        for cls in computing:
+            if cls is _SynchronizedBatchNorm or not issubclass(plain, cls):
+                break  # what somebody has written for a synchronized class
+            code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
+            if code is not None and "__class__" not in code.co_freevars:
+                plain_name = cls.__name__
+                raise TypeError(
+                    f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which "
+                    "never calls super().forward(input); write a forward that computes the same from "
+                    "SynchronizedBatchNorm2d.forward(self, input)"
+                )
+    for name, child in modules:
+        missing = [needed for needed in _NEEDED if type(child) in classes and not hasattr(child, needed)]
+        if missing:
+            plain_name = type(child).__name__
+            raise TypeError(
+                f"expected {missing[0]} in every layer of {plain_name}, but got none in "
+                f"{name or 'the module itself'}; leave this class out"
+            )
+
+
+def _make_synchronized(
+    layer: nn.Module,
+    classes: Mapping[type[nn.Module], type[nn.Module]],
+    eps_mode: str | None,
+    group_size: int | None,
+    process_group: Any,
+) -> str | None:
+    """Convert one layer, or return why it is left."""
+    given = classes.get(type(layer)) or _of_timm(type(layer))
+    reason = _reason_to_leave(layer, given is not None)
+    if reason:
+        return reason
+    if isinstance(layer, LazyModuleMixin):
+        # NOTE [lazy layers with parameters]: Loading a state dict gives a lazy layer its parameters, but only its first
+        # forward makes it an ordinary one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
+        infer_parameters(layer, layer, (torch.empty(0),))
+    cls = type(layer)
+    try:
+        swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
+    except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
+        return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
+    if process_group is not None and cls is nn.SyncBatchNorm:
+        layer.__dict__[_FORMER_GROUP] = layer.process_group
+    if cls in classes:
+        layer.__dict__[_FORMER_CLASS] = cls
+    layer._set_sync_options(eps_mode, group_size, process_group)  # type: ignore[operator]
+    return None
+
+
+def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the synchronized class for that of timm which normalizes and activates, and which timm calls anything."""
+    if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
+        return None
+    try:
+        from sync_batchnorm.timm import SynchronizedBatchNormAct2d
+    except ImportError:  # a timm from before `timm.layers`
+        return None
+    return SynchronizedBatchNormAct2d if issubclass(SynchronizedBatchNormAct2d, cls) else None
+
+
+def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
+    """Return why a layer cannot be converted; `has_class` if there is a synchronized class that stands for its own."""
+    cls = type(layer)
+    if isinstance(layer, LazyModuleMixin) and (infer_parameters is None or layer.has_uninitialized_params()):
+        return "is lazy and has seen no input; run one batch through the model, then convert it"
+    if is_parametrized(layer):
+        return "is parametrized; convert the model before its layers are parametrized"
+    if cls is not nn.SyncBatchNorm and isinstance(layer, nn.SyncBatchNorm):
+        return "is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
+    own = next((name for name in _COMPUTES if name in vars(layer)), None)
+    if own is not None:
+        return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
+    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not _of_torch(cls, name)), None)
+    if own is not None and not has_class:
+        nearest = next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), SynchronizedBatchNorm)
+        ours = f"Synchronized{cls.__name__}"
+        return (
+            f"has a {own} of its own; write class {ours}({cls.__name__}, {nearest.__name__}) and call "
+            f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
+        )
+    expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
+    if clashes:
+        return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
+    return None
+
+
+def _of_torch(cls: type[nn.Module], name: str) -> Any:
+    # Python 3.10 has no `__getstate__` to inherit.
+    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase, name, None)
+
+
+def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
+    plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
+    if plain is None or is_parametrized(layer):
+        return False
+    swap_class(layer, plain)
+    former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
+    for name in (*_RESERVED, _FORMER_CLASS):
+        layer.__dict__.pop(name, None)
+    if plain is nn.SyncBatchNorm:
+        layer.process_group = former
+    return True
+
+
+def _revert_parallel(parallel: _Callbacks) -> bool:
+    ours = type(parallel) is DataParallelWithCallback
+    plain = nn.DataParallel if ours else vars(type(parallel)).get("_original")
+    if plain is None:
+        return False
+    swap_class(parallel, plain)
+    parallel.__dict__.pop("_sync_timeout", None)
+    devices = [as_device(device) for device in parallel.device_ids]
+    if needs_own_parallel(devices):
+        parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
+    """Return the synchronized subclass of `cls`, a class that has the forward of torch."""
+    kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
+    namespace = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the arguments that it always took
+        "_original": cls,
+        "_derive": staticmethod(_mixed),
+    }
+    bases = (Derived, *(kinds[:1] or [_SynchronizedBatchNorm]), cls)
+    return types.new_class(f"Synchronized{cls.__name__}", bases, {}, lambda ns: ns.update(namespace))
+
+
+class _Patch:
+    """What `patch_sync_batchnorm` keeps: how many contexts are open, and what it puts back when none is."""
+
+    lock = threading.Lock()
+    depth = 0
+    before: ClassVar[dict[type[BatchNormBase], Any]] = {}
+    left: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers inside of this context, for building a model.
+
+    Every layer that is built becomes what `convert_model` makes of it, also in code that took the class before, as in
+    ``from torch.nn import BatchNorm2d`` or as a default argument. Only the `__init__` of the three classes is replaced,
+    for the whole process, and put back when the last of nested or concurrent contexts is left, also by an exception.
+
+    Warns:
+        UserWarning: when the last context is left: one warning that names the classes of layers which were left as they
+            are, and why.
+    """
+    with _Patch.lock:
+        if not _Patch.depth:
+            for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                _Patch.before[cls] = vars(cls).get("__init__")
+                cls.__init__ = _synchronizing(cls.__init__)  # type: ignore[method-assign]
+        _Patch.depth += 1
+    left: dict[str, int] = {}
+    try:
+        yield
+    finally:
+        with _Patch.lock:
+            _Patch.depth -= 1
+            if not _Patch.depth:
+                for patched, init in _Patch.before.items():
+                    if init is not None:
+                        patched.__init__ = init  # type: ignore[method-assign]
+                    elif "__init__" in vars(patched):  # unless somebody else has taken it away
+                        del patched.__init__
+                _Patch.before.clear()
+                left, _Patch.left = _Patch.left, {}
+    if left:
+        reasons = "".join(f"\n- {number} layers: {why}" for why, number in left.items())
+        warn(f"patch_sync_batchnorm left BatchNorm layers as they are, which do not synchronize:{reasons}")
+
+
+def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # A class that was derived from another one in a context keeps this function, which then does nothing.
+        if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
+            reason = _make_synchronized(self, {}, None, None, None)
+            if reason:
+                why = f"{type(self).__name__} {reason}"
+                with _Patch.lock:
+                    _Patch.left[why] = _Patch.left.get(why, 0) + 1
+
+    return __init__

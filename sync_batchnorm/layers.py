@@ -1,0 +1,341 @@
+"""The layers: their options, when they synchronize, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sync_batchnorm import distributed
+from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
+from sync_batchnorm.comm import SyncMaster
+from sync_batchnorm.compilation import uncompiled
+from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
+from sync_batchnorm.places import current_place
+from sync_batchnorm.replicate import CallbackContext, is_in_replica, raise_foreign_layer
+from sync_batchnorm.torch_private import BatchNormBase
+from sync_batchnorm.warning import ModuleSet, warn
+
+__all__ = [
+    "SynchronizedBatchNorm",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
+    "set_sbn_eps_mode",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# NOTE [whole models of the older library]: A layer of it is pickled with a `SyncMaster`, and that one with a method of
+# the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
+_STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
+
+MOST_PENDING = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
+
+EPS_MODES = ("plus", "clamp")
+_default_eps_mode = "plus"
+
+
+def set_sbn_eps_mode(mode: str) -> None:
+    """Set how layers whose `eps_mode` is None keep the variance away from zero.
+
+    Args:
+        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default; ``"clamp"`` for
+            ``1 / sqrt(max(var, eps))``, which older libraries of this design compute when they synchronize.
+
+    Raises:
+        ValueError: for any other mode.
+    """
+    global _default_eps_mode
+    _check_eps_mode(mode)
+    _default_eps_mode = mode
+
+
+def _check_eps_mode(mode: str | None) -> None:
+    if mode not in EPS_MODES:
+        raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
+
+
+def check_sync_options(eps_mode: str | None, group_size: int | None, process_group: Any = None) -> None:
+    """Refuse what no layer can take.
+
+    Raises:
+        TypeError: for a `group_size` that is no int.
+        ValueError: for an unknown `eps_mode`, a `group_size` below 1, or a `group_size` beside a `process_group`.
+    """
+    if eps_mode is not None:
+        _check_eps_mode(eps_mode)
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
+        raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
+    if group_size is not None and process_group is not None:
+        raise ValueError(
+            f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides the "
+            "replicas of one process, which then synchronizes with no other, so leave one of them out"
+        )
+
+
+class _LayerMaster(SyncMaster):
+    """That of a layer: it belongs to one forward, and copied or pickled it becomes None, as a `SlavePipe` does."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class _SynchronizedBatchNorm(BatchNormBase):
+    """What all synchronized layers share; not for use by itself.
+
+    NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
+    dropped. The user's own module never holds one: class attributes are the defaults for a module whose class was
+    swapped, and for everything that was pickled before.
+    """
+
+    eps_mode: str | None = None
+    group_size: int | None = None
+    process_group: Any = None
+    _sync_pipe: Pipe | None = None
+    _sync_updates_running_stats = False
+    _sync_pending: list[BatchStatistics | None] | None = None
+    _sync_master_device: torch.device | None = None
+
+    _data_parallel_master: None = None  # see NOTE [whole models of the older library]
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        eps_mode: str | None = None,
+        group_size: int | None = None,
+        process_group: Any = None,
+    ) -> None:
+        without_bias = {} if bias else {"bias": False}  # Older torch has no such argument and says so.
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
+        self._set_sync_options(eps_mode, group_size, process_group)
+
+    def _set_sync_options(self, eps_mode: str | None, group_size: int | None, process_group: Any) -> None:
+        """Take the options that are given; those left out stay with the class, so that nothing is left to undo."""
+        check_sync_options(eps_mode, group_size, process_group)
+        options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
+        for name, value in options.items():
+            if value is not None:
+                setattr(self, name, value)
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
+        first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
+        if copy_id == first:
+            ctx.sync_master = _LayerMaster(merge_messages)
+            tensor = self.weight if self.running_mean is None else self.running_mean
+            ctx.master_device = None if tensor is None else tensor.device
+        state = self.__dict__  # where an attribute is set without what `nn.Module.__setattr__` looks for, a few times
+        state["_sync_pipe"] = ctx.sync_master if copy_id == first else ctx.sync_master.register_slave(copy_id)
+        state["_sync_master_device"] = ctx.master_device
+        state["_sync_updates_running_stats"] = copy_id == 0
+        if copy_id and self.track_running_stats:
+            state["_sync_pending"] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            if self._sync_pending:
+                self._catch_up(self._sync_pending)
+            return BatchNormBase.forward(self, input)  # not that of a class which comes in between, see `convert_model`
+        if self._sync_pipe is None and is_in_replica():
+            raise_foreign_layer(self)
+        group = self._active_group()
+        if self._sync_pipe is None and group is None:
+            self._warn_if_replica()
+            return BatchNormBase.forward(self, input)
+        return self._forward_synchronized(input, group)
+
+    @uncompiled
+    def _forward_synchronized(self, input: Tensor, group: distributed.Group | None) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
+        self._check_input(input, weight, bias, mean, var)
+        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
+        running = None
+        if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
+            running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
+        weight_of_module, pending = self._has_weight_of_module(), self._sync_pending
+        if pending is not None and len(pending) >= MOST_PENDING:
+            self._catch_up(pending)
+        return sync_batch_norm(
+            input,
+            weight,
+            bias,
+            self._sync_pipe,
+            self.eps,
+            clamps,
+            group,
+            self,
+            running,
+            weight_of_module,
+            pending,
+            self._sync_master_device,
+        )
+
+    @uncompiled
+    def _catch_up(self, pending: list[BatchStatistics | None]) -> None:
+        """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
+
+        Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
+        become many, in replicas that somebody keeps.
+        """
+        running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        for batch in pending:
+            if batch is None or running.mean is None:
+                running.count_call()
+            else:
+                batch.move(running, current_place(running.mean.device))
+        pending.clear()
+
+    def _has_weight_of_module(self) -> bool:
+        """Return whether weight and bias are those of the wrapped module, which all replicas were given.
+
+        A module may compute others in its forward. What torch gives to a replica is listed in `_former_parameters`.
+        """
+        former = self.__dict__.get("_former_parameters", {})
+        return former.get("weight") is self.weight and former.get("bias") is self.bias
+
+    def _active_group(self) -> distributed.Group | None:
+        """Return the group of processes to synchronize with, or None for this process alone."""
+        group = distributed.active_group(None if self.group_size is not None else self.process_group)
+        if group is None:
+            return None
+        if self._sync_pipe is None and getattr(self, "_is_replica", False):
+            return None  # Replicas that do not know each other would all speak for their process, in any order.
+        if self.group_size is None:
+            return group
+        if self._sync_pipe is None and self.group_size > 1:
+            warn(
+                f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
+                "process, so its statistics are those of this process; pass process_group=torch.distributed."
+                f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes"
+            )
+        return None
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
+        """Do what `convert_model` does, under the name that `torch.nn.SyncBatchNorm` has for it."""
+        from sync_batchnorm.conversion import convert_model
+
+        return convert_model(module, process_group=process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if state.get("process_group") is not None:
+            state["process_group"] = distributed.SharedGroup(self.process_group)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {name: value for name, value in state.items() if name not in _STATE_OF_OLDER}
+        shared = state.get("process_group")
+        if isinstance(shared, distributed.SharedGroup):
+            state["process_group"] = shared.group
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def _check_input(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
+    ) -> None:
+        """Raise torch's own error for invalid arguments, before the exchange.
+
+        Its function is called with arguments that look invalid alone, and with the first row repeated, so that a single
+        row is not an error.
+        """
+        channels, dtype, device = input.shape[1], input.dtype, input.device
+        valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
+        for tensor in (weight, bias, mean, var):
+            if tensor is not None:
+                valid = valid and tensor.shape[0] == channels and tensor.device == device
+                valid = valid and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
+        if valid:
+            return
+        mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
+        rows = torch.cat((input[:1], input[:1]))
+        with torch.no_grad():
+            F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
+
+    def _warn_if_replica(self) -> None:
+        if getattr(self, "_is_replica", False) and _warned.add(self):
+            warn(
+                f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
+                "are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
+                "patch_replication_callback(data_parallel) on the DataParallel object around it"
+            )
+
+    def extra_repr(self) -> str:
+        options = {"eps_mode": self.eps_mode, "group_size": self.group_size, "process_group": self.process_group}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
+
+
+def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
+    return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
+
+
+_warned = ModuleSet()  # of their missing callback
+
+
+class SynchronizedBatchNorm(_SynchronizedBatchNorm):
+    """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
+
+    .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
+
+    In training mode, inside of a `DataParallelWithCallback`, mean and (biased) variance are those of the batches of all
+    replicas together, weighted by elements; forward and backward equal those of one device on the whole batch. In eval
+    mode, or with a single replica, the layer is the layer of torch that it inherits from. The running statistics and
+    the counter of the wrapped module are updated in place, once for each call, with the unbiased variance.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: the weight of this call in the running statistics; None for their cumulative average.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers. float16 and bfloat16 inputs may also meet float32 parameters.
+        bias: whether there is a bias beside the weight; on a torch that has this argument.
+        eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
+        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
+            group. The running statistics are those of the group of replica 0. None: all replicas. Groups of replicas
+            lie inside of one process and do not synchronize with another one.
+        process_group: the `torch.distributed` group over which processes synchronize once it is initialized with more
+            than one process; None: all processes. The replicas of each process come first. Copies of the layer share
+            the group, a pickle cannot hold it.
+
+    Shape:
+        - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
+        - output: as the input, in shape, dtype and memory format.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
+            per channel is refused only if it is the only one of all replicas.
+        ValueError: also for a `process_group` that this process does not belong to.
+        ReplicaSyncError: if the replicas cannot meet. If processes cannot, the error is that of `torch.distributed`.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
+
+
+class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
+
+
+class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
+    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
