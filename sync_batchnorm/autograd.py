@@ -135,7 +135,7 @@ class Message:
         shape = input.shape
         self.kind = (shape[1], len(shape), input.dtype)
         self.elements = channel_count(shape)  # per channel
-        self.place = self.part_place = current_place(input.device)
+        self.place = current_place(input.device)
         self.backend = backend = backend_for(input.device)
         plain = eps is not None and not clamps and group is None
         self.takes_invstd = plain and backend.takes_invstd
@@ -143,9 +143,9 @@ class Message:
         if not (plain and backend.joined is not None and backend.joined.takes(self.input)):
             self.prepare(master_device)
 
-    def prepare(self, master_device: torch.device | None = None) -> PartStatistics:
+    def prepare(self, master_device: torch.device | None = None) -> None:
         """Make the statistics of the input, and memory for the output; send the statistics to the master."""
-        input, memory = self.input, None
+        input, memory, self.part_place = self.input, None, self.place
         if input.numel():
             part, memory = self.backend.part_statistics(input, self.eps or 0.0, self.takes_invstd)
             if master_device is not None and master_device != self.place.device:
@@ -156,7 +156,6 @@ class Message:
         if self.eps is not None:
             self.memory = memory_for_output(input, memory)
         self.part = part
-        return part
 
 
 Slot = tuple[str, int]  # a name in `Message.tensors`, and the number of the replica

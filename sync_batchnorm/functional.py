@@ -15,7 +15,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from sync_batchnorm import distributed, recompute
 from sync_batchnorm.autograd import Call, Message
 from sync_batchnorm.backends import backend_for
-from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics, memory_for_output, statistics_dtype
+from sync_batchnorm.backends.base import (
+    BatchStatistics,
+    PartStatistics,
+    RunningStatistics,
+    memory_for_output,
+    statistics_dtype,
+)
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.places import Streams
@@ -118,8 +124,12 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
     first, master = messages[0], call.master
     parts = []
     for message in messages:
-        # Without statistics, its input is small enough to be joined, but cannot be.
-        part, place = message.part or message.prepare(), message.part_place
+        if message.part is None or (message.eps, message.takes_invstd) != (first.eps, first.takes_invstd):
+            # Its input is small enough to be joined, but cannot be; or its layer has another eps, or another mode.
+            message.eps, message.takes_invstd = first.eps, first.takes_invstd
+            with Streams((message.place,)).at(message.place):
+                message.prepare()
+        part, place = cast(PartStatistics, message.part), message.part_place
         parts.append(part if place == master else part.sent(place, master, Streams((place, master))))
     batch = call.backend.merge(parts, first.eps or 0.0, first.running)
     batch.count = count

@@ -202,6 +202,12 @@ EQUIVALENT = [
     ),
     Equivalent(
         "backends/general.py",
+        "General.normalize",
+        "-> `torch.addcmul(per_channel(bias, input), factor, centered, out=out)`",
+        "The order of two factors does not matter.",
+    ),
+    Equivalent(
+        "backends/general.py",
         "General.rest",
         "max(batch.count, 2)",
         "A count of one is refused in the forward; with no elements at all, there is nothing to divide.",

@@ -22,7 +22,7 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-from sync_batchnorm.batchnorm import _warned
+from sync_batchnorm.layers import _warned
 from sync_batchnorm.local_parallel import replicate
 
 

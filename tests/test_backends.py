@@ -583,6 +583,7 @@ SEPARATE = {
 
 
 def are_joined(inputs):
+    """Return whether each replica waits for the master, which then takes all."""
     return all(map(Joined().takes, inputs)) and Joined().takes_all(inputs)
 
 

@@ -5,11 +5,12 @@ import inspect
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import KERNELS, device_lists
 from helpers import (
     TwoLayers,
     as_devices,
     assert_equal,
+    assert_same_state,
     assert_same_step,
     doubles,
     needs_bias_argument,
@@ -332,3 +333,30 @@ def test_output_of_a_large_transposed_input_can_be_viewed_as_that_of_torch():
     plain, parallel = twins(Transposing(), ["cpu"] * 2)
     input = torch.randn(4, 8, 140, 150)
     assert parallel(input).shape == plain(input).shape
+
+
+class Deciding(nn.Module):
+    """Decides in each replica with which eps its layer normalizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, input, number):
+        if number[0]:
+            self.bn.eps_mode, self.bn.eps = "clamp", 7.0
+        return self.bn(input)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.usefixtures("kernel")
+def test_eps_of_the_master_holds_for_all(devices, first):
+    _, parallel = twins(Deciding().double(), devices)
+    expected = copy.deepcopy(parallel)
+    data, numbers = doubles(6, 4, 3, 3, devices=devices), torch.zeros(len(devices), 1)
+    numbers[first] = 1
+    rows = numbers.repeat_interleave(6 // len(devices), 0).to(data.device)
+    assert_equal(parallel(data, rows), expected(data, torch.full_like(rows, float(first == 0))))
+    assert_same_state(parallel, expected.module)

@@ -142,4 +142,4 @@ def test_there_are_messages_to_compare():
 
 def test_reasons_of_the_check_are_those_of_the_page():
     for line in re.findall(r"^  module\.\S+ \(\w+\): (.*)$", PAGE, re.MULTILINE):
-        assert line in (ROOT / "sync_batchnorm" / "layers.py").read_text()
+        assert line in (ROOT / "sync_batchnorm" / "check.py").read_text()
