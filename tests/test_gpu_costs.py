@@ -16,7 +16,7 @@ from helpers import as_devices, twins
 from simulated_gpus import Recording, recording
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, merge_messages
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 
@@ -118,6 +118,27 @@ def test_layer_costs_exactly_what_the_table_says(name, dtype):
     ran = step(parallel, dtype)
     print(f"{name}, {dtype}\n{ran}")
     assert ran.costs() == BUDGETS[name, "full" if dtype == torch.float32 else "half"]
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if len(set(DEVICES[name])) == len(DEVICES[name]) > 1])
+def test_master_launches_little_after_the_last_arrival(name, monkeypatch):
+    merges = []
+
+    def counted(messages):
+        with recording() as ran:
+            result = merge_messages(messages)
+        merges.append(ran)
+        return result
+
+    monkeypatch.setattr("sync_batchnorm.layers.merge_messages", counted)
+    parallel = layer(name)
+    step(parallel)
+    merges.clear()
+    step(parallel)
+    (ran,) = merges
+    print(ran)
+    assert ran.launches == len(DEVICES[name]) + 3
+    assert ran.host_syncs == ran.events == ran.waits == 0
 
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "[0]"])
