@@ -383,14 +383,21 @@ def parallel_apply(
     outputs: list[Any] = [None] * len(modules)
     failures: list[CapturedError | None] = [None] * len(modules)
     places = [current_place(device) for device in devices]
-    cores = _Cores(len(modules)) if devices[0].type == "cpu" else None
+    # NOTE [numbers of threads]: Replicas on the CPU divide the intra-op threads of their caller: otherwise each of them
+    # would start as many. `torch.set_num_threads` sets the number of the calling thread, and that with which others
+    # begin, when they ask for theirs for the first time. So the caller sets the number of each replica, waits until all
+    # have asked, and sets its own again, which the backward has.
+    num_threads = torch.get_num_threads()
+    divides = devices[0].type == "cpu" and num_threads > 1 and len(modules) > 1
+    asked: SimpleQueue[int] = SimpleQueue()
     through: SimpleQueue[int] = SimpleQueue()
     running = threading.Lock()  # see NOTE [ends of threads]
 
     def work(i: int) -> None:
         try:
-            if cores is not None:
-                cores.take_threads()
+            if divides:
+                torch.get_num_threads()
+                asked.put(i)
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
@@ -405,15 +412,17 @@ def parallel_apply(
         work(0)
     else:
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
-        begun = 0
         with running:
             try:
+                if divides:
+                    torch.set_num_threads(max(1, num_threads // len(modules)))
                 for thread in threads:
                     thread.start()
-                    begun += 1
-            finally:  # a process may have no more threads
-                if cores is not None:
-                    cores.restore(begun)
+                for _ in threads if divides else ():
+                    asked.get()
+            finally:  # also if a process may have no more threads
+                if divides:
+                    torch.set_num_threads(num_threads)
             for _ in threads:
                 through.get()
         for thread in threads:
@@ -422,40 +431,6 @@ def parallel_apply(
         if failure is not None:
             raise failure.rebuild()
     return outputs
-
-
-class _Cores:
-    """The intra-op threads of the caller, divided among the threads of its replicas on the CPU.
-
-    Otherwise each of them would start as many as the caller has. The backward, in the caller's thread, has them all.
-
-    NOTE [numbers of threads]: `torch.set_num_threads` sets the number of the calling thread, and that with which other
-    threads begin, when they ask for theirs for the first time. So a replica asks before it sets its own, and when all
-    have set theirs, the caller sets its own again.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._all = torch.get_num_threads()
-        self._each = max(1, self._all // num_replicas)
-        self._taken: SimpleQueue[None] = SimpleQueue()
-
-    def take_threads(self) -> None:
-        """In the thread of a replica."""
-        try:
-            if self._each < self._all:
-                torch.get_num_threads()
-                torch.set_num_threads(self._each)
-        finally:
-            self._taken.put(None)
-
-    def restore(self, begun: int) -> None:
-        """In the thread of the caller, once it has started those of `begun` replicas."""
-        try:
-            for _ in range(begun):
-                self._taken.get()
-        finally:
-            if self._each < self._all:
-                torch.set_num_threads(self._all)
 
 
 class CallerState:

@@ -407,15 +407,16 @@ class CountingThreads(nn.Module):
         return input
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("started", range(3))
-def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monkeypatch, started):
-    """As where a process may have no more threads: those that were started are released, and later ones have all."""
+def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monkeypatch, started, error):
+    """As where a process may have no more threads, or at Ctrl-C: those that were started end, later ones have all."""
     start, number, later, before = threading.Thread.start, [], [], torch.get_num_threads()
 
     def fails(thread):
         number.append(thread)
         if len(number) > started:
-            raise RuntimeError("can't start new thread")
+            raise error("can't start new thread")
         start(thread)
 
     parallel = DataParallelWithCallback(SynchronizedBatchNorm1d(3), ["cpu"] * 3)
@@ -423,7 +424,7 @@ def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monk
         torch.set_num_threads(3)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", fails)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
+            with pytest.raises(error, match="can't start new thread"):
                 parallel(torch.randn(6, 3))
         for thread in number[:started]:
             thread.join()
@@ -438,16 +439,19 @@ def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monk
 
 @pytest.mark.parametrize(("available", "share"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 def test_replicas_divide_the_intra_op_threads_of_their_caller(available, share, monkeypatch):
-    def restore(cores, begun):
-        original(cores, begun)
-        restored.set()
+    def note(number):
+        original(number)
+        if number == available:
+            restored.set()
 
-    before, original, restored = torch.get_num_threads(), local_parallel._Cores.restore, threading.Event()
-    monkeypatch.setattr(local_parallel._Cores, "restore", restore)
+    before, original, restored = torch.get_num_threads(), torch.set_num_threads, threading.Event()
+    monkeypatch.setattr(torch, "set_num_threads", note)
     parallel = DataParallelWithCallback(CountingThreads(restored), ["cpu"] * 2)
     later = []
     try:
         torch.set_num_threads(available)
+        if available > share:
+            restored.clear()
         parallel(torch.zeros(2))
         assert parallel.module.counts == [share, share]
         assert torch.get_num_threads() == available
