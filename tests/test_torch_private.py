@@ -72,8 +72,12 @@ class Node(torch.autograd.Function):
         return grad
 
 
+outputs = []  # up to torch 2.12, a node lives as long as its output
+
+
 def node():
-    return Node.apply(torch.ones(2, requires_grad=True)).grad_fn
+    outputs[:] = [Node.apply(torch.ones(2, requires_grad=True))]
+    return outputs[0].grad_fn
 
 
 def free_in_backward(private, found):
@@ -212,6 +216,7 @@ def test_recomputation_that_is_not_recognized_is_an_error_and_no_hang(name, reen
         output.sum().backward()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.8 does not notice operators that are recomputed alone")
 @pytest.mark.parametrize("name", [name for name in NAMES if re.search("dispatch_stack|_mode|_Cached", name)])
 def test_selective_checkpoint_that_sees_too_much_is_an_error(name, package_lacking):
     package = package_lacking(name)
