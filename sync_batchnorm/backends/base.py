@@ -117,14 +117,14 @@ class PartStatistics(NamedTuple):
     K equal parts of the input may have been looked at separately; K is one but on the CPU.
     """
 
-    mean: Tensor  # (K, C); after `sent`, mean and the next in one tensor, (2, C)
+    mean: Tensor  # (K, C); after `sent`, this and the next in one tensor, (2 * K, C)
     var: Tensor | None  # (K, C), biased; None beside an inverse standard deviation
     invstd: Tensor | None  # (K, C), where the backend merges these
     elements: int  # per channel, in each of the K parts
     is_packed: bool = False  # whether it was `sent`
 
     def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
-        """Return these statistics, with K of one, which are ready at `source`, for use at `target`.
+        """Return these statistics, which are ready at `source`, for use at `target`.
 
         They are unpacked by who uses them: each call of an operator in the threads of replicas is one for which they
         wait for the lock of the interpreter.
@@ -132,14 +132,14 @@ class PartStatistics(NamedTuple):
         packed = self.mean
         if not self.is_packed:
             with streams.at(source):
-                packed = torch.stack((self.mean, cast(Tensor, self.var if self.invstd is None else self.invstd)))
+                packed = torch.cat((self.mean, cast(Tensor, self.var if self.invstd is None else self.invstd)))
         return PartStatistics(streams.to_place(packed, source, target), self.var, self.invstd, self.elements, True)
 
     def unpacked(self) -> PartStatistics:
         """Return these statistics as they were before they were `sent`."""
         if not self.is_packed:
             return self
-        mean, second = self.mean.unbind()
+        mean, second = self.mean.chunk(2)
         is_invstd = self.invstd is not None
         return PartStatistics(mean, None if is_invstd else second, second if is_invstd else None, self.elements)
 

@@ -44,7 +44,7 @@ class Cuda(Backend):
         counts: tuple[int, ...] = ()
         for part in parts:
             if part.invstd is not None:
-                vectors += (part.mean.flatten(),) if part.is_packed else (part.mean, part.invstd)
+                vectors += (part.mean,) if part.is_packed else (part.mean, part.invstd)
                 counts += (part.elements,)
         if not vectors:
             return super().merge(parts, eps, running)
