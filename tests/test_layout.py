@@ -80,7 +80,6 @@ IMPORTS = {
     "check": {"distributed", "layers", "replicate", "torch_private"},
     "batchnorm": {"check", "conversion", "layers"},
     "timm": {"layers"},
-    "selfcheck": {"conversion", "replicate"},
 }
 # Imported in a function: by those who have installed what it is for, and by a method that torch's own layers have.
 LATE = {"conversion": {"timm"}, "layers": {"conversion"}}
@@ -195,8 +194,7 @@ KINDS_OF_DEVICES = {
     "places",  # whether a device has streams, and whether the host can read what is there
     "local_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have
-    "selfcheck",  # whether a check can hang in a device, and needs a process of its own
-    "__main__",  # whether a device that the user names is there
+    "__main__",  # whether a device that the user names is there, and whether a check can hang in it
 }
 KIND = re.compile(r"cpu|cuda|mps|xpu|xla|hpu|mtia|meta")
 

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from sync_batchnorm.__main__ import Item, check_devices, run, supervised
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
+ROOT = Path(__file__).parents[1]
 COPIES = [f"copy cuda:{a} -> cuda:{b}" for a in range(3) for b in range(3) if a != b]
 LIBRARY = ["parity in float32", "parity in float64", "time"]
 COSTS = ["host time a layer", "launches a layer"]
@@ -469,14 +472,32 @@ def test_launches_are_the_events_of_gpus_for_a_layer(monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["time", "host", "launches"])
+def test_cost_of_a_layer_is_measured_on_two_gpus(kind):
+    ok, result = command.check_cost(kind, (2, 3, 4), ["cuda:0", "cuda:1"])
+    assert ok
+    assert " synchronized, " in result or result.startswith("not available")
+
+
+# The threads of autograd for GPUs do not survive a fork, so it is a Python that has not computed anything.
+SIMULATED = """
+import multiprocessing, os, sys
+sys.path.insert(0, "tests")
+from simulated_gpus import simulate
+simulate(int(os.environ["SIMULATED_GPUS"]))
+from sync_batchnorm import __main__ as command
+command.PROCESSES = multiprocessing.get_context("fork")
+sys.exit(command.main())
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
 @pytest.mark.watchdog(120)
-@pytest.mark.parametrize("devices", ["0,1", pytest.param("", marks=pytest.mark.slow)])
-def test_gpus_of_this_machine_are_all_right(devices, monkeypatch, capsys):
-    if torch.cuda.device_count() < 2 and devices:
-        pytest.skip("needs two GPUs")
-    if is_simulated():  # a new Python has no simulated GPUs
-        monkeypatch.setattr(command, "PROCESSES", multiprocessing.get_context("fork"))
-    status, report = report_of(capsys, *(["--devices", devices] if devices else []))
-    assert status == 0, report
-    names = [check["check"] for check in report["checks"]]
-    assert ("NCCL, two processes" in names) == (torch.cuda.device_count() > 1)
+def test_gpus_of_this_machine_are_all_right():
+    program = ["-c", SIMULATED] if is_simulated() else ["-m", "sync_batchnorm"]
+    ended = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    several = torch.cuda.device_count() > 1
+    assert all((name in ended.stdout) == several for name in (*COSTS, "NCCL, two processes", "peer-to-peer"))
