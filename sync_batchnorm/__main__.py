@@ -314,8 +314,8 @@ def check_parity(dtype: str, devices: Sequence[str]) -> Result:
         # So many rows make one chunk for each device, the last one smaller than the others.
         shape = (2 * len(devices) - 1, channels, height, height)
         for _ in range(2):
-            input, grad = (torch.randn(shape, dtype=getattr(torch, dtype), device=devices[0]) for _ in range(2))
-            for actual, expected in zip(*(step(net, 3 * input + 5, grad) for net in (parallel, plain)), strict=True):
+            input, grad = (5 + 3 * torch.randn(shape, dtype=getattr(torch, dtype), device=devices[0]) for _ in range(2))
+            for actual, expected in zip(*(step(net, input, grad) for net in (parallel, plain)), strict=True):
                 actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
                 errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     error = float(torch.stack(errors).max())  # NaN if one of them is, other than `max`

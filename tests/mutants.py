@@ -227,7 +227,7 @@ EQUIVALENT = [
     Equivalent(
         "__main__.py",
         "check_parity",
-        "3 * input",
+        "3 * torch.randn(shape",
         "The numbers are arbitrary.",
     ),
     Equivalent(

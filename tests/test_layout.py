@@ -114,7 +114,7 @@ ATTRIBUTES = {
     "_wrapped_call_impl": {"replicate"},
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
-OF_PYTHON = {"_asdict", "_fields", "_getframe"}
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe"}
 OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shared_tensors"}  # of dictionaries of attributes
 OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 
