@@ -327,7 +327,7 @@ def test_checks_run_in_processes_of_their_own():
     [
         (0, (True, "2 devices")),
         (1, (False, "2 of 2097152 values arrive wrong")),
-        (None, (False, "hangs, no end after 3.0 seconds")),
+        pytest.param(None, (False, "hangs, no end after 3.0 seconds"), marks=pytest.mark.slow),
     ],
 )
 def test_tensors_of_two_processes_are_added_up(forking, error, result, monkeypatch, tmp_path):
