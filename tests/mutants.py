@@ -254,6 +254,12 @@ EQUIVALENT = [
         "-> `for size in (64, 2 << 24):`",
         "The sizes are arbitrary.",
     ),
+    Equivalent(
+        "__main__.py",
+        "check_broadcast",
+        "-> `sent = torch.arange(2 << 20",
+        "The sizes are arbitrary.",
+    ),
 ]
 
 

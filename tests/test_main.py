@@ -99,6 +99,7 @@ def test_table_of_this_machine_is_all_right(capsys):
     assert rows["parity in float32"].endswith("allowed 1e-04")
     assert rows["parity in float64"].endswith("allowed 1e-10")
     assert "ms synchronized" in rows["time"]
+    assert [line.split("|")[3].strip() for line in table[-4:]] == ["", "yes", "yes", "yes"]
     assert verdict.startswith("All is right, after ")
     assert "paste all of this text" in last
     assert status == 0
@@ -227,7 +228,7 @@ def test_replicas_of_one_device_have_no_connections_to_check(device, monkeypatch
 
 def test_gpus_that_are_connected_go_on_to_the_library(gpus, monkeypatch, capsys):
     ran = play(monkeypatch, {})
-    clock = iter([100.0, 102.5])
+    clock = iter([100.0, 102.54])
     monkeypatch.setattr(command, "monotonic", lambda: next(clock))
     status, report = report_of(capsys)
     assert (status, report["seconds"], report["advice"]) == (0, 2.5, [])
@@ -330,7 +331,7 @@ def test_checks_run_in_processes_of_their_own():
         pytest.param(None, (False, "hangs, no end after 3.0 seconds"), marks=pytest.mark.slow),
     ],
 )
-def test_tensors_of_two_processes_are_added_up(forking, error, result, monkeypatch, tmp_path):
+def test_tensors_of_two_processes_are_added_up(forking, error, result, monkeypatch):
     start, add_up = torch.distributed.init_process_group, torch.distributed.all_reduce
 
     def imitated(tensor):
@@ -342,8 +343,13 @@ def test_tensors_of_two_processes_are_added_up(forking, error, result, monkeypat
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: start("gloo", **options))
     monkeypatch.setattr(torch.distributed, "all_reduce", imitated)
-    checks = [partial(command.check_nccl, f"{tmp_path}/store", rank) for rank in range(2)]
-    assert supervised([[Item("NCCL", ("cpu", "cpu"), check)] for check in checks], soon()) == [result]
+    for name in ("check_copy", "check_broadcast", "check_parity", "check_cost"):
+        monkeypatch.setattr(command, name, fine)
+    check = command.check_nccl
+    monkeypatch.setattr(command, "check_nccl", lambda store, rank, devices: check(store, rank, ["cpu", "cpu"]))
+    *others, (item, found) = check_devices(("cuda:0", "cuda:1"), soon()).items()
+    assert (item.name, item.devices, found) == ("NCCL, two processes", ("cuda:0", "cuda:1"), result)
+    assert [found for _, found in others] == [fine()] * 8
     assert not multiprocessing.active_children()
 
 
