@@ -63,12 +63,6 @@ class Equivalent(NamedTuple):
 
 EQUIVALENT = [
     Equivalent(
-        "__main__.py",
-        "_copies",
-        'finding.item.kind == "copy"]` -> `return [finding.item for finding in findings if True]`',
-        "Copies come first, and name every GPU that the other checks name.",
-    ),
-    Equivalent(
         "distributed.py",
         "count_up_to",
         "next_sequence_number()) > 1:",
@@ -231,25 +225,19 @@ EQUIVALENT = [
         "The operator then also returns a sum that nobody takes.",
     ),
     Equivalent(
-        "selfcheck.py",
-        "_follow",
-        "`num_reported, since = 1, monotonic()`",
-        "The first finding comes a tenth of a second later at the earliest, and is counted then.",
-    ),
-    Equivalent(
-        "selfcheck.py",
-        "_difference",
-        "(3 * rows",
+        "__main__.py",
+        "check_parity",
+        "3 * torch.randn(shape",
         "The numbers are arbitrary.",
     ),
     Equivalent(
-        "selfcheck.py",
-        "check_time",
-        "`_wait_for(devices)` -> `pass`",
+        "__main__.py",
+        "check_copy",
+        "`wait_for(devices)` -> `pass`",
         "Only the times of real GPUs are wrong without it.",
     ),
     Equivalent(
-        "selfcheck.py",
+        "__main__.py",
         "module",
         "-> `SHAPES = ",
         "The sizes are arbitrary.",
@@ -261,9 +249,15 @@ EQUIVALENT = [
         "Whether torch also tells its hooks while the compiler traces them, which never traces what asks for them.",
     ),
     Equivalent(
-        "selfcheck.py",
+        "__main__.py",
         "check_copy",
         "-> `for size in (64, 2 << 24):`",
+        "The sizes are arbitrary.",
+    ),
+    Equivalent(
+        "__main__.py",
+        "check_broadcast",
+        "-> `sent = torch.arange(2 << 20",
         "The sizes are arbitrary.",
     ),
 ]

@@ -80,7 +80,6 @@ IMPORTS = {
     "check": {"distributed", "layers", "replicate", "torch_private"},
     "batchnorm": {"check", "conversion", "layers"},
     "timm": {"layers"},
-    "selfcheck": {"conversion", "replicate"},
 }
 # Imported in a function: by those who have installed what it is for, and by a method that torch's own layers have.
 LATE = {"conversion": {"timm"}, "layers": {"conversion"}}
@@ -115,7 +114,7 @@ ATTRIBUTES = {
     "_wrapped_call_impl": {"replicate"},
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
-OF_PYTHON = {"_asdict", "_fields", "_getframe"}
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe"}
 OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shared_tensors"}  # of dictionaries of attributes
 OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 
@@ -195,8 +194,7 @@ KINDS_OF_DEVICES = {
     "places",  # whether a device has streams, and whether the host can read what is there
     "local_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have
-    "selfcheck",  # whether a check can hang in a device, and needs a process of its own
-    "__main__",  # whether a device that the user names is there
+    "__main__",  # whether a device that the user names is there, and whether a check can hang in it
 }
 KIND = re.compile(r"cpu|cuda|mps|xpu|xla|hpu|mtia|meta")
 
