@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-__version__ = "1.2.0.dev0"
+__version__ = "1.2.0"
 
 # NOTE [refused imports]: A folder that was copied, or is on the path, is imported without the checks of pip. Python 3.6
 # can parse this file, and the code before the other imports raises one sentence where those would fail.
