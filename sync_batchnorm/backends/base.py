@@ -183,6 +183,9 @@ class RunningStatistics(NamedTuple):
 class BatchStatistics:
     """The statistics of the batch of all replicas, and processes, outside of the graph.
 
+    The backend makes them; the master adds its place, the count, eps, and what it sends to each place. The count is an
+    int, or a tensor where several processes have added theirs up: then the host does not wait for it.
+
     Args:
         mean: ``(C,)``, as all the other vectors at the place of the master.
         var: biased; None where the backend made the inverse standard deviation alone.
