@@ -514,14 +514,20 @@ class InModes(nn.Module):
             return self.bn(input)
 
 
+@pytest.mark.parametrize("layout", ["joined", "of other strides", "of other strides, with a large mean"])
 @pytest.mark.parametrize("infers", [[True, False], [False, True]], ids=["master", "slave"])
-def test_replica_in_inference_mode_leaves_the_gradients_of_the_other_right(infers):
+def test_replica_in_inference_mode_leaves_the_gradients_of_the_other_right(infers, layout):
     plain, parallel = twins(InModes().double(), ["cpu"] * 2)
     data, grad = doubles(4, 4, 5, 5), doubles(2, 4, 5, 5)
+    if "mean" in layout:
+        data += 1000
     rows = slice(2, 4) if infers[0] else slice(2)
     ours, theirs = (data[rows].clone().requires_grad_() for _ in range(2))
     modes = [torch.tensor([mode] * 2) for mode in infers]
-    parts = [data[:2], ours] if infers[0] else [ours, data[2:]]
+    other = data[:2] if infers[0] else data[2:]
+    if layout != "joined":  # so the master makes the statistics of both
+        other = other.mT.contiguous().mT
+    parts = [other, ours] if infers[0] else [ours, other]
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
     outputs = parallel.parallel_apply(replicas, list(zip(parts, modes, strict=True)), [{}, {}])
     outputs[1 if infers[0] else 0].backward(grad)
