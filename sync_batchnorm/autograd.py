@@ -13,7 +13,7 @@ So the exchange of the forward is part of the graph, and nothing in a backward w
 runs this node when it has the gradients of all outputs. The node makes the two sums of each replica, adds them up, and
 makes all input gradients; with what arithmetic, its backend knows.
 
-NOTE [memory of the outputs]: The node hands out its outputs before they are written. They are memory that each replica
+NOTE [memory of the outputs]: The node returns its outputs before they are written. They are memory that each replica
 has made in its thread, and writes in its thread after the exchange, so that all of them work at once.
 
 NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and

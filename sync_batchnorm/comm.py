@@ -1,4 +1,4 @@
-"""Threads meet and exchange: `SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
+"""Threads exchange: `SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
 
 No torch: a message may be anything. Who waits for whom, and what releases a wait, is the business of `coordinator.py`.
 """

@@ -20,7 +20,7 @@ __all__: list[str] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What the compiler says with `fullgraph=True`, which is the one case in which anybody has to know.
+# What the compiler says with `fullgraph=True`, the one case in which a user has to know.
 REASON = (
     "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
     "leave that out, or compile the parts between these layers"

@@ -190,7 +190,7 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
             )
         for cls in computing:
             if cls is _SynchronizedBatchNorm or not issubclass(plain, cls):
-                break  # what somebody has written for a synchronized class
+                break  # what a user has written for a synchronized class
             code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
             if code is not None and "__class__" not in code.co_freevars:
                 plain_name = cls.__name__
@@ -359,7 +359,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
                 for patched, init in _Patch.before.items():
                     if init is not None:
                         patched.__init__ = init  # type: ignore[method-assign]
-                    elif "__init__" in vars(patched):  # unless somebody else has taken it away
+                    elif "__init__" in vars(patched):  # unless other code has taken it away
                         del patched.__init__
                 _Patch.before.clear()
                 left, _Patch.left = _Patch.left, {}

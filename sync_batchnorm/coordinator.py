@@ -4,11 +4,11 @@ This is the only file that blocks, and it knows nothing of tensors. Every wait h
 `Coordinator._wait`, on a mailbox that belongs to the waiting replica alone.
 
 NOTE [who may break an exchange]: All state of a forward is guarded by the lock of its coordinator. A coordinator breaks
-at most once, and whoever finds the reason breaks it, at the moment it becomes true:
+at most once, and the thread that finds the reason breaks it, at the moment it becomes true:
 
 1. a replica that fails or is interrupted (`leave` with an error, `interrupt`), or the caller that no longer waits for
    the replicas (`abort`);
-2. a replica that leaves while somebody waits for it (`leave`), or that starts to wait for somebody who has left;
+2. a replica that leaves while another waits for it (`leave`), or that starts to wait for one that has left;
 3. a replica that starts to wait for one that, over any number of others, waits for it (`_find_deadlock`): an exchange
    needs all its members, so a cycle of replicas that wait for each other can never be resolved;
 4. a replica whose time is up (`Coordinator._wait`).
@@ -189,7 +189,7 @@ class Coordinator:
             self._break(ReplicaSyncError, errors.aborted_text(error))
 
     def drain(self, seconds: float) -> None:
-        """Give those that still run the time to notice that they were released; whoever does not is left behind."""
+        """Give those that still run the time to notice that they were released; those that do not are abandoned."""
         deadline = monotonic() + seconds
         with suppress(Empty):
             while self._inside:

@@ -12,7 +12,7 @@ another process only, never for a replica of this one.
 NOTE [order of a backward]: In a backward it is the reverse of that order, whatever the number of replicas. Of all nodes
 that are ready, the engine runs the one with the highest sequence number. Each thread counts those of the nodes that it
 makes, from zero on. In a process that calls the layers in one thread, a node thus has a lower number than all that
-lead to it in a backward, and nodes run in the order of their numbers. With replicas, numbers of several threads meet.
+lead to it in a backward, and nodes run in the order of their numbers. Replicas count in several threads.
 So the nodes of layers get the numbers of their calls, counted over all forwards whose graphs are alive, and each
 replica sees to it that the nodes which it makes after a call have higher numbers than that (`count_up_to`). Whatever
 leads to a later call, in any replica, then runs before the node of an earlier one.

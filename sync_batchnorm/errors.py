@@ -18,7 +18,7 @@ class ReplicaSyncError(RuntimeError):
 
 
 class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
-    """Nobody failed, but somebody did not come within the ``timeout`` of the wrapper."""
+    """No replica failed, but one did not come within the ``timeout`` of the wrapper."""
 
 
 class _KeyErrorText(str):
@@ -145,7 +145,7 @@ def timeout_text(timeout: float, waiting: str, late: str, exchange: str) -> str:
     return (
         f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({exchange}); "
         "pass a longer timeout if it is only slow, and run replicas in threads of their own: one after another in one "
-        "thread they can never meet"
+        "thread they can never exchange"
     )
 
 

@@ -54,8 +54,8 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
     call = Call(contents, one_weight)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled() and any(message.records for message in contents):
-            # What a replica records must not be made in the inference mode that the master may be in. To leave that mode
-            # turns the recording on.
+            # What a replica records must not be made in the inference mode that the master may be in. Leaving that mode
+            # turns the grad mode on.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(call.master.device.type):
@@ -119,9 +119,9 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
 
 
 def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchStatistics | None:
-    """Return the statistics of all replicas and processes, from those of each replica; None for not a single element.
+    """Return the statistics of all replicas and processes, from those of each replica.
 
-    Without eps there are some also then: zeros.
+    None if there is not a single element to normalize; of nothing, mean and variance are zero.
     """
     first, master = messages[0], call.master
     parts = []
@@ -326,7 +326,7 @@ def sync_batch_norm(
 
     Raises:
         ValueError: see `merge_messages`.
-        ReplicaSyncError: if the replicas cannot meet.
+        ReplicaSyncError: if the replicas cannot exchange.
         RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
             forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
@@ -409,7 +409,7 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     Raises:
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
             in all replicas together; if this process is no member of the group.
-        ReplicaSyncError: if the replicas cannot meet.
+        ReplicaSyncError: if the replicas cannot exchange.
         RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
             forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
     """

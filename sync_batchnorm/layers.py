@@ -189,7 +189,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
 
         Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
-        become many, in replicas that somebody keeps.
+        become many, in replicas that are kept.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
         for batch in pending:
@@ -303,7 +303,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         affine: whether there are weight and bias.
         track_running_stats: whether there are running statistics.
         device: of parameters and buffers.
-        dtype: of parameters and buffers. float16 and bfloat16 inputs may also meet float32 parameters.
+        dtype: of parameters and buffers. float16 and bfloat16 inputs may come with float32 parameters.
         bias: whether there is a bias beside the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
@@ -321,7 +321,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
             per channel is refused only if it is the only one of all replicas.
         ValueError: also for a `process_group` that this process does not belong to.
-        ReplicaSyncError: if the replicas cannot meet. If processes cannot, the error is that of `torch.distributed`.
+        ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:

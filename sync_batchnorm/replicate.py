@@ -470,7 +470,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
             replicated, or if a replica trains a synchronized layer that is no part of it, also in another wrapper.
-        ReplicaSyncError: from a call, if the replicas cannot meet.
+        ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:
         UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.

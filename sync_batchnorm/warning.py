@@ -18,7 +18,7 @@ _BETWEEN = frozenset((__name__.partition(".")[0], "torch", "contextlib", "functo
 
 
 def warn(text: str) -> None:
-    """Issue a `UserWarning` that names the line where code of somebody else has called torch or this library."""
+    """Issue a `UserWarning` that names the line where code outside of both has called torch or this library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
