@@ -172,6 +172,35 @@ def test_replicas_may_have_streams_of_their_own(devices, sizes, penalty):
         assert_same_on_streams(plain, parallel, [], "forward", penalty, run_on_streams_of_their_own, sizes)
 
 
+class EvalOnAnotherStream(nn.Module):
+    """Trains its layer on a stream of its own, and has it called in eval mode on the current one."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, input):
+        current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
+        own.wait_stream(current_stream)
+        input.record_stream(own)
+        with torch.cuda.stream(own):
+            self.bn(input)
+        current_stream.wait_stream(own)
+        self.bn.eval()
+        output = self.bn(input)
+        self.bn.train()
+        return output
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("devices", gpu_lists(2))
+def test_running_statistics_may_be_used_on_another_stream_than_that_of_the_call(devices, momentum):
+    plain, parallel = twins(EvalOnAnotherStream().double(), devices)
+    plain.bn.momentum = parallel.module.bn.momentum = momentum
+    data = doubles(4, 4, 5, 5).to(devices[0])
+    assert_equal(parallel(data), plain(data))
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(2))
 def test_gradient_penalties_on_side_streams_are_those_of_one_gpu(devices, side):

@@ -206,7 +206,11 @@ class BatchStatistics:
 
     def move(self, running: RunningStatistics, place: Place) -> None:
         """Move `running`, whose buffers are at `place`, towards these statistics."""
-        mean, invstd = self.at[place]
+        # A replica may use its buffers on another stream than the one on which it has called.
+        source = place if place in self.at else next(other for other in self.at if other.device == place.device)
+        mean, invstd = self.at[source]
+        if source != place:
+            mean, invstd = Streams((source, place)).to_place_joined((mean, invstd), source, place)
         var, count = self.var, self.count
         if var is None:
             var = (invstd.pow(-2) - self.eps).clamp_(min=0)
