@@ -54,8 +54,8 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
     call = Call(contents, one_weight)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled() and any(message.records for message in contents):
-            # What a replica records must not be made in the inference mode that the master may be in. To leave that mode
-            # turns the recording on.
+            # What a replica records must not be made in the inference mode that the master may be in. To leave that
+            # mode turns the recording on.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(call.master.device.type):
