@@ -49,7 +49,7 @@ from sync_batchnorm.backends.base import (
     channel_count,
     memory_for_output,
 )
-from sync_batchnorm.places import Streams, current_place, in_order_with_engine
+from sync_batchnorm.places import Streams, current_place, in_order_with_engine, record_current
 from sync_batchnorm.recompute import without_hooks
 from sync_batchnorm.saved import SavedTensors
 from sync_batchnorm.torch_private import apply_function, keeps_graph, plain_tensors, will_run
@@ -244,6 +244,9 @@ class _SyncBatchNorm(torch.autograd.Function):
                 else:
                     with in_order_with_engine(call.master, places, grads) as streams:
                         made = _gradients(ctx, call, grads, wanted, streams)
+                    # The engine takes them as made on the streams that are current now.
+                    for found, place in zip(made, call.places, strict=True) if not streams.are_current else ():
+                        record_current(found.values(), place)
         if not keeps_graph():
             call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.

@@ -102,6 +102,15 @@ class Streams:
         return (self.to_place(joined, source, target),)
 
 
+def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
+    """Tell the allocator that the current stream uses tensors that were made at `place`, on CUDA."""
+    if not place.is_current():
+        stream = torch.accelerator.current_stream(place.device.index)
+        for tensor in tensors:
+            if tensor is not None:
+                _record(tensor, stream)
+
+
 def _record(tensor: Tensor, stream: torch.Stream) -> None:
     with suppress(RuntimeError):  # of batched gradients, which have no memory of their own
         tensor.record_stream(stream)

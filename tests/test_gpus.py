@@ -172,6 +172,35 @@ def test_replicas_may_have_streams_of_their_own(devices, sizes, penalty):
         assert_same_on_streams(plain, parallel, [], "forward", penalty, run_on_streams_of_their_own, sizes)
 
 
+class OnStreamOfItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, input):
+        current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
+        own.wait_stream(current_stream)
+        input.record_stream(own)
+        with torch.cuda.stream(own):
+            output = self.bn(input)
+        current_stream.wait_stream(own)
+        output.record_stream(current_stream)
+        return output
+
+
+@pytest.mark.parametrize("devices", gpu_lists(2))
+def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices):
+    plain, parallel = twins(OnStreamOfItsOwn().double(), devices)
+    data, grad = doubles(4, 4, 5, 5), doubles(4, 4, 5, 5).to(devices[0])
+    ours, theirs = (data.to(devices[0]).requires_grad_() for _ in range(2))
+    for net, input in ((parallel, ours), (plain, theirs)):
+        output = net(input)
+        for again in (True, False):
+            output.backward(grad, retain_graph=again)
+    assert_equal(ours.grad, theirs.grad)
+    assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
+
+
 class EvalOnAnotherStream(nn.Module):
     """Trains its layer on a stream of its own, and has it called in eval mode on the current one."""
 
