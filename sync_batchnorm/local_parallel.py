@@ -386,10 +386,11 @@ def parallel_apply(
     # NOTE [numbers of threads]: Replicas on the CPU divide the intra-op threads of their caller: otherwise each of them
     # would start as many. `torch.set_num_threads` sets the number of the calling thread, and that with which others
     # begin, when they ask for theirs for the first time. So the caller sets the number of each replica, waits until all
-    # have asked, and sets its own again, which the backward has.
+    # have asked, and sets its own again, which the backward has. Only then they go on, as they may set another one.
     num_threads = torch.get_num_threads()
     divides = devices[0].type == "cpu" and num_threads > 1 and len(modules) > 1
     asked: SimpleQueue[int] = SimpleQueue()
+    dividing = threading.Lock()
     through: SimpleQueue[int] = SimpleQueue()
     running = threading.Lock()  # see NOTE [ends of threads]
 
@@ -398,6 +399,8 @@ def parallel_apply(
             if divides:
                 torch.get_num_threads()
                 asked.put(i)
+                with dividing:
+                    pass
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = modules[i](*args, **kwargs_tup[i])
@@ -413,16 +416,17 @@ def parallel_apply(
     else:
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(modules))]
         with running:
-            try:
-                if divides:
-                    torch.set_num_threads(max(1, num_threads // len(modules)))
-                for thread in threads:
-                    thread.start()
-                for _ in threads if divides else ():
-                    asked.get()
-            finally:  # also if a process may have no more threads
-                if divides:
-                    torch.set_num_threads(num_threads)
+            with dividing:
+                try:
+                    if divides:
+                        torch.set_num_threads(max(1, num_threads // len(modules)))
+                    for thread in threads:
+                        thread.start()
+                    for _ in threads if divides else ():
+                        asked.get()
+                finally:  # also if a process may have no more threads
+                    if divides:
+                        torch.set_num_threads(num_threads)
             for _ in threads:
                 through.get()
         for thread in threads:

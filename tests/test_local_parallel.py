@@ -407,6 +407,30 @@ class CountingThreads(nn.Module):
         return input
 
 
+class SettingThreads(nn.Module):
+    """Notes how many intra-op threads a replica begins with, and takes another number at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def forward(self, input):
+        self.counts.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return input
+
+
+def test_replica_that_sets_its_intra_op_threads_leaves_those_of_its_peers():
+    before, parallel = torch.get_num_threads(), DataParallelWithCallback(SettingThreads(), ["cpu"] * 3)
+    try:
+        for _ in range(20):
+            torch.set_num_threads(6)
+            parallel(torch.zeros(3))
+        assert parallel.module.counts == [2] * 60
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("started", range(3))
 def test_thread_that_cannot_be_started_leaves_others_their_intra_op_threads(monkeypatch, started, error):
