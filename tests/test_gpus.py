@@ -173,6 +173,8 @@ def test_replicas_may_have_streams_of_their_own(devices, sizes, penalty):
 
 
 class OnStreamOfItsOwn(nn.Module):
+    """Calls its layer on a stream of its own."""
+
     def __init__(self):
         super().__init__()
         self.bn = nn.BatchNorm2d(4)
@@ -201,20 +203,11 @@ def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices
     assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
 
 
-class EvalOnAnotherStream(nn.Module):
-    """Trains its layer on a stream of its own, and has it called in eval mode on the current one."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(4)
+class EvalOnAnotherStream(OnStreamOfItsOwn):
+    """Then calls it in eval mode on the current one."""
 
     def forward(self, input):
-        current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
-        own.wait_stream(current_stream)
-        input.record_stream(own)
-        with torch.cuda.stream(own):
-            self.bn(input)
-        current_stream.wait_stream(own)
+        super().forward(input)
         self.bn.eval()
         output = self.bn(input)
         self.bn.train()

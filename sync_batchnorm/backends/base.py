@@ -126,8 +126,7 @@ class PartStatistics(NamedTuple):
     def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
         """Return these statistics, which are ready at `source`, for use at `target`.
 
-        They are unpacked by who uses them: each call of an operator in the threads of replicas is one for which they
-        wait for the lock of the interpreter.
+        The master unpacks them: in the threads of replicas, each call of an operator waits for the interpreter lock.
         """
         packed = self.mean
         if not self.is_packed:
