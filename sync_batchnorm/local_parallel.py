@@ -11,13 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
-from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn.parallel import comm
 
 from sync_batchnorm.errors import CapturedError
@@ -92,16 +90,15 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = [as_device(device) for device in self.device_ids[: len(replicas)]]
         if not needs_own_parallel(devices):
             return super().parallel_apply(replicas, inputs, kwargs)
-        shared = _shared_tensors(replicas)
-        _follow_originals(shared)
-        try:
-            outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        finally:
-            changed = _count_changes(shared)
-        _check_changes(changed)
-        for node in {output.grad_fn for output in tensors_in(outputs)}.difference(entry.node for entry in shared):
-            if node is not None:
-                node.register_prehook(lambda _: _follow_originals(shared))
+        shared = [(name, own, own._version) for name, own in self.module.named_parameters() if not own.is_inference()]
+        outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        changed = [name for name, parameter, version in shared if parameter._version != version]
+        if changed and len(replicas) > 1:
+            raise RuntimeError(
+                f"expected parameters that stay as they are in a forward, but got {changed} changed in place in "
+                f"replicas on {self.device_ids}, which share their memory, so that each of them makes the change; "
+                "change parameters outside of the forward, under torch.no_grad()"
+            )
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
@@ -150,84 +147,11 @@ class _Alias(torch.autograd.Function):
         # than the forward. As if they were the latest, they hand each gradient on when it is computed: so the hooks of
         # a parameter run when they would on one device, and what replicas contribute is added up at once.
         set_sequence_number(ctx, 2**63 - 1)
-        return tensor.data
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return grad
-
-
-class _SharedTensor:
-    """A tensor of the wrapped module and its alias in one replica.
-
-    NOTE [versions of what replicas share]: Torch refuses a backward that needs a tensor which was changed in place
-    since; it compares versions. An alias counts its changes alone: a forward may change parameters under `no_grad`, and
-    the change of one replica must not spoil what the others have saved. That is right if all make the same change, and
-    it is one that may be made any number of times, as `clamp_` is. So where the same change would be noticed on one
-    device, versions are carried over: to the originals after each forward (`_count_changes`), and to the aliases before
-    each forward and each backward (`_follow_originals`), for what the caller has changed in the meantime.
-    """
-
-    __slots__ = ("alias", "name", "node", "original", "versions")
-
-    def __init__(self, name: str, original: Tensor, alias: Tensor) -> None:
-        self.name, self.original, self.alias, self.node = name, original, alias, alias.grad_fn
-        self.versions = self.current_versions()
-
-    def current_versions(self) -> tuple[int, int]:
-        return self.original._version, self.alias._version
-
-
-class _SharedTensors(list[_SharedTensor]):
-    """Those of one replica, which copies and pickles of it leave out."""
-
-    def __reduce__(self) -> tuple[type[list[_SharedTensor]], tuple[()]]:
-        return list, ()
-
-
-def _shared_tensors(replicas: Sequence[Any]) -> list[_SharedTensor]:
-    return [entry for replica in replicas for entry in replica.__dict__.get("_sync_shared_tensors", ())]
-
-
-def _follow_originals(shared: Sequence[_SharedTensor]) -> None:
-    """Count a change of the aliases whose originals were changed, see NOTE [versions of what replicas share]."""
-    for entry in shared:
-        if entry.original._version != entry.versions[0]:
-            increment_version(entry.alias)
-            entry.versions = entry.current_versions()
-
-
-def _count_changes(shared: Sequence[_SharedTensor]) -> list[_SharedTensor]:
-    """Count a change of the originals whose aliases were changed; return those aliases."""
-    changed = [entry for entry in shared if entry.alias._version != entry.versions[1]]
-    for original in {id(entry.original): entry.original for entry in changed}.values():
-        increment_version(original)
-    for entry in shared if changed else ():
-        entry.versions = entry.current_versions()
-    return changed
-
-
-def _check_changes(changed: Sequence[_SharedTensor]) -> None:
-    """Refuse what one device refuses, and warn of parameters that several replicas have changed in their memory.
-
-    Raises:
-        RuntimeError: for changes that autograd has recorded.
-    """
-    recorded = sorted({entry.name for entry in changed if entry.node not in (None, entry.alias.grad_fn)})
-    if recorded:
-        raise RuntimeError(
-            f"expected parameters that stay as they are in grad mode, but got {recorded} changed in place in a replica "
-            "(a leaf Variable that requires grad is being used in an in-place operation); change parameters outside of "
-            "the forward, under torch.no_grad()"
-        )
-    numbers = Counter(id(entry.original) for entry in changed)
-    repeated = sorted({entry.name for entry in changed if numbers[id(entry.original)] > 1})
-    if repeated:
-        warn(
-            f"expected parameters that replicas share to stay as they are, but got {repeated} changed in place by each "
-            "of them, at the same time; that is right for a change which may be made any number of times, such as "
-            "clamp_, but make any other outside of the forward"
-        )
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
@@ -263,7 +187,7 @@ def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: boo
             continue
         tensors |= {id(original): [own[i] for own in copies] for i, original in enumerate(originals)}
 
-    def copies_of(name: str, original: Tensor) -> list[Tensor]:
+    def copies_of(original: Tensor) -> list[Tensor]:
         # What a replica has that is replicated once more is no parameter, and stays where it is, as in torch.
         return tensors.get(id(original)) or [original] * len(devices)
 
@@ -278,16 +202,13 @@ def _as(copy: Tensor, original: Tensor) -> Tensor:
 def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module]:
     """Return `number` replicas of a module, on the device where it is."""
     tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
-    shared = [_SharedTensors() for _ in range(number)]
 
-    def alias(name: str, original: Tensor) -> list[Tensor]:
+    def alias(original: Tensor) -> list[Tensor]:
         if id(original) not in tensors:
             differentiable = original.requires_grad and not detach
-            make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else attrgetter("data")
+            make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else Tensor.detach
             with plain_tensors():  # Torch makes plain tensors, and that of a subclass is a view.
-                aliases = tensors[id(original)] = [make(original) for _ in range(number)]
-            for i in range(0 if original.is_inference() else number):
-                shared[i].append(_SharedTensor(name, original, aliases[i]))
+                tensors[id(original)] = [make(original) for _ in range(number)]
         return tensors[id(original)]
 
     def copy(original: Tensor) -> list[Tensor]:
@@ -295,16 +216,13 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
             tensors[id(original)] = [original, *(original.detach().clone() for _ in range(1, number))]
         return tensors[id(original)]
 
-    def buffers_of(name: str, buffer: Tensor) -> list[Tensor]:
-        return alias(name, buffer) if buffer.requires_grad else copy(buffer)
+    def buffers_of(buffer: Tensor) -> list[Tensor]:
+        return alias(buffer) if buffer.requires_grad else copy(buffer)
 
-    replicas = _build(module, number, alias, buffers_of)
-    for replica, own in zip(replicas, shared, strict=True):
-        replica.__dict__["_sync_shared_tensors"] = own
-    return replicas
+    return _build(module, number, alias, buffers_of)
 
 
-TensorsOf = Callable[[str, Tensor], list[Tensor]]  # of each replica, by name and original
+TensorsOf = Callable[[Tensor], list[Tensor]]  # of each replica, by the original
 
 
 def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of: TensorsOf) -> list[nn.Module]:
@@ -314,18 +232,14 @@ def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of:
     # its own for buffers and submodules. They are filled directly, since to set hundreds of attributes through
     # `nn.Module.__setattr__` takes longer than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
-    named: dict[str, nn.Module] = dict(module.named_modules())
-    for prefix, child in named.items():
+    for child in module.modules():
         for of_modules, replica in zip(copies, _copies_of(child, number), strict=True):
             of_modules[child] = replica
-        path = f"{prefix}." if prefix else ""
         # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
         former: dict[str, Tensor] = child.__dict__.get("_former_parameters", {})
         given = former | {name: tensor for name, tensor in child._parameters.items() if tensor is not None}
-        parameters = {name: parameters_of(path + name, tensor) for name, tensor in given.items()}
-        buffers = {
-            name: buffers_of(path + name, tensor) for name, tensor in child._buffers.items() if tensor is not None
-        }
+        parameters = {name: parameters_of(tensor) for name, tensor in given.items()}
+        buffers = {name: buffers_of(tensor) for name, tensor in child._buffers.items() if tensor is not None}
         absent = [name for name, parameter in child._parameters.items() if parameter is None]
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without asking it
         for i, of_modules in enumerate(copies):

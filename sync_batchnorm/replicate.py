@@ -168,7 +168,6 @@ class _OwnCall(nn.Module):
         super().__init__()
         self.replica = replica
         self.training = replica.training
-        self.__dict__["_sync_shared_tensors"] = replica.__dict__.get("_sync_shared_tensors", [])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.replica(*args, **kwargs)

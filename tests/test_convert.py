@@ -607,7 +607,7 @@ def test_a_converted_layer_can_be_parametrized_and_is_then_left_by_revert_model(
     assert type(revert_model(net)[0]) is nn.BatchNorm2d
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripted_and_traced_layers_are_left():
     scripted = torch.jit.script(nn.Sequential(nn.BatchNorm2d(2)))
     traced = torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.randn(2, 2))
@@ -843,7 +843,7 @@ def test_convolutions_fuse_with_layers_that_lack_parameters(settings):
     assert_equal(fuse_conv_bn_eval(conv, revert_model(layer))(input), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_models_trace(served):
     net, input, expected = served
     assert_equal(torch.jit.trace(net, (input,))(input), expected)
@@ -876,7 +876,7 @@ def test_models_export_to_onnx(served, monkeypatch):
     assert_equal(torch.from_numpy(output), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripting_takes_a_reverted_model():
     net = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))).eval()
     input = torch.randn(2, 3, 5, 5)

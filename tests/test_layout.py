@@ -115,7 +115,7 @@ ATTRIBUTES = {
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
 OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe"}
-OWN_KEYS = {"_former_class", "_former_process_group", "_sync_shared_tensors"}  # of dictionaries of attributes
+OWN_KEYS = {"_former_class", "_former_process_group"}  # of dictionaries of attributes
 OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 
 

@@ -166,14 +166,10 @@ def test_some_replicas_may_share_a_gpu(devices):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
-def test_replicas_that_share_one_of_several_gpus_count_changes_by_themselves():
+def test_replicas_that_share_one_of_several_gpus_share_its_parameters():
     replicas = local_parallel.replicate(nn.Linear(2, 2).cuda(), as_devices([0, 1, 0, 1]), False)
     for first, second in (replicas[::2], replicas[1::2]):
         assert second.weight.data_ptr() == first.weight.data_ptr()
-        version = first.weight._version
-        with torch.no_grad():
-            second.weight.mul_(2)
-        assert (first.weight._version, second.weight._version) == (version, 1)
 
 
 def test_single_device_takes_tensors_of_any_sizes():

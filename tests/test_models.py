@@ -279,9 +279,9 @@ def test_wrappers_may_be_compiled(devices, whole):
 
 
 def test_warnings_point_to_the_call_of_the_wrapper():
-    net = ClampingFirst()
-    net.bn.compile(backend="eager")
-    parallel = DataParallelWithCallback(convert_model(net), ["cpu"] * 2)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].compile(backend="eager")
+    parallel = DataParallelWithCallback(net, ["cpu"] * 2)
     with pytest.warns(UserWarning, match=r"^expected .*, but got ") as caught:
         parallel(torch.randn(6, 4))
     assert [warning.filename for warning in caught] == [__file__] * 2
@@ -443,89 +443,52 @@ def test_inputs_of_inference_mode_are_taken(size):
         assert_equal(parallel(input), plain(input))
 
 
-class Clamping(nn.Module):
-    """Keeps its weight within bounds, in its forward."""
+def clamp(model, input):
+    with torch.no_grad():
+        model.weight.clamp_(-0.1, 0.1)
 
-    def __init__(self, change=lambda weight: weight.clamp_(-0.1, 0.1)):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.change = change
 
-    def forward(self, input):
-        input = self.linear(input)
+def double_for_autograd(model, input):
+    model.weight.mul_(2)
+
+
+def double_in_the_first_replica(model, input):
+    if input[0, 0] == 1:
         with torch.no_grad():
-            self.change(self.linear.weight)
-        return self.bn(self.linear(input.relu()))
+            model.weight.mul_(2)
 
 
-class ClampingFirst(Clamping):
-    def forward(self, input):
-        with torch.no_grad():
-            self.change(self.linear.weight)
-        return self.bn(self.linear(self.linear(input)))
-
-
-SHARED_CHANGE = r"expected parameters that replicas share to stay as they are, but got \['linear\.weight'\] changed"
-
-
-@local
-def test_parameters_that_a_forward_clamps_are_those_of_one_device(devices):
-    plain, parallel = twins(ClampingFirst().double(), devices)
-    input = doubles(6, 4, devices=devices)
-    if len(devices) > 1:
-        with pytest.warns(UserWarning, match=SHARED_CHANGE):
-            assert_same_step(plain, parallel, input)
-    else:
-        assert_same_step(plain, parallel, input)
-    assert parallel.module.linear.weight.abs().max() == 0.1
-
-
-def test_parameters_changed_after_they_were_used_are_refused_as_on_one_device():
-    for model in twins(Clamping().double(), ["cpu"] * 3):
-        input = doubles(6, 4).requires_grad_()
-        output = model(input) if model.__class__ is Clamping else warned(model, input)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-
-
-def warned(model, input):
-    with pytest.warns(UserWarning, match=SHARED_CHANGE):
-        return model(input)
-
-
-def test_parameters_changed_in_grad_mode_are_refused_as_on_one_device():
-    class Doubling(nn.Linear):
-        def forward(self, input):
-            self.weight.mul_(2)
-            return super().forward(input)
-
-    for model in twins(Doubling(4, 4), ["cpu"] * 3):
-        with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
-            model(torch.randn(6, 4))
-
-
+@replicas
 @pytest.mark.parametrize("frozen", [False, True])
-def test_change_by_the_first_replica_alone_does_not_warn(frozen):
-    class First(nn.Linear):
+@pytest.mark.parametrize("change", [clamp, double_for_autograd, double_in_the_first_replica])
+def test_parameters_that_a_forward_changes_are_refused(change, frozen, devices):
+    class Changing(nn.Linear):
         def forward(self, input):
-            with torch.no_grad():
-                if input[0, 0] == 1:
-                    self.weight.mul_(2)
+            change(self, input)
             return super().forward(input)
 
-    net = First(4, 4).requires_grad_(not frozen)
-    before, version = net.weight.detach().clone(), net.weight._version
-    input = torch.zeros(6, 4)
+    net = Changing(4, 4).requires_grad_(not frozen).to(as_devices(devices)[0])
+    input = torch.zeros(6, 4, device=as_devices(devices)[0])
     input[0, 0] = 1
-    DataParallelWithCallback(net, ["cpu"] * 3)(input)
-    assert_equal(net.weight.detach(), before * 2)
-    assert net.weight._version == version + 1
+    with pytest.raises(RuntimeError, match=r"expected parameters that stay as they are in a forward.*\['weight'\]"):
+        DataParallelWithCallback(net, devices)(input)
+
+
+def test_parameters_that_the_forward_of_a_single_chunk_changes_are_those_of_one_device():
+    class Changing(nn.Linear):
+        def forward(self, input):
+            clamp(self, input)
+            return super().forward(input)
+
+    plain, parallel = twins(Changing(4, 4).double(), ["cpu"] * 2)
+    assert_same_step(plain, parallel, doubles(1, 4))
+    assert parallel.module.weight.abs().max() == 0.1
 
 
 # Modules of other kinds
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 4).double())], ids=["script", "trace"]
 )
@@ -549,7 +512,7 @@ def test_scripted_submodules_equal_one_device(devs, make):
         assert_equal(parallel(input), plain(input))
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_buffers_of_scripted_submodules_change_in_place_and_once():
     net = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 4))  # which `convert_model` would leave
     parallel = DataParallelWithCallback(net, ["cpu"] * 3)

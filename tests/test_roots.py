@@ -159,7 +159,7 @@ def test_deep_copy_of_a_layer_is_no_part_of_a_replica(copied, replica):
         DataParallelWithCallback(Net(), ["cpu"] * 2)(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
 
 
-def test_pickle_of_a_replica_holds_neither_its_exchange_nor_what_replicas_share():
+def test_pickle_of_a_replica_does_not_hold_its_exchange():
     pickles: list[bytes] = []
 
     def look(self: nn.Module, input: Tensor) -> None:
@@ -169,7 +169,7 @@ def test_pickle_of_a_replica_holds_neither_its_exchange_nor_what_replicas_share(
 
     with torch.no_grad():
         run(look)
-    for name in (b"_SharedTensor", b"Pipe", b"Watch"):
+    for name in (b"Pipe", b"Watch"):
         assert not any(name in pickled for pickled in pickles)
 
 
