@@ -26,7 +26,7 @@ counts as gone only for replicas that have begun no more rounds than it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from threading import Lock
 from time import monotonic
@@ -94,10 +94,17 @@ class Coordinator:
     Args:
         devices: the device of each replica, as text for messages. Replicas that are not listed may be admitted later.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
+        span: makes the context of each forward, wait and merge from a name for it, as a profile shows it.
     """
 
-    def __init__(self, devices: Sequence[str] = (), timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str] = (),
+        timeout: float = DEFAULT_TIMEOUT,
+        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.timeout = timeout
+        self._span = span
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
@@ -148,7 +155,8 @@ class Coordinator:
                 self._rounds[replica_id] = self._rounds.get(replica_id, 0) + 1
                 self._left.pop(replica_id, None)
         try:
-            yield
+            with self._span(self.who(replica_id)):
+                yield
         except BaseException as error:
             if outermost:
                 self.leave(replica_id, error)
@@ -231,24 +239,26 @@ class Coordinator:
         The master passes the `callback`, which runs in its thread once everybody has arrived.
         """
         replica_id = sync_group.members[identifier]
-        with self._lock:
-            exchange = self._arrive(sync_group, identifier, message)
-            complete = len(exchange.messages) == len(sync_group.members)
-            if complete:
-                del sync_group.exchanges[exchange.number]
-                if callback is None:
-                    self._deliver(sync_group.members[MASTER], None)
-            if callback is None or not complete:
-                self._waiting[replica_id] = exchange
-                if not complete:
-                    self._find_deadlock(replica_id, exchange)
-        if callback is None:
-            return self._wait(replica_id)
-        if not complete:
-            self._wait(replica_id)
+        with self._span(f"{sync_group.name}, waiting"):
+            with self._lock:
+                exchange = self._arrive(sync_group, identifier, message)
+                complete = len(exchange.messages) == len(sync_group.members)
+                if complete:
+                    del sync_group.exchanges[exchange.number]
+                    if callback is None:
+                        self._deliver(sync_group.members[MASTER], None)
+                if callback is None or not complete:
+                    self._waiting[replica_id] = exchange
+                    if not complete:
+                        self._find_deadlock(replica_id, exchange)
+            if callback is None:
+                return self._wait(replica_id)
+            if not complete:
+                self._wait(replica_id)
         messages = [(member, exchange.messages[member]) for member in sync_group.members]
         try:
-            results = dict(callback(messages))
+            with self._span(f"{sync_group.name}, merging"):
+                results = dict(callback(messages))
         except Exception as error:
             errors.add_note(error, f"Raised in the exchange of {exchange}.")
             raise

@@ -9,21 +9,20 @@ the profiler are then counted once more in each later profile.)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from sync_batchnorm.coordinator import Coordinator, MasterCallback, SyncGroup
 from sync_batchnorm.torch_private import profiler_of_thread, profiler_runs
 
 __all__: list[str] = []
 
 
-def coordinator_of_forward(devices: Sequence[str], timeout: float) -> Coordinator:
-    """Return a `Coordinator` for a forward that begins: one that makes spans, if a profiler runs."""
-    return ProfiledCoordinator(devices, timeout) if profiler_runs() else Coordinator(devices, timeout)
+def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]]:
+    """Return what makes the spans of a forward that begins: contexts that do nothing, if no profiler runs."""
+    return _span if profiler_runs() else nullcontext
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
@@ -35,31 +34,3 @@ def recorded_in_part() -> AbstractContextManager[Any]:
 
 def _span(name: str) -> AbstractContextManager[Any]:
     return record_function(f"sync_batchnorm: {name}")
-
-
-class ProfiledCoordinator(Coordinator):
-    """A coordinator with spans: the forward of each replica, its wait in each exchange, and the merge of the master.
-
-    The wait of a replica begins when it arrives. That of a slave ends with its result, that of the master when all
-    others have arrived.
-    """
-
-    @contextmanager
-    def forward_of(self, replica_id: int) -> Iterator[None]:
-        with _span(self.who(replica_id)), super().forward_of(replica_id):
-            yield
-
-    def exchange(
-        self, sync_group: SyncGroup, identifier: Hashable, message: Any, callback: MasterCallback | None
-    ) -> Any:
-        with ExitStack() as waiting:
-            waiting.enter_context(_span(f"{sync_group.name}, waiting"))
-            if callback is None:
-                return super().exchange(sync_group, identifier, message, None)
-
-            def merge(messages: list[tuple[Hashable, Any]]) -> Sequence[tuple[Hashable, Any]]:
-                waiting.close()
-                with _span(f"{sync_group.name}, merging"):
-                    return callback(messages)
-
-            return super().exchange(sync_group, identifier, message, merge)

@@ -72,7 +72,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         modules: the replicas of one module, in the order of their copy ids.
     """
     _refuse_training_in_replica(modules[0], modules[0])
-    _execute_callbacks(modules, profiling.coordinator_of_forward((), DEFAULT_TIMEOUT))
+    _execute_callbacks(modules, Coordinator(span=profiling.spans_of_forward()))
 
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
@@ -378,7 +378,8 @@ class _Callbacks(DataParallel[Any]):
         _refuse_what_cannot_be_replicated(self, module)
         replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
         _detach_from_originals(module, replicas)
-        coordinator = profiling.coordinator_of_forward([str(device) for device in device_ids], self._sync_timeout)
+        devices = [str(device) for device in device_ids]
+        coordinator = Coordinator(devices, self._sync_timeout, profiling.spans_of_forward())
         _coordinators.get([]).append(coordinator)
         if not _execute_callbacks(replicas, coordinator):
             _warn_of_plain_layers(self, module)

@@ -28,7 +28,7 @@ IMPORTS = {
     "warning": set(),
     "coordinator": {"errors"},
     "comm": {"coordinator"},
-    "profiling": {"coordinator", "torch_private"},
+    "profiling": {"torch_private"},
     "compilation": {"torch_private"},
     "places": set(),
     "local_parallel": {"errors", "places", "torch_private", "warning"},

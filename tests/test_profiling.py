@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, sched
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, execute_replication_callbacks, profiling
 from sync_batchnorm.coordinator import MASTER, Coordinator, SyncGroup
-from sync_batchnorm.profiling import ProfiledCoordinator, coordinator_of_forward
+from sync_batchnorm.profiling import spans_of_forward
 
 HINT = "sync_batchnorm: replicas, in threads that are recorded with profile_all_threads=True only"
 
@@ -103,15 +103,15 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
 
 def exchange(first: int) -> list[Span]:
     """Let two replicas exchange, of which `first` already waits when the other one arrives; return the spans."""
-    coordinator = ProfiledCoordinator(["cpu"] * 2)
     sync_group = SyncGroup("layer")
-    coordinator.admit(sync_group, MASTER, 0)
-    coordinator.admit(sync_group, 1, 1)
 
     def run(replica: int) -> None:
         coordinator.exchange(sync_group, replica, None, None if replica else lambda messages: messages)
 
     with recording() as prof:
+        coordinator = Coordinator(["cpu"] * 2, span=spans_of_forward())
+        coordinator.admit(sync_group, MASTER, 0)
+        coordinator.admit(sync_group, 1, 1)
         thread = threading.Thread(target=run, args=(first,))
         thread.start()
         while f"{first} waits in" not in repr(coordinator):
@@ -250,15 +250,6 @@ def test_without_a_profiler_nothing_is_made(devs, made):
     made.clear()
     parallel(doubles(4, 3, 8, 8, devices=devs))
     assert not made
-
-
-def test_without_a_profiler_the_coordinator_is_the_usual_one():
-    assert type(coordinator_of_forward(["cpu"], 1.0)) is Coordinator
-    with recording():
-        coordinator = coordinator_of_forward(["cpu"], 1.0)
-    assert type(coordinator) is ProfiledCoordinator
-    assert coordinator.timeout == 1.0
-    assert repr(coordinator) == "ProfiledCoordinator(0 has not started)"
 
 
 def test_exchanges_of_other_modules_are_spans_too():
