@@ -26,8 +26,8 @@ from sync_batchnorm.layers import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    SyncOptions,
     _SynchronizedBatchNorm,
-    check_sync_options,
 )
 from sync_batchnorm.local_parallel import as_device, needs_own_parallel
 from sync_batchnorm.replicate import (
@@ -101,7 +101,8 @@ def convert_model(
             with a forward of their own, lazy layers without an input so far, parametrized and scripted layers.
     """
     modules = _named_modules(module)
-    check_sync_options(eps_mode, group_size, process_group)
+    options = SyncOptions(eps_mode, group_size, process_group)
+    options.check()
     classes = dict(classes or {})
     _check_classes(classes, modules)
     left: dict[str, list[str]] = {}
@@ -114,7 +115,7 @@ def convert_model(
         elif type(child) in classes or (
             isinstance(child, BatchNormBase) and not isinstance(child, _SynchronizedBatchNorm)
         ):
-            reason = _make_synchronized(child, classes, eps_mode, group_size, process_group)
+            reason = _make_synchronized(child, classes, options)
             if reason:
                 left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
     _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
@@ -210,11 +211,7 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
 
 
 def _make_synchronized(
-    layer: nn.Module,
-    classes: Mapping[type[nn.Module], type[nn.Module]],
-    eps_mode: str | None,
-    group_size: int | None,
-    process_group: Any,
+    layer: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], options: SyncOptions
 ) -> str | None:
     """Convert one layer, or return why it is left."""
     given = classes.get(type(layer)) or _of_timm(type(layer))
@@ -230,11 +227,11 @@ def _make_synchronized(
         swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
     except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
         return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
-    if process_group is not None and cls is nn.SyncBatchNorm:
+    if options.process_group is not None and cls is nn.SyncBatchNorm:
         layer.__dict__[_FORMER_GROUP] = layer.process_group
     if cls in classes:
         layer.__dict__[_FORMER_CLASS] = cls
-    layer._set_sync_options(eps_mode, group_size, process_group)  # type: ignore[operator]
+    layer.__dict__.update(options.given())
     return None
 
 
@@ -374,7 +371,7 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         # A class that was derived from another one in a context keeps this function, which then does nothing.
         if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
-            reason = _make_synchronized(self, {}, None, None, None)
+            reason = _make_synchronized(self, {}, SyncOptions())
             if reason:
                 why = f"{type(self).__name__} {reason}"
                 with _Patch.lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -58,24 +58,38 @@ def _check_eps_mode(mode: str | None) -> None:
         raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
 
 
-def check_sync_options(eps_mode: str | None, group_size: int | None, process_group: Any = None) -> None:
-    """Refuse what no layer can take.
+class SyncOptions(NamedTuple):
+    """The options that a synchronized layer has beside those of torch; None for the default of each."""
 
-    Raises:
-        TypeError: for a `group_size` that is no int.
-        ValueError: for an unknown `eps_mode`, a `group_size` below 1, or a `group_size` beside a `process_group`.
-    """
-    if eps_mode is not None:
-        _check_eps_mode(eps_mode)
-    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int)):
-        raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
-    if group_size is not None and group_size < 1:
-        raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
-    if group_size is not None and process_group is not None:
-        raise ValueError(
-            f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides the "
-            "replicas of one process, which then synchronizes with no other, so leave one of them out"
-        )
+    eps_mode: str | None = None
+    group_size: int | None = None
+    process_group: Any = None
+
+    def check(self) -> None:
+        """Refuse what no layer can take.
+
+        Raises:
+            TypeError: for a `group_size` that is no int.
+            ValueError: for an unknown `eps_mode`, a `group_size` below 1, or a `group_size` beside a `process_group`.
+        """
+        group_size, process_group = self.group_size, self.process_group
+        if self.eps_mode is not None:
+            _check_eps_mode(self.eps_mode)
+        if group_size is None:
+            return
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
+        if group_size < 1:
+            raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
+        if process_group is not None:
+            raise ValueError(
+                f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides "
+                "the replicas of one process, which then synchronizes with no other, so leave one of them out"
+            )
+
+    def given(self) -> dict[str, Any]:
+        """Return those that are not None, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class _LayerMaster(SyncMaster):
@@ -90,7 +104,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
     dropped. The user's own module never holds one: class attributes are the defaults for a module whose class was
-    swapped, and for everything that was pickled before.
+    swapped, and for everything that was pickled before. The same holds for options: a layer has those that were given.
     """
 
     eps_mode: str | None = None
@@ -120,15 +134,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
     ) -> None:
         without_bias = {} if bias else {"bias": False}  # Older torch has no such argument and says so.
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        self._set_sync_options(eps_mode, group_size, process_group)
-
-    def _set_sync_options(self, eps_mode: str | None, group_size: int | None, process_group: Any) -> None:
-        """Take the options that are given; those left out stay with the class, so that nothing is left to undo."""
-        check_sync_options(eps_mode, group_size, process_group)
-        options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
-        for name, value in options.items():
-            if value is not None:
-                setattr(self, name, value)
+        options = SyncOptions(eps_mode, group_size, process_group)
+        options.check()
+        self.__dict__.update(options.given())
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
@@ -274,8 +282,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
             )
 
     def extra_repr(self) -> str:
-        options = {"eps_mode": self.eps_mode, "group_size": self.group_size, "process_group": self.process_group}
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        options = SyncOptions(self.eps_mode, self.group_size, self.process_group)
+        given = [f"{name}={value}" for name, value in options.given().items()]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
 
 

@@ -95,9 +95,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         changed = [name for name, parameter, version in shared if parameter._version != version]
         if changed and len(replicas) > 1:
             raise RuntimeError(
-                f"expected parameters that stay as they are in a forward, but got {changed} changed in place in "
-                f"replicas on {self.device_ids}, which share their memory, so that each of them makes the change; "
-                "change parameters outside of the forward, under torch.no_grad()"
+                f"expected parameters that stay as they are in a forward, but got {changed} changed in place in one of "
+                f"{len(replicas)} replicas, which share their memory, so that each would make the change again; change "
+                "parameters outside of the forward, under torch.no_grad()"
             )
         return outputs
 
