@@ -14,7 +14,8 @@ from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
 from sync_batchnorm.places import current_place
-from sync_batchnorm.replicate import CallbackContext, is_in_replica, raise_foreign_layer
+from sync_batchnorm.replica import is_in_replica, raise_foreign_layer
+from sync_batchnorm.replicate import CallbackContext
 from sync_batchnorm.torch_private import BatchNormBase
 from sync_batchnorm.warning import ModuleSet, warn
 

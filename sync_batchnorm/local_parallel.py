@@ -1,16 +1,15 @@
 """A `DataParallel` for any devices: replicas on the CPU, and several replicas on one device.
 
-`torch.nn.parallel` refuses both. The four steps here do what its four do, with two differences that one device allows:
-replicas share the storage of the parameters instead of copying it, and their gradients add up in the engine. Chunks of
-the inputs are copies, as there.
+`torch.nn.parallel` refuses both. The four steps, of which two are in `scatter_gather.py`, do what its four do, with two
+differences that one device allows: replicas share the storage of the parameters instead of copying it, and their
+gradients add up in the engine.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch.nn.parallel import comm
 
 from sync_batchnorm.errors import CapturedError
 from sync_batchnorm.places import current_place
+from sync_batchnorm.scatter_gather import check_structures, gather, scatter, tensors_in
 from sync_batchnorm.torch_private import Broadcast, plain_tensors, set_sequence_number
-from sync_batchnorm.warning import warn
 
 __all__: list[str] = []
 
@@ -349,149 +348,3 @@ def parallel_apply(
         if failure is not None:
             raise failure.rebuild()
     return outputs
-
-
-class CallerState:
-    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object.
-
-    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
-    """
-
-    def __init__(self) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._cache = torch.is_autocast_cache_enabled()
-        accelerator = torch.accelerator.current_accelerator()
-        device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
-        self._autocast = [
-            (device_type, torch.get_autocast_dtype(device_type))
-            for device_type in device_types
-            if torch.is_autocast_enabled(device_type)
-        ]
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread has these modes too."""
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
-        for device_type, dtype in self._autocast:
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
-        return stack
-
-
-def _is_namedtuple(tree: Any) -> bool:
-    return isinstance(tree, tuple) and hasattr(tree, "_asdict") and hasattr(tree, "_fields")
-
-
-def _rebuild(like: Any, items: Sequence[Any]) -> Any:
-    """Make a container of the type of `like`; the items of a dict are its values."""
-    if isinstance(like, dict):
-        return type(like)(zip(like, items, strict=True))
-    return type(like)(*items) if _is_namedtuple(like) else type(like)(items)
-
-
-def _children(tree: Any) -> list[Any] | None:
-    """Return what a container holds, or None for a leaf."""
-    if isinstance(tree, dict):
-        return list(tree.values())
-    return list(tree) if isinstance(tree, (list, tuple)) else None
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [tensor for child in _children(tree) or () for tensor in tensors_in(child)]
-
-
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
-
-    Containers keep their type; what is not a tensor is shared by all. A chunk has memory of its own: whatever its
-    replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
-    that is there twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
-    """
-    with plain_tensors():
-        return _scatter(tree, devices, dim, {})
-
-
-def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[int, list[Tensor]]) -> list[Any]:
-    if isinstance(tree, Tensor):
-        if id(tree) not in found:
-            chunks = tree.chunk(len(devices), dim)
-            several = len(chunks) > 1
-            pairs = zip(chunks if several else [tree], devices, strict=False)
-            found[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
-        return found[id(tree)]
-    children = _children(tree)
-    if not children:
-        return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    parts = [_scatter(child, devices, dim, found) for child in children]
-    return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
-
-
-def check_structures(outputs: Sequence[Any]) -> None:
-    """Check that all replicas have returned the same structure, whatever the values in it.
-
-    Raises:
-        ValueError: naming two replicas that have not, and what they have returned.
-        TypeError: if something else than tensors, containers and None was returned.
-    """
-    structures = list(map(_structure, outputs))
-    for i, structure in enumerate(structures):
-        if structure != structures[0]:
-            raise ValueError(
-                f"expected replicas to return one structure, but got {structures[0]} from replica 0 and {structure} "
-                f"from replica {i}; return the same keys, lengths and types in every replica, for example an empty "
-                "tensor where one has nothing"
-            )
-
-
-def _structure(tree: Any) -> str:
-    if tree is None:
-        return "None"
-    if isinstance(tree, Tensor):
-        return "Tensor" if tree.dim() else "scalar Tensor"
-    if isinstance(tree, dict):
-        return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
-    children = _children(tree)
-    if children is not None:
-        return "(" + ", ".join(map(_structure, children)) + ")"
-    if not isinstance(tree, Iterable) or isinstance(tree, (str, bytes, Set, Iterator)):
-        raise _not_tensors(tree)
-    return type(tree).__name__  # `torch.nn.parallel.gather` tries to build it from an iterator
-
-
-def _not_tensors(tree: Any) -> TypeError:
-    return TypeError(
-        f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
-        "return tensors"
-    )
-
-
-def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """Put the outputs of all replicas together on `device`: tensors are concatenated along `dim`.
-
-    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None. All outputs have
-    the structure of the first, see `check_structures`.
-
-    Raises:
-        TypeError: if something else than tensors, containers and None was returned.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        if all(output.dim() == 0 for output in outputs) and dim == 0:
-            warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector."
-            )
-            return torch.stack([output.to(device) for output in outputs])
-        return torch.cat([output.to(device) for output in outputs], dim)
-    if first is None:
-        return None
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
-    children = _children(first)
-    if children is None:
-        raise _not_tensors(first)
-    parts = zip(*outputs, strict=True)
-    return _rebuild(first, [gather(part, device, dim) for part in parts])

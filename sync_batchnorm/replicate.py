@@ -9,15 +9,13 @@ knows those of torch alone, and warns of a model in which nothing else would syn
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
 from time import monotonic
-from types import FrameType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import ref
 
 import torch
 from torch import nn
@@ -27,13 +25,12 @@ from sync_batchnorm import distributed, profiling
 from sync_batchnorm.comm import joining
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
-from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, CallerState, DeviceId
+from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
+from sync_batchnorm.replica import CallerState, OwnCall, Watch, is_in_replica, raise_foreign_layer, watch_of
 from sync_batchnorm.torch_private import (
     BatchNormBase,
     compiled_module_type,
     in_transform,
-    mark_constant,
     refuse_other_calls,
 )
 from sync_batchnorm.warning import ModuleSet, warn
@@ -94,123 +91,6 @@ def _is_called_back(module: nn.Module) -> bool:
 def _submodule(module: nn.Module, name: str) -> nn.Module:
     found: nn.Module = attrgetter(name)(module) if name else module
     return found
-
-
-class _Watch:
-    """What calls a replica: the coordinator learns when the replica begins, and how it ends.
-
-    NOTE [calls of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
-    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
-    call the replica. So there is a `_Watch` in the root of each replica and in nothing else, in the attribute in which
-    `Module.compile` puts a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies
-    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether
-    the first still holds. For the second see `_called`.
-    """
-
-    def __init__(
-        self, original: nn.Module, replica: nn.Module, coordinator: Coordinator, replica_id: int, state: CallerState
-    ) -> None:
-        self.original = original
-        self.coordinator = coordinator
-        self.replica_id = replica_id
-        self.state = state
-        self.raises = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
-        self._replica = ref(replica)  # which holds this object
-
-    def modules(self) -> Iterable[nn.Module]:
-        """Return the modules that are part of the replica."""
-        replica = self._replica()
-        return () if replica is None else replica.modules()
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # in copies and pickles by a method of the user's own
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replica: Any = self._replica()
-        called: Any = self._called() or replica
-        if called is not replica:
-            return called._call_impl(*args, **kwargs)
-        token = _running.set(self)
-        try:
-            with self.state.entered(), distributed.in_order(), self.coordinator.forward_of(self.replica_id):
-                return replica._call_impl(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:
-            if not self.raises:
-                raise
-            # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
-            raise ReplicaSyncError(f"{type(error).__name__} in replica {self.replica_id}") from None
-        finally:
-            _running.reset(token)
-
-    def _called(self) -> nn.Module | None:
-        """Return the module that is called; None if it cannot be told.
-
-        A copy that took over the attributes as they are, as in ``twin.__dict__ = self.__dict__.copy()``, has this
-        object too, and must run itself. Which module is called stands in the frame of `Module.__call__` alone.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "_wrapped_call_impl":
-            frame = frame.f_back
-        module = None if frame is None else frame.f_locals.get("self")
-        return module if isinstance(module, nn.Module) and _watch_of(module) is self else None
-
-
-_running: ContextVar[_Watch | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
-
-
-class _OwnCall(nn.Module):
-    """Calls a replica whose class has a `__call__` of its own: all of that is part of its forward."""
-
-    def __init__(self, replica: nn.Module) -> None:
-        super().__init__()
-        self.replica = replica
-        self.training = replica.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.replica(*args, **kwargs)
-
-
-def _watch_of(module: nn.Module) -> _Watch | None:
-    watch = module.__dict__.get("_compiled_call_impl")
-    return watch if isinstance(watch, _Watch) else None
-
-
-def is_in_replica() -> bool:
-    """Return whether this thread runs a replica."""
-    return _running.get() is not None
-
-
-# What `torch.compiler.assume_constant_result` sets, whose call would import the compiler (torch 2.13): a model that is
-# compiled, which cannot trace a `ContextVar`, compiles what it finds where it is traced.
-mark_constant(is_in_replica)
-
-
-def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise the error for a layer or wrapper that trains in the replica of this thread, and is no part of it.
-
-    Raises:
-        RuntimeError: naming it, if it is part of the wrapped module itself, and the replica.
-    """
-    watch = _running.get()
-    if watch is None or any(module is foreign for module in watch.modules()):
-        return
-    who = watch.coordinator.who(watch.replica_id)
-    names = [name for name, module in watch.original.named_modules() if module is foreign]
-    if names:
-        raise RuntimeError(
-            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
-            "module itself, which is no part of any replica; let the forward reach its layers through attributes of "
-            "self that are modules (nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead "
-            "of that of the module, or that of its class"
-        )
-    raise RuntimeError(
-        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(foreign).__name__} "
-        f"that is not ({who}), so that every replica would train it with its own part of the batch; make it a "
-        "submodule of the model, or call its eval()"
-    )
 
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
@@ -383,16 +263,16 @@ class _Callbacks(DataParallel[Any]):
         _coordinators.get([]).append(coordinator)
         if not _execute_callbacks(replicas, coordinator):
             _warn_of_plain_layers(self, module)
-        replicas = [r if type(r).__call__ is nn.Module.__call__ else _OwnCall(r) for r in replicas]
+        replicas = [r if type(r).__call__ is nn.Module.__call__ else OwnCall(r) for r in replicas]
         state = CallerState()
         for replica_id, replica in enumerate(replicas):
-            watch = _Watch(module, replica, coordinator, replica_id, state)
+            watch = Watch(module, replica, coordinator, replica_id, state)
             replica.__dict__["_compiled_call_impl"] = watch
         return replicas
 
     @uncompiled
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
-        watches = [watch for watch in map(_watch_of, replicas) if watch is not None]
+        watches = [watch for watch in map(watch_of, replicas) if watch is not None]
         if not watches:
             return super().parallel_apply(replicas, inputs, kwargs)
         state = CallerState()
@@ -408,7 +288,7 @@ class _Callbacks(DataParallel[Any]):
                 coordinator.abort(error)  # and `__call__` waits for the replicas
             else:
                 _give_up([coordinator], error)
-            # What is not an Exception happened in this thread, see `_Watch`: Ctrl-C, while replicas ran.
+            # What is not an Exception happened in this thread, see `Watch`: Ctrl-C, while replicas ran.
             failure = coordinator.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise

@@ -31,7 +31,8 @@ IMPORTS = {
     "profiling": {"torch_private"},
     "compilation": {"torch_private"},
     "places": set(),
-    "local_parallel": {"errors", "places", "torch_private", "warning"},
+    "scatter_gather": {"torch_private", "warning"},
+    "local_parallel": {"errors", "places", "scatter_gather", "torch_private"},
     "recompute": {"torch_private"},
     "backends.base": {"places"},
     "backends.cpu": {"backends.base"},
@@ -54,14 +55,15 @@ IMPORTS = {
         "saved",
         "torch_private",
     },
+    "replica": {"compilation", "coordinator", "distributed", "errors", "torch_private"},
     "replicate": {
         "comm",
         "compilation",
         "coordinator",
         "distributed",
-        "errors",
         "local_parallel",
         "profiling",
+        "replica",
         "torch_private",
         "warning",
     },
@@ -72,6 +74,7 @@ IMPORTS = {
         "distributed",
         "functional",
         "places",
+        "replica",
         "replicate",
         "torch_private",
         "warning",
@@ -101,9 +104,9 @@ HARMLESS = {"TIMEOUT_MAX"}
 # Private attributes of the modules and tensors of torch, and the files that use them. `torch_private.py` says what for.
 ATTRIBUTES = {
     "_buffers": {"local_parallel"},
-    "_call_impl": {"replicate"},
+    "_call_impl": {"replica"},
     "_check_input_dim": {"layers"},
-    "_compiled_call_impl": {"replicate"},
+    "_compiled_call_impl": {"replica", "replicate"},
     "_former_parameters": {"layers", "local_parallel"},
     "_forward_hooks": {"warning"},
     "_is_replica": {"layers", "replicate"},
@@ -111,7 +114,7 @@ ATTRIBUTES = {
     "_parameters": {"local_parallel"},
     "_replicate_for_data_parallel": {"local_parallel"},
     "_version": {"local_parallel"},
-    "_wrapped_call_impl": {"replicate"},
+    "_wrapped_call_impl": {"replica"},
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
 OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe"}
@@ -193,6 +196,7 @@ KINDS_OF_DEVICES = {
     "backends",  # which backend a device has
     "places",  # whether a device has streams, and whether the host can read what is there
     "local_parallel",  # what `torch.nn.parallel` does for accelerators alone
+    "replica",  # the autocast of each kind is on or off by itself
     "conversion",  # which devices the plain wrapper of a reverted model can have
     "__main__",  # whether a device that the user names is there, and whether a check can hang in it
 }

@@ -17,7 +17,7 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
-from sync_batchnorm.replicate import is_in_replica
+from sync_batchnorm.replica import is_in_replica
 
 
 class Registering(nn.Module):

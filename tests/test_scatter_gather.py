@@ -8,7 +8,7 @@ from helpers import doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.local_parallel import check_structures, gather, scatter, tensors_in
+from sync_batchnorm.scatter_gather import check_structures, gather, scatter, tensors_in
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

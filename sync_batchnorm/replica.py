@@ -1,0 +1,166 @@
+"""The call of a replica: the modes of its caller, what the coordinator learns, and which replica a thread runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from sync_batchnorm import distributed
+from sync_batchnorm.compilation import uncompiled
+from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.errors import ReplicaSyncError
+from sync_batchnorm.torch_private import mark_constant
+
+__all__: list[str] = []
+
+
+class CallerState:
+    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object.
+
+    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
+    """
+
+    def __init__(self) -> None:
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        accelerator = torch.accelerator.current_accelerator()
+        device_types = ["cpu", accelerator.type] if accelerator is not None else ["cpu"]
+        self._autocast = [
+            (device_type, torch.get_autocast_dtype(device_type))
+            for device_type in device_types
+            if torch.is_autocast_enabled(device_type)
+        ]
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Return a context in which another thread has these modes too."""
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
+        for device_type, dtype in self._autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
+        return stack
+
+
+class Watch:
+    """What calls a replica: the coordinator learns when the replica begins, and how it ends.
+
+    NOTE [calls of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
+    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
+    call the replica. So there is a `Watch` in the root of each replica and in nothing else, in the attribute in which
+    `Module.compile` puts a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies
+    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether
+    the first still holds. For the second see `_called`.
+    """
+
+    def __init__(
+        self, original: nn.Module, replica: nn.Module, coordinator: Coordinator, replica_id: int, state: CallerState
+    ) -> None:
+        self.original = original
+        self.coordinator = coordinator
+        self.replica_id = replica_id
+        self.state = state
+        self.raises = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
+        self._replica = ref(replica)  # which holds this object
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the modules that are part of the replica."""
+        replica = self._replica()
+        return () if replica is None else replica.modules()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # in copies and pickles by a method of the user's own
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replica: Any = self._replica()
+        called: Any = self._called() or replica
+        if called is not replica:
+            return called._call_impl(*args, **kwargs)
+        token = _running.set(self)
+        try:
+            with self.state.entered(), distributed.in_order(), self.coordinator.forward_of(self.replica_id):
+                return replica._call_impl(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            if not self.raises:
+                raise
+            # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
+            raise ReplicaSyncError(f"{type(error).__name__} in replica {self.replica_id}") from None
+        finally:
+            _running.reset(token)
+
+    def _called(self) -> nn.Module | None:
+        """Return the module that is called; None if it cannot be told.
+
+        A copy that took over the attributes as they are, as in ``twin.__dict__ = self.__dict__.copy()``, has this
+        object too, and must run itself. Which module is called stands in the frame of `Module.__call__` alone.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_wrapped_call_impl":
+            frame = frame.f_back
+        module = None if frame is None else frame.f_locals.get("self")
+        return module if isinstance(module, nn.Module) and watch_of(module) is self else None
+
+
+_running: ContextVar[Watch | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
+
+
+class OwnCall(nn.Module):
+    """Calls a replica whose class has a `__call__` of its own: all of that is part of its forward."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        super().__init__()
+        self.replica = replica
+        self.training = replica.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replica(*args, **kwargs)
+
+
+def watch_of(module: nn.Module) -> Watch | None:
+    watch = module.__dict__.get("_compiled_call_impl")
+    return watch if isinstance(watch, Watch) else None
+
+
+def is_in_replica() -> bool:
+    """Return whether this thread runs a replica."""
+    return _running.get() is not None
+
+
+# What `torch.compiler.assume_constant_result` sets, whose call would import the compiler (torch 2.13): a model that is
+# compiled, which cannot trace a `ContextVar`, compiles what it finds where it is traced.
+mark_constant(is_in_replica)
+
+
+def raise_foreign_layer(foreign: nn.Module) -> None:
+    """Raise the error for a layer or wrapper that trains in the replica of this thread, and is no part of it.
+
+    Raises:
+        RuntimeError: naming it, if it is part of the wrapped module itself, and the replica.
+    """
+    watch = _running.get()
+    if watch is None or any(module is foreign for module in watch.modules()):
+        return
+    who = watch.coordinator.who(watch.replica_id)
+    names = [name for name, module in watch.original.named_modules() if module is foreign]
+    if names:
+        raise RuntimeError(
+            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
+            "module itself, which is no part of any replica; let the forward reach its layers through attributes of "
+            "self that are modules (nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead "
+            "of that of the module, or that of its class"
+        )
+    raise RuntimeError(
+        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(foreign).__name__} "
+        f"that is not ({who}), so that every replica would train it with its own part of the batch; make it a "
+        "submodule of the model, or call its eval()"
+    )
