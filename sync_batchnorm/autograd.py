@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,6 +57,17 @@ from sync_batchnorm.torch_private import apply_function, keeps_graph, plain_tens
 __all__: list[str] = []
 
 
+class Settings(NamedTuple):
+    """How the layer of a replica normalizes; by default it does not, but gets mean and variance."""
+
+    eps: float | None = None  # how much is added to the variance
+    clamps: bool = False  # whether the variance is raised to `eps`, where it is smaller, instead
+    group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
+    running: RunningStatistics | None = None  # the buffers that the master updates, once a call
+    weight_of_module: bool = False  # whether weight and bias are those of the wrapped module, so of all replicas
+    master_device: torch.device | None = None  # where the master merges, if it is known: statistics are sent there
+
+
 class Message:
     """What a replica asks of the master, which answers by filling in the rest.
 
@@ -66,14 +77,9 @@ class Message:
         input: ``(N, C, +)``.
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
-        eps: how much is added to the variance; None to get mean and variance instead of an output.
-        clamps: whether the variance is raised to `eps`, where it is smaller, instead.
-        group: the processes to exchange with; that of the master counts.
-        running: the buffers to update; only in the message of the master.
-        weight_of_module: whether weight and bias are those of the wrapped module, and so those of all replicas.
+        settings: those of the layer.
         records: whether the replica records a graph.
         saved: what `save_for_hooks` has returned, if this thread has hooks on saved tensors.
-        master_device: where the master merges, if it is known: statistics are sent there before it waits for them.
     """
 
     # The answer: in the graph, and if it is still to be written, what to normalize with, and the memory to write it to.
@@ -85,10 +91,8 @@ class Message:
         "answer",
         "backend",
         "bias",
-        "clamps",
         "elements",
         "eps",
-        "group",
         "input",
         "kind",
         "memory",
@@ -98,28 +102,22 @@ class Message:
         "part_place",
         "place",
         "records",
-        "running",
         "saved",
+        "settings",
         "takes_invstd",
         "tensors",
         "weight",
-        "weight_of_module",
     )
 
     def __init__(
         self,
         input: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float | None = None,
-        clamps: bool = False,
-        group: distributed.Group | None = None,
-        running: RunningStatistics | None = None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        settings: Settings,
         *,
         records: bool = False,
-        weight_of_module: bool = False,
         saved: Tensor | None = None,
-        master_device: torch.device | None = None,
     ) -> None:
         self.answer = self.normalizer = self.memory = None
         self.tensors = {"input": input, "weight": weight, "bias": bias}
@@ -131,18 +129,17 @@ class Message:
         )
         self.saved = saved
         self.input, self.weight, self.bias = input, weight, bias
-        self.eps, self.clamps, self.group, self.running = eps, clamps, group, running
-        self.weight_of_module = weight_of_module
+        self.settings, self.eps = settings, settings.eps
         shape = input.shape
         self.kind = (shape[1], len(shape), input.dtype)
         self.elements = channel_count(shape)  # per channel
         self.place = current_place(input.device)
         self.backend = backend = backend_for(input.device)
-        plain = eps is not None and not clamps and group is None
+        plain = settings.eps is not None and not settings.clamps and settings.group is None
         self.takes_invstd = plain and backend.takes_invstd
         self.part: PartStatistics | None = None
         if not (plain and backend.joined is not None and backend.joined.takes(self.input)):
-            self.prepare(master_device)
+            self.prepare(settings.master_device)
 
     def prepare(self, master_device: torch.device | None = None) -> None:
         """Make the statistics of the input, and memory for the output; send the statistics to the master."""
@@ -178,7 +175,7 @@ class Call:
     makes_token: bool = False
 
     def __init__(self, messages: Sequence[Message], one_weight: bool) -> None:
-        self.backend, self.group, self.one_weight = messages[0].backend, messages[0].group, one_weight
+        self.backend, self.group, self.one_weight = messages[0].backend, messages[0].settings.group, one_weight
         self.has_outputs = messages[0].eps is not None
         self.places = [message.place for message in messages]
         self.master = self.places[0]

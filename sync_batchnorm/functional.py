@@ -13,15 +13,9 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sync_batchnorm import distributed, recompute
-from sync_batchnorm.autograd import Call, Message
+from sync_batchnorm.autograd import Call, Message, Settings
 from sync_batchnorm.backends import backend_for
-from sync_batchnorm.backends.base import (
-    BatchStatistics,
-    PartStatistics,
-    RunningStatistics,
-    memory_for_output,
-    statistics_dtype,
-)
+from sync_batchnorm.backends.base import BatchStatistics, PartStatistics, memory_for_output, statistics_dtype
 from sync_batchnorm.comm import SlavePipe, SyncMaster
 from sync_batchnorm.compilation import uncompiled
 from sync_batchnorm.places import Streams
@@ -47,9 +41,9 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
         if message.kind != first.kind:
             raise _different_inputs(messages)
         count += message.elements
-        if not (message.weight_of_module and first.weight_of_module):
+        if not (message.settings.weight_of_module and first.settings.weight_of_module):
             one_weight = one_weight and _have_one_weight(first, message)
-    if count == 1 and first.group is None:
+    if count == 1 and first.settings.group is None:
         raise _single_value(contents)
     call = Call(contents, one_weight)
     with ExitStack() as modes:
@@ -133,7 +127,7 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
                 message.prepare()
         part, place = cast(PartStatistics, message.part), message.part_place
         parts.append(part if place == master else part.sent(place, master, Streams((place, master))))
-    batch = call.backend.merge(parts, first.eps or 0.0, first.running)
+    batch = call.backend.merge(parts, first.eps or 0.0, first.settings.running)
     batch.count = count
     if call.group is not None:
         call.peers = distributed.peers_of_call(call.group)
@@ -148,9 +142,9 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
         return None
     if batch.invstd is None:
         var = cast(Tensor, batch.var)
-        if first.clamps:
+        if first.settings.clamps:
             batch.clamped = var < first.eps
-        batch.invstd = (var.clamp(min=first.eps) if first.clamps else var + first.eps).rsqrt()
+        batch.invstd = (var.clamp(min=first.eps) if first.settings.clamps else var + first.eps).rsqrt()
     return batch
 
 
@@ -282,9 +276,9 @@ def _opaque(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalize_nothing(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
     """Return the output of a call without a single element in all replicas."""
-    return torch.batch_norm(input, weight, bias, None, None, True, 0.0, eps, False)
+    return torch.batch_norm(input, weight, bias, None, None, True, 0.0, cast(float, eps), False)
 
 
 @_opaque
@@ -293,14 +287,9 @@ def sync_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     pipe: Pipe | None,
-    eps: float,
-    clamps: bool = False,
-    group: distributed.Group | None = None,
+    settings: Settings,
     owner: nn.Module | None = None,
-    running: RunningStatistics | None = None,
-    weight_of_module: bool = False,
     pending: list[BatchStatistics | None] | None = None,
-    master_device: torch.device | None = None,
 ) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
 
@@ -311,15 +300,10 @@ def sync_batch_norm(
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
         pipe: the connection of this replica; None if it is the only one of its process.
-        eps: how much is added to the variance.
-        clamps: whether the variance is raised to `eps`, where it is smaller, instead.
-        group: the processes to exchange with, as `distributed.active_group` finds them; None for this one alone.
+        settings: of the layer, with `eps`. The running statistics do not move in a recomputation.
         owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
-        running: the buffers that the master updates, once a call, and not in a recomputation.
-        weight_of_module: whether weight and bias are those that all replicas have.
         pending: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
             not update.
-        master_device: where the master merges, if it is known.
 
     Returns:
         The output, as `input` in shape, dtype and memory format.
@@ -333,27 +317,15 @@ def sync_batch_norm(
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe or owner) if has_hooks else None
     if kept is not None:
-        return _repeat(kept, input, weight, bias, eps)
+        return _repeat(kept, input, weight, bias, settings.eps)
     if not _check_surroundings(pipe, owner, has_hooks, (input, weight, bias)):
-        running = None
+        settings = settings._replace(running=None)
     records = torch.is_grad_enabled()
     saved = save_for_hooks(input, weight) if has_hooks else None
     with torch.no_grad():
-        message = Message(
-            input,
-            weight,
-            bias,
-            eps,
-            clamps,
-            group,
-            running,
-            records=records,
-            weight_of_module=weight_of_module,
-            saved=saved,
-            master_device=master_device,
-        )
+        message = Message(input, weight, bias, settings, records=records, saved=saved)
         call = _exchange(pipe, message)
-        batch, output = call.batch, message.answer
+        batch, output, running = call.batch, message.answer, settings.running
         if running is not None:  # Only now: a call that broke while it was merged is not counted.
             if batch is None:
                 running.count_call()
@@ -364,7 +336,7 @@ def sync_batch_norm(
         if message.memory is not None and message.answer is not None and input.numel():
             message.backend.normalize(input, message.normalizer, weight, bias, message.memory)
     if output is None:
-        output = _normalize_nothing(input, weight, bias, eps)
+        output = _normalize_nothing(input, weight, bias, settings.eps)
     if not records and output.is_inference() != torch.is_inference_mode_enabled():
         output = output.clone()  # The master has made it, in its own mode.
     if has_hooks:
@@ -376,7 +348,7 @@ def sync_batch_norm(
     return output
 
 
-def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:
     """Return the output of a call that is recomputed."""
     if kept.normalizer is None:
         save_for_hooks(input, weight)
@@ -419,10 +391,10 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         pair = kept.repeated(kept.pair.clone(), input, None)
         return pair[0].clone(), pair[1].clone(), kept.elements
     _check_surroundings(pipe, None, has_hooks, (input,))
-    group, records = distributed.active_group(process_group), torch.is_grad_enabled()
+    settings, records = Settings(group=distributed.active_group(process_group)), torch.is_grad_enabled()
     saved = save_for_hooks(input, None) if has_hooks else None
     with torch.no_grad():
-        message = Message(input, group=group, records=records, saved=saved)
+        message = Message(input, None, None, settings, records=records, saved=saved)
         call = _exchange(pipe, message)
     pair, count = cast(Tensor, message.answer), int(cast(BatchStatistics, call.batch).count)
     if has_hooks:

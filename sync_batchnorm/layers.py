@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sync_batchnorm import distributed
+from sync_batchnorm.autograd import Settings
 from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.compilation import uncompiled
@@ -171,27 +172,15 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
-        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
         running = None
         if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        weight_of_module, pending = self._has_weight_of_module(), self._sync_pending
+        pending = self._sync_pending
         if pending is not None and len(pending) >= MOST_PENDING:
             self._catch_up(pending)
-        return sync_batch_norm(
-            input,
-            weight,
-            bias,
-            self._sync_pipe,
-            self.eps,
-            clamps,
-            group,
-            self,
-            running,
-            weight_of_module,
-            pending,
-            self._sync_master_device,
-        )
+        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
+        settings = Settings(self.eps, clamps, group, running, self._has_weight_of_module(), self._sync_master_device)
+        return sync_batch_norm(input, weight, bias, self._sync_pipe, settings, self, pending)
 
     @uncompiled
     def _catch_up(self, pending: list[BatchStatistics | None]) -> None:

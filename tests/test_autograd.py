@@ -21,6 +21,7 @@ from helpers import (
 from torch import nn
 
 from sync_batchnorm import SyncMaster, merge_messages, sync_moments
+from sync_batchnorm.autograd import Settings
 from sync_batchnorm.backends import cpu, joined
 from sync_batchnorm.functional import sync_batch_norm
 
@@ -391,7 +392,9 @@ def test_anomaly_mode_has_nothing_to_say(devs):
 def test_inverse_deviation_keeps_eps_as_the_mode_says(mode):
     deviations, calls = torch.tensor([0.0, 0.25, 3.0, 1.0], dtype=torch.float64).sqrt(), []
     expected = {"plus": [1.0, 0.8**0.5, 0.5, 0.5**0.5], "clamp": [1.0, 1.0, 3**-0.5, 1.0]}[mode]
-    sync_batch_norm(torch.stack((deviations, -deviations)), None, None, None, 1.0, mode == "clamp", pending=calls)
+    sync_batch_norm(
+        torch.stack((deviations, -deviations)), None, None, None, Settings(1.0, mode == "clamp"), pending=calls
+    )
     (batch,) = calls
     assert_equal(batch.at[batch.master][1], torch.tensor(expected, dtype=torch.float64))
     assert batch.clamped is None if mode == "plus" else batch.clamped.tolist() == [True, True, False, False]

@@ -20,6 +20,7 @@ from sync_batchnorm import (
     merge_messages,
     sync_moments,
 )
+from sync_batchnorm.autograd import Settings
 from sync_batchnorm.backends.base import RunningStatistics
 from sync_batchnorm.backends.joined import Joined
 from sync_batchnorm.functional import sync_batch_norm
@@ -71,7 +72,7 @@ def test_moments_of_a_single_replica_need_no_pipe():
 def test_normalization_of_a_single_replica_needs_no_pipe():
     input, weight, bias = doubles(5, 3, 2), doubles(3), doubles(3)
     running = RunningStatistics(doubles(3) * 0, doubles(3) * 0, None, 1.0)
-    output = sync_batch_norm(input, weight, bias, None, 0.1, running=running)
+    output = sync_batch_norm(input, weight, bias, None, Settings(0.1, running=running))
     assert_equal(output, F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1))
     assert_equal(running.mean, input.mean((0, 2)))
     assert_equal(running.var, input.var((0, 2)))

@@ -68,6 +68,7 @@ IMPORTS = {
         "warning",
     },
     "layers": {
+        "autograd",
         "backends.base",
         "comm",
         "compilation",
@@ -117,7 +118,7 @@ ATTRIBUTES = {
     "_wrapped_call_impl": {"replica"},
 }
 PRIVATE_TOO = {"DisableTorchFunctionSubclass", "OptimizedModule", "maybe_clear_saved_tensors"}  # documented nowhere
-OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe"}
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 OWN_KEYS = {"_former_class", "_former_process_group"}  # of dictionaries of attributes
 OF_OLDER_LIBRARY = {"_is_parallel", "_parallel_id", "_slave_pipe", "_sync_master"}
 

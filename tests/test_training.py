@@ -30,6 +30,7 @@ from sync_batchnorm import (
     merge_messages,
     sync_moments,
 )
+from sync_batchnorm.autograd import Settings
 from sync_batchnorm.functional import sync_batch_norm
 
 pytestmark = usual_kernels
@@ -275,7 +276,7 @@ def test_large_inputs_are_not_copied(kind):
     input, grad = (torch.randn(4, 8, 70, 70).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
     leaves = [input.requires_grad_(), (torch.rand(8) + 0.5).requires_grad_(), torch.randn(8).requires_grad_()]
     with Copies(input.numel()) as copies:
-        output = sync_batch_norm(*leaves, None, 1e-5)
+        output = sync_batch_norm(*leaves, None, Settings(1e-5))
         grad_input, *_ = torch.autograd.grad(output, leaves, grad)
     assert not copies.found
     assert strides(output) == strides(grad_input) == strides(input)
