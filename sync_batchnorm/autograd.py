@@ -9,7 +9,7 @@
                                                       y_1 .. y_R = SyncBatchNorm(x_1, w_1, b_1, .. x_R, w_R, b_R)
                                   <-----------------  y_i, mean, invstd                 ---------> write y_i
 
-So the exchange of the forward is part of the graph, and nothing in a backward waits for another replica: the engine
+So the exchange of the forward is in the autograd graph, and nothing in a backward waits for another replica: the engine
 runs this node when it has the gradients of all outputs. The node makes the two sums of each replica, adds them up, and
 makes all input gradients; with what arithmetic, its backend knows.
 

@@ -35,7 +35,7 @@ def joining(coordinator: Coordinator, replica_id: int, name: str) -> Iterator[No
 
 
 class _End:
-    """What master and slaves have in common: a place in a `SyncGroup`."""
+    """The base class of master and slave: a member of a `SyncGroup`."""
 
     _coordinator: Coordinator
     _sync_group: SyncGroup

@@ -23,7 +23,7 @@ R = TypeVar("R")
 # What the compiler says with `fullgraph=True`, the one case in which a user has to know.
 REASON = (
     "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
-    "leave that out, or compile the parts between these layers"
+    "leave that out, or compile the functions between these layers"
 )
 
 

@@ -77,7 +77,7 @@ def convert_model(
     `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, as
     timm's `BatchNormAct2d` does, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
     modules, parameters, buffers, hooks, flags and attributes are the same objects as before, so it may be called before
-    or after an optimizer is built, on a part of a model or all of it, and on the module inside of a
+    or after an optimizer is built, on a submodule or the whole model, and on the module inside of a
     `DistributedDataParallel`. Synchronized layers that are already there are left alone, their options included.
     `revert_model` is the way back.
 
@@ -105,20 +105,20 @@ def convert_model(
     options.check()
     classes = dict(classes or {})
     _check_classes(classes, modules)
-    left: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for name, child in modules:
         if isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
         elif _is_scripted(child):
             why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-            left.setdefault(why, []).append(name)
+            skipped.setdefault(why, []).append(name)
         elif type(child) in classes or (
             isinstance(child, BatchNormBase) and not isinstance(child, _SynchronizedBatchNorm)
         ):
             reason = _make_synchronized(child, classes, options)
             if reason:
-                left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
-    _warn_of(left, "convert_model left BatchNorm layers as they are, which do not synchronize")
+                skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(skipped, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
 
@@ -135,7 +135,7 @@ def revert_model(module: ModuleT) -> ModuleT:
         UserWarning: one warning that names every module of a class that somebody derived from those of this library. It
             is left as it is, since there is no class to go back to.
     """
-    left: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for name, child in _named_modules(module):
         if isinstance(child, _Callbacks):
             reverted = _revert_parallel(child)
@@ -147,8 +147,8 @@ def revert_model(module: ModuleT) -> ModuleT:
             reason = "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
             if is_parametrized(child):
                 reason = "is parametrized; remove its parametrizations first"
-            left.setdefault(f"{type(child).__name__} {reason}", []).append(name)
-    _warn_of(left, "revert_model left modules as they are, which need sync_batchnorm")
+            skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+    _warn_of(skipped, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
@@ -158,12 +158,12 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(module.named_modules())
 
 
-def _warn_of(left: dict[str, list[str]], what: str) -> None:
-    if left:
+def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
+    if skipped:
         lines = [
-            f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in left.items()
+            f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in skipped.items()
         ]
-        warn(f"{what}, {sum(map(len, left.values()))} in all:\n" + "\n".join(lines))
+        warn(f"{what}, {sum(map(len, skipped.values()))} in all:\n" + "\n".join(lines))
 
 
 def _is_scripted(module: nn.Module) -> bool:
@@ -325,7 +325,7 @@ class _Patch:
     lock = threading.Lock()
     depth = 0
     before: ClassVar[dict[type[BatchNormBase], Any]] = {}
-    left: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
+    skipped: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
 
 
 @contextmanager
@@ -346,7 +346,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
                 _Patch.before[cls] = vars(cls).get("__init__")
                 cls.__init__ = _synchronizing(cls.__init__)  # type: ignore[method-assign]
         _Patch.depth += 1
-    left: dict[str, int] = {}
+    skipped: dict[str, int] = {}
     try:
         yield
     finally:
@@ -359,9 +359,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
                     elif "__init__" in vars(patched):  # unless other code has taken it away
                         del patched.__init__
                 _Patch.before.clear()
-                left, _Patch.left = _Patch.left, {}
-    if left:
-        reasons = "".join(f"\n- {number} layers: {why}" for why, number in left.items())
+                skipped, _Patch.skipped = _Patch.skipped, {}
+    if skipped:
+        reasons = "".join(f"\n- {number} layers: {why}" for why, number in skipped.items())
         warn(f"patch_sync_batchnorm left BatchNorm layers as they are, which do not synchronize:{reasons}")
 
 
@@ -375,6 +375,6 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
             if reason:
                 why = f"{type(self).__name__} {reason}"
                 with _Patch.lock:
-                    _Patch.left[why] = _Patch.left.get(why, 0) + 1
+                    _Patch.skipped[why] = _Patch.skipped.get(why, 0) + 1
 
     return __init__

@@ -19,7 +19,7 @@ leads to a later call, in any replica, then runs before the node of an earlier o
 
 The nodes of several devices run in several threads of the engine, each of which knows the numbers of its own alone.
 There the node of each call also takes a token, a tensor without elements, from that of the call before it. A token may
-reach a node whose outputs take no part in the loss. Such a node has no gradients, and does not exchange: it does not
+reach a node whose outputs do not enter the loss. Such a node has no gradients, and does not exchange: it does not
 even run in a process with one device.
 
 NOTE [beside DistributedDataParallel]: Its collectives use the same group, and it starts one as soon as the gradients of
@@ -29,7 +29,7 @@ calls in a new thread, and higher ones in an old thread. So the engine runs the 
 else: whatever gradient can be complete by then is complete, in a process with replicas and in one without. On several
 GPUs, torch replicates all parameters in one node, which comes after all layers.
 
-A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call left, see NOTE
+A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call kept, see NOTE
 [recomputation].
 """
 
@@ -131,7 +131,7 @@ def count_up_to(number: int) -> None:
     if next_sequence_number() <= number:
         with torch.inference_mode(False), torch.enable_grad():
             while (missing := number + 1 - next_sequence_number()) > 0:
-                torch.empty(missing, device="cpu", requires_grad=True).tensor_split(missing)  # a node for each part
+                torch.empty(missing, device="cpu", requires_grad=True).tensor_split(missing)  # a node for each piece
 
 
 class BackwardOrder:

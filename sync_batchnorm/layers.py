@@ -102,7 +102,7 @@ class _LayerMaster(SyncMaster):
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """What all synchronized layers share; not for use by itself.
+    """The base class of all synchronized layers; not for use by itself.
 
     NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
     dropped. The user's own module never holds one: class attributes are the defaults for a module whose class was

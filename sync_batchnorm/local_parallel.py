@@ -75,8 +75,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if 0 in numbers or len(set(numbers)) > 1:
             raise ValueError(
                 f"expected tensors that make equally many chunks along dimension {dim}, but got {shapes}, which make "
-                f"{numbers} of {most}; give every tensor a row for each sample, and pass what all replicas share as a "
-                "buffer of the module"
+                f"{numbers} of {most}; give every tensor a row for each sample, and pass what every replica "
+                "needs as a whole as a buffer of the module"
             )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Activation checkpointing: which earlier call of a layer a recomputation repeats.
 
 NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. There is
-no exchange then, and nothing to count: the call repeats an earlier one and takes over what that one left. A call in
+no exchange then, and nothing to count: the call repeats an earlier one and takes over what that one kept. A call in
 a running backward that repeats none is one of reentrant checkpointing, which differentiates each replica by itself.
 
 NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and

@@ -71,7 +71,7 @@ class Watch:
         self._replica = ref(replica)  # which holds this object
 
     def modules(self) -> Iterable[nn.Module]:
-        """Return the modules that are part of the replica."""
+        """Return the modules of the replica."""
         replica = self._replica()
         return () if replica is None else replica.modules()
 
@@ -115,7 +115,7 @@ _running: ContextVar[Watch | None] = ContextVar("sync_batchnorm_running", defaul
 
 
 class OwnCall(nn.Module):
-    """Calls a replica whose class has a `__call__` of its own: all of that is part of its forward."""
+    """Calls a replica whose class has a `__call__` of its own: all of that belongs to its forward."""
 
     def __init__(self, replica: nn.Module) -> None:
         super().__init__()
@@ -142,10 +142,10 @@ mark_constant(is_in_replica)
 
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise the error for a layer or wrapper that trains in the replica of this thread, and is no part of it.
+    """Raise the error for a layer or wrapper that trains in the replica of this thread, and does not belong to it.
 
     Raises:
-        RuntimeError: naming it, if it is part of the wrapped module itself, and the replica.
+        RuntimeError: naming it, if it belongs to the wrapped module itself, and the replica.
     """
     watch = _running.get()
     if watch is None or any(module is foreign for module in watch.modules()):
@@ -155,12 +155,12 @@ def raise_foreign_layer(foreign: nn.Module) -> None:
     if names:
         raise RuntimeError(
             f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
-            "module itself, which is no part of any replica; let the forward reach its layers through attributes of "
+            "module itself, which belongs to no replica; let the forward reach its layers through attributes of "
             "self that are modules (nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead "
             "of that of the module, or that of its class"
         )
     raise RuntimeError(
         f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(foreign).__name__} "
-        f"that is not ({who}), so that every replica would train it with its own part of the batch; make it a "
+        f"that is not ({who}), so that every replica would train it with its own chunk of the batch; make it a "
         "submodule of the model, or call its eval()"
     )

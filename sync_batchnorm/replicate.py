@@ -229,7 +229,7 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
         warn(
             f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
             f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
-            "filter this warning if every replica is meant to normalize with its own part of the batch"
+            "filter this warning if every replica is meant to normalize with its own chunk of the batch"
         )
 
 
@@ -239,7 +239,7 @@ _coordinators: ContextVar[list[Coordinator]] = ContextVar(
 
 
 class _Callbacks(DataParallel[Any]):
-    """The part of a `DataParallel` that gives its replicas handles, calls the callbacks, picks the error to raise."""
+    """What is added to a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
 
@@ -332,8 +332,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     or leaves while others wait for it, they are released at once and the caller gets the original exception.
 
     A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. Only where several
-    processes of `torch.distributed` train together does it run in a replica, as larger batches do. A wrapper that is
-    part of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
+    processes of `torch.distributed` train together does it run in a replica, as larger batches do. A wrapper inside
+    of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -349,7 +349,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, or if a replica trains a synchronized layer that is no part of it, also in another wrapper.
+            replicated, or if a replica trains a synchronized layer that does not belong to it, also in another
+            wrapper.
         ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:

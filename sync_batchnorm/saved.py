@@ -11,7 +11,7 @@ layer of its own.
 NOTE [several backwards at once]: Those replicas do so in their threads, at the same time. Without the GIL, torch 2.12
 guards neither what a node has saved nor the Python objects of its neighbors: two threads that free or make them at once
 crash the process. So both are read only with the lock of the call held. Only the first backward reads what the node has
-saved, and frees it at once: torch has nothing left to free, and the others ask the nodes of their replicas.
+saved, and frees it at once: torch has nothing more to free, and the others ask the nodes of their replicas.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[i
     children = _children(tree)
     if not children:
         return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    parts = [_scatter(child, devices, dim, found) for child in children]
-    return [_rebuild(tree, part) for part in zip(*parts, strict=False)]
+    of_replicas = zip(*(_scatter(child, devices, dim, found) for child in children), strict=False)
+    return [_rebuild(tree, own) for own in of_replicas]
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
@@ -132,5 +132,4 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     children = _children(first)
     if children is None:
         raise _not_tensors(first)
-    parts = zip(*outputs, strict=True)
-    return _rebuild(first, [gather(part, device, dim) for part in parts])
+    return _rebuild(first, [gather(children, device, dim) for children in zip(*outputs, strict=True)])

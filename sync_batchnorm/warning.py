@@ -28,8 +28,8 @@ def warn(text: str) -> None:
 class ModuleSet:
     """A set of modules, each together with all its replicas.
 
-    Every forward has new replicas, and nothing may be stored on the user's module. What a module and all its replicas
-    have in common is the dictionary of its forward hooks, which no deep copy or pickle shares.
+    Every forward has new replicas, and nothing may be stored on the user's module. A module and all its replicas have
+    the same dictionary of forward hooks, which no deep copy or pickle has.
     """
 
     def __init__(self) -> None:

@@ -199,7 +199,7 @@ def test_layer_that_need_not_synchronize_does_not_warn(prepare):
 PLAIN = (
     r"expected batch norms that synchronize in the replicas of a DataParallelWithCallback, but got 2 in training mode, "
     r"none of which does, from '1' on; call convert_model\(model\), or filter this warning if every replica is meant "
-    r"to normalize with its own part of the batch"
+    r"to normalize with its own chunk of the batch"
 )
 
 

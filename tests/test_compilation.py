@@ -156,7 +156,7 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
             return torch.relu(self.bn(self.conv(input)))
 
     _, parallel = twins(Whole(), ["cpu"] * 2, timeout=SECONDS)
-    with pytest.raises(Exception, match="got fullgraph=True; leave that out, or compile the parts between"):
+    with pytest.raises(Exception, match="got fullgraph=True; leave that out, or compile the functions between"):
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met

@@ -1,4 +1,4 @@
-"""What a kind of device brings for batch normalization, as an interface; and the arithmetic that all kinds share.
+"""What a kind of device brings for batch normalization, as an interface; and the arithmetic of all kinds.
 
 No threads, no modules, no graph. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; vectors are
 ``(C,)``; a count is a number of elements per channel. A new kind of device is a file beside this one, with a subclass
@@ -112,10 +112,7 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
 
 
 class PartStatistics(NamedTuple):
-    """The statistics of the input of one replica, as its backend makes them.
-
-    K equal parts of the input may have been looked at separately; K is one but on the CPU.
-    """
+    """The statistics of the input of one replica, as its backend makes them, in K equal parts: one but on the CPU."""
 
     mean: Tensor  # (K, C); after `sent`, this and the next in one tensor, (2 * K, C)
     var: Tensor | None  # (K, C), biased; None beside an inverse standard deviation
@@ -225,7 +222,7 @@ class ReplicaGradients:
 
     Args:
         place: where it computes.
-        grad_output: the gradient of its output; None if it takes no part in the loss.
+        grad_output: the gradient of its output; None if the output does not enter the loss.
         input: ``(N, C, +)``.
         weight: ``(C,)`` or None.
         wanted: of which of its tensors gradients are asked for: "input", "weight", "bias".
@@ -244,14 +241,14 @@ class ReplicaGradients:
 class Backward(NamedTuple):
     """One backward of a call."""
 
-    replicas: Sequence[ReplicaGradients]  # those that take part
+    replicas: Sequence[ReplicaGradients]  # those that this backward reaches
     pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of mean and invstd, or mean and variance, ``(2, C)``
     batch: BatchStatistics
     at: dict[Place, tuple[Tensor, Tensor]]  # as that of `batch`; in the graph, if one is recorded
     streams: Streams
     has_eps: bool  # whether the second of each pair is the inverse standard deviation
     own_weights: bool  # whether the replicas of all processes may have different weights
-    of_all: bool  # whether all replicas take part
+    of_all: bool  # whether it reaches all replicas
     reduce: Callable[[Tensor], Tensor]  # adds up over processes
 
     def scaled_by_weight(self, vector: Tensor, weight: Tensor | None) -> Tensor:

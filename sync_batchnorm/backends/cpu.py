@@ -112,7 +112,7 @@ class Cpu(Backend):
         return sums.sum(0)
 
     def rest(self, totals: Tensor, backward: Backward) -> Rest:
-        """Return the part that is linear in the input.
+        """Return what is linear in the input.
 
         It is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
         """

@@ -23,7 +23,7 @@ JOINED = 32768
 
 class Joined(Cpu):
     def takes(self, input: Tensor) -> bool:
-        """Return whether an input is small enough: then its statistics are left to the master."""
+        """Return whether an input is small enough: then the master makes its statistics."""
         return 0 < input.numel() <= JOINED
 
     def takes_all(self, inputs: Sequence[Tensor]) -> bool:
@@ -43,7 +43,7 @@ class Joined(Cpu):
         return outputs, BatchStatistics(mean, None, invstd)
 
     def gradients(self, backward: Backward) -> None:
-        """Compute on the joined batch in float64, with the operator of torch, if it is small and all take part.
+        """Compute on the joined batch in float64, with the operator of torch, if it is small and has all replicas.
 
         A backward runs in one thread, where calls cost less than in several: it is not worth it up to the same size.
         """
@@ -57,8 +57,8 @@ class Joined(Cpu):
         mean, invstd = backward.at[backward.batch.master]
         if any("weight" in replica.wanted or "bias" in replica.wanted for replica in replicas):
             vectors: list[Tensor] = []
-            parts = zip(replicas, wide.split_with_sizes(sizes), input.split_with_sizes(sizes), strict=True)
-            for replica, dy, x in parts:
+            rows = zip(replicas, wide.split_with_sizes(sizes), input.split_with_sizes(sizes), strict=True)
+            for replica, dy, x in rows:
                 if replica.grad_output is not None:
                     vectors += gradient_sums(dy, x, mean, invstd)
             set_parameter_gradients(
@@ -67,7 +67,7 @@ class Joined(Cpu):
             )
         if any("input" in replica.wanted for replica in replicas):
             weight = replicas[0].weight
-            # Without eps, which is part of invstd already.
+            # Without eps, which invstd contains already.
             grad_input, _, _ = batch_norm_backward(
                 wide,
                 input,
