@@ -1,9 +1,9 @@
 """A model's way to synchronized layers and back.
 
-NOTE [conversion by class]: A layer keeps its identity; all that changes is ``layer.__class__``. So everything that
-holds on to the layer, or to its parameters and buffers, stays right: optimizers, hooks, other parents, plain lists. The
-class alone tells the way back, and the options are attributes that are there only if they were given. A class that
-computes something of its own cannot be swapped for another one: such a layer is left as it is, and named in a warning.
+A layer keeps its identity; all that changes is ``layer.__class__``. So everything that holds on to the layer, or to its
+parameters and buffers, stays right: optimizers, hooks, other parents, plain lists. The class alone tells the way back,
+and the options are attributes that are there only if they were given. A class that computes something of its own cannot
+be swapped for another one: such a layer is left as it is, and named in a warning.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `c
 _FORMER_CLASS = "_former_class"  # of a layer for whose class `convert_model` was given a synchronized one
 # What a synchronized layer needs from a layer of another class: some may be None.
 _NEEDED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps", "momentum", "num_features")
-# The methods by which a layer computes, is copied and is pickled. A class that has its own version of one is left as it
-# is, see NOTE [conversion by class].
+# The methods by which a layer computes, is copied and is pickled. A class that has its own version of one cannot be
+# swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -219,8 +219,8 @@ def _make_synchronized(
     if reason:
         return reason
     if isinstance(layer, LazyModuleMixin):
-        # NOTE [lazy layers with parameters]: Loading a state dict gives a lazy layer its parameters, but only its first
-        # forward makes it an ordinary one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
+        # Loading a state dict gives a lazy layer its parameters, but only its first forward makes it an ordinary one.
+        # This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
         infer_parameters(layer, layer, (torch.empty(0),))
     cls = type(layer)
     try:

@@ -4,10 +4,10 @@ A process merges its own replicas first. One collective of one packed vector the
 and another one in the backward makes their gradients. Who waits too long, who left, and what differs between processes
 is the business of `torch.distributed`: its errors and its timeout are the ones that a user sees.
 
-NOTE [collectives]: Collectives have no names: the first of one process is matched with the first of every other one.
-So all processes of a group must make the same calls in the same order. In a forward that is the order of the layers,
-since all replicas of a process exchange in each of them, and only the master speaks for them. Blocking there waits for
-another process only, never for a replica of this one.
+Collectives have no names: the first of one process is matched with the first of every other one. So all processes of a
+group must make the same calls in the same order. In a forward that is the order of the layers, since all replicas of a
+process exchange in each of them, and only the master speaks for them. Blocking there waits for another process only,
+never for a replica of this one.
 
 NOTE [order of a backward]: In a backward it is the reverse of that order, whatever the number of replicas. Of all nodes
 that are ready, the engine runs the one with the highest sequence number. Each thread counts those of the nodes that it
@@ -22,12 +22,12 @@ There the node of each call also takes a token, a tensor without elements, from 
 reach a node whose outputs do not enter the loss. Such a node has no gradients, and does not exchange: it does not
 even run in a process with one device.
 
-NOTE [beside DistributedDataParallel]: Its collectives use the same group, and it starts one as soon as the gradients of
-some parameters are complete. The numbers of the nodes of layers are lower than those of all others: each thread leaves
-room for the calls that may follow (`_CALLS_AHEAD`), or a branch that begins early would have lower numbers than later
-calls in a new thread, and higher ones in an old thread. So the engine runs the node of a layer when it can run nothing
-else: whatever gradient can be complete by then is complete, in a process with replicas and in one without. On several
-GPUs, torch replicates all parameters in one node, which comes after all layers.
+The collectives of `DistributedDataParallel` use the same group, and it starts one as soon as the gradients of some
+parameters are complete. The numbers of the nodes of layers are lower than those of all others: each thread leaves room
+for the calls that may follow (`_CALLS_AHEAD`), or a branch that begins early would have lower numbers than later calls
+in a new thread, and higher ones in an old thread. So the engine runs the node of a layer when it can run nothing else:
+whatever gradient can be complete by then is complete, in a process with replicas and in one without. On several GPUs,
+torch replicates all parameters in one node, which comes after all layers.
 
 A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call kept, see NOTE
 [recomputation].

@@ -30,8 +30,8 @@ __all__ = [
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# NOTE [whole models of the older library]: A layer of it is pickled with a `SyncMaster`, and that one with a method of
-# the layer, whose name is looked up when the model is loaded. What such a layer synchronizes by is left out then.
+# In the pickle of a whole model, a layer of the older library has a `SyncMaster`, and that one has a method of the
+# layer, whose name is looked up when the model is loaded. Loading leaves out what such a layer synchronizes by.
 _STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
 
 MOST_PENDING = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
@@ -104,9 +104,9 @@ class _LayerMaster(SyncMaster):
 class _SynchronizedBatchNorm(BatchNormBase):
     """The base class of all synchronized layers; not for use by itself.
 
-    NOTE [state of a layer]: A replica gets its pipe from the replication callback and takes it along when it is
-    dropped. The user's own module never holds one: class attributes are the defaults for a module whose class was
-    swapped, and for everything that was pickled before. The same holds for options: a layer has those that were given.
+    A replica gets its pipe from the replication callback and takes it along when it is dropped. The user's own module
+    never holds one: class attributes are the defaults for a module whose class was swapped, and for everything that was
+    pickled before. The same holds for options: a layer has those that were given.
     """
 
     eps_mode: str | None = None
@@ -117,7 +117,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _sync_pending: list[BatchStatistics | None] | None = None
     _sync_master_device: torch.device | None = None
 
-    _data_parallel_master: None = None  # see NOTE [whole models of the older library]
+    _data_parallel_master: None = None  # looked up by old pickles, see `_STATE_OF_OLDER`
 
     def __init__(
         self,

@@ -226,10 +226,10 @@ TensorsOf = Callable[[Tensor], list[Tensor]]  # of each replica, by the original
 
 def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of: TensorsOf) -> list[nn.Module]:
     """Return `number` replicas of a module that have the tensors which they are given."""
-    # NOTE [replicas of modules]: `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs,
-    # lazy and scripted modules override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of
-    # its own for buffers and submodules. They are filled directly, since to set hundreds of attributes through
-    # `nn.Module.__setattr__` takes longer than all the rest of a replication.
+    # `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs, lazy and scripted modules
+    # override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of its own for buffers and
+    # submodules. They are filled directly, since to set hundreds of attributes through `nn.Module.__setattr__` takes
+    # longer than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     for child in module.modules():
         for of_modules, replica in zip(copies, _copies_of(child, number), strict=True):
@@ -286,9 +286,9 @@ def parallel_apply(
 
     The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
 
-    NOTE [ends of threads]: None ends before all replicas are through. On a free-threaded Python, a thread that has run
-    a backward must not end while another one drops objects that it has made, see docs/free-threading.md; replicas share
-    the nodes of their layers, so they would.
+    No thread ends before all replicas are through. On a free-threaded Python, a thread that has run a backward must not
+    end while another one drops objects that it has made, see docs/free-threading.md; replicas share the nodes of their
+    layers, so they would.
 
     Raises:
         BaseException: the exception of the lowest replica that failed, as `CapturedError.rebuild` makes it.
@@ -296,16 +296,16 @@ def parallel_apply(
     outputs: list[Any] = [None] * len(modules)
     failures: list[CapturedError | None] = [None] * len(modules)
     places = [current_place(device) for device in devices]
-    # NOTE [numbers of threads]: Replicas on the CPU divide the intra-op threads of their caller: otherwise each of them
-    # would start as many. `torch.set_num_threads` sets the number of the calling thread, and that with which others
-    # begin, when they ask for theirs for the first time. So the caller sets the number of each replica, waits until all
-    # have asked, and sets its own again, which the backward has. Only then they go on, as they may set another one.
+    # Replicas on the CPU divide the intra-op threads of their caller: otherwise each of them would start as many.
+    # `torch.set_num_threads` sets the number of the calling thread, and that with which others begin, when they ask for
+    # theirs for the first time. So the caller sets the number of each replica, waits until all have asked, and sets its
+    # own again, which the backward has. Only then they go on, as they may set another one.
     num_threads = torch.get_num_threads()
     divides = devices[0].type == "cpu" and num_threads > 1 and len(modules) > 1
     asked: SimpleQueue[int] = SimpleQueue()
     dividing = threading.Lock()
     through: SimpleQueue[int] = SimpleQueue()
-    running = threading.Lock()  # see NOTE [ends of threads]
+    running = threading.Lock()  # until all replicas are through
 
     def work(i: int) -> None:
         try:

@@ -1,10 +1,10 @@
 """Spans in the profile of torch: which replica waits in which layer, and what the master merges there.
 
-NOTE [threads of a profile]: `torch.profiler` records the thread that starts it, and the backward. The only way to
-record the threads of replicas too, which on GPUs are those of `torch.nn.parallel`, is `profile_all_threads=True` of its
-experimental configuration (torch 2.8 and later): it records every thread of the process. (Tried on torch 2.13.0: the
-C++ function `enableProfilerInChildThread` keeps one handle for all threads; the operators of the thread that started
-the profiler are then counted once more in each later profile.)
+`torch.profiler` records the thread that starts it, and the backward. The only way to record the threads of replicas
+too, which on GPUs are those of `torch.nn.parallel`, is `profile_all_threads=True` of its experimental configuration
+(torch 2.8 and later): it records every thread of the process. (Tried on torch 2.13.0: the C++ function
+`enableProfilerInChildThread` keeps one handle for all threads; the operators of the thread that started the profiler
+are then counted once more in each later profile.)
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ NOTE [recomputation]: Activation checkpointing calls a layer again in the backwa
 no exchange then, and nothing to count: the call repeats an earlier one and takes over what that one kept. A call in
 a running backward that repeats none is one of reentrant checkpointing, which differentiates each replica by itself.
 
-NOTE [frames]: The input does not tell which call is repeated: two calls may have equal inputs in this replica and
-different ones in a peer. The frame that torch keeps of each checkpoint does. Hooks on saved tensors hold it, strongly
-while the checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that
-lives: by each of them, where they are nested. They are repeated in order, though not always to the last.
+The input does not tell which call is repeated: two calls may have equal inputs in this replica and different ones in a
+peer. The frame that torch keeps of each checkpoint does. Hooks on saved tensors hold it, strongly while the checkpoint
+records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that lives: by each of them,
+where they are nested. They are repeated in order, though not always to the last.
 
 NOTE [selective checkpoints]: A policy of what to save sees every operator of a checkpointed forward, through a dispatch
 mode, and its recomputation must run the same ones. Calls and repeated calls do not: the master computes for all. So the

@@ -52,12 +52,12 @@ class CallerState:
 class Watch:
     """What calls a replica: the coordinator learns when the replica begins, and how it ends.
 
-    NOTE [calls of replicas]: The coordinator must learn of every way out of a replica, hooks included, and also in a
-    `parallel_apply` or `forward` of the user's own, which may be handed nothing but modules. What all of them do is to
-    call the replica. So there is a `Watch` in the root of each replica and in nothing else, in the attribute in which
-    `Module.compile` puts a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies
-    and pickles of a module leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether
-    the first still holds. For the second see `_called`.
+    The coordinator must learn of every way out of a replica, hooks included, and also in a `parallel_apply` or
+    `forward` of the user's own, which may be handed nothing but modules. What all of them do is to call the replica. So
+    there is a `Watch` in the root of each replica and in nothing else, in the attribute in which `Module.compile` puts
+    a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies and pickles of a module
+    leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether the first still holds. For
+    the second see `_called`.
     """
 
     def __init__(

@@ -4,13 +4,13 @@ The threads are real, but only one runs at a time: `Lock` and `SimpleQueue`, as 
 replaced by versions that ask the scheduler before they go on. A depth-first search replays every sequence of its
 choices.
 
-NOTE [which steps are choices]: Threads use what they share, except for their mailboxes, only with the lock held. So the
-sections under the lock are the steps, and what a thread does outside of them commutes with the steps of all others.
-Only its owner takes from a mailbox: to take what is there commutes too, and a thread that finds its mailbox empty
-waits, or, where a scenario says so, runs out of time. To begin a forward writes only what nobody reads before its owner
-waits or leaves, except that the text of a timeout says who has started; so it is done first. The remaining steps are
-choices: who enters the next section under the lock, and whose time runs out. With ``fine=True`` every operation of lock
-and queue is a choice, including release of the lock and beginning of a forward; tests compare the outcomes of both.
+Threads use what they share, except for their mailboxes, only with the lock held. So the sections under the lock are the
+steps, and what a thread does outside of them commutes with the steps of all others. Only its owner takes from a
+mailbox: to take what is there commutes too, and a thread that finds its mailbox empty waits, or, where a scenario says
+so, runs out of time. To begin a forward writes only what nobody reads before its owner waits or leaves, except that the
+text of a timeout says who has started; so it is done first. The remaining steps are choices: who enters the next
+section under the lock, and whose time runs out. With ``fine=True`` every operation of lock and queue is a choice,
+including release of the lock and beginning of a forward; tests compare the outcomes of both.
 """
 
 from __future__ import annotations
