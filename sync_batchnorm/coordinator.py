@@ -42,6 +42,13 @@ MASTER = 0  # the identifier of every master
 
 MasterCallback = Callable[[list[tuple[Hashable, Any]]], Sequence[tuple[Hashable, Any]]]
 
+_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+
+
+def no_span(name: str) -> AbstractContextManager[Any]:
+    """Return a context that does nothing."""
+    return _NO_SPAN
+
 
 class Exchange:
     """One call of one layer: who has arrived, and with what."""
@@ -101,7 +108,7 @@ class Coordinator:
         self,
         devices: Sequence[str] = (),
         timeout: float = DEFAULT_TIMEOUT,
-        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        span: Callable[[str], AbstractContextManager[Any]] = no_span,
     ) -> None:
         self.timeout = timeout
         self._span = span

@@ -10,11 +10,12 @@ are then counted once more in each later profile.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
+from sync_batchnorm.coordinator import no_span
 from sync_batchnorm.torch_private import profiler_of_thread, profiler_runs
 
 __all__: list[str] = []
@@ -22,14 +23,14 @@ __all__: list[str] = []
 
 def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]]:
     """Return what makes the spans of a forward that begins: contexts that do nothing, if no profiler runs."""
-    return _span if profiler_runs() else nullcontext
+    return _span if profiler_runs() else no_span
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
     """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
     if profiler_runs() and profiler_of_thread() == "KINETO":
         return _span("replicas, in threads that are recorded with profile_all_threads=True only")
-    return nullcontext()
+    return no_span("")
 
 
 def _span(name: str) -> AbstractContextManager[Any]:

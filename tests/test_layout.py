@@ -28,7 +28,7 @@ IMPORTS = {
     "warning": set(),
     "coordinator": {"errors"},
     "comm": {"coordinator"},
-    "profiling": {"torch_private"},
+    "profiling": {"coordinator", "torch_private"},
     "compilation": {"torch_private"},
     "places": set(),
     "scatter_gather": {"torch_private", "warning"},
