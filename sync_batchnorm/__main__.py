@@ -50,6 +50,7 @@ ADVICE = {  # by the first word of a check
     "copy": "Copies between GPUs do not work, mostly because of an IOMMU or PCIe ACS: switch it off in the firmware, "
     "or boot Linux with iommu=pt. Until then, use GPUs between which copies are right, or device_ids=[0, 0].",
     "NCCL": "NCCL does not work: set NCCL_P2P_DISABLE=1 and check again; NCCL_DEBUG=INFO tells what it tries.",
+    "any other": "Please report this: the devices are connected, but the numbers are wrong or missing.",
 }
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m sync_batchnorm", description="Check this machine, within 30 seconds."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--devices", type=parsed_devices, default=default, help='as in "0,1", "0,0" or "cpu,cpu"; here %(default)s'
     )
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "replicas": options.devices,
         "checks": [{"check": name, "ok": ok, "result": result} for name, (ok, result) in found.items()],
         # What is wrong first is mostly the cause of the rest.
-        "advice": [ADVICE.get(wrong[0], "Please report this: the devices are connected.")] if wrong else [],
+        "advice": [ADVICE.get(word, ADVICE["any other"]) for word in wrong[:1]],
     }
     print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
     return 1 if wrong else 0
