@@ -405,6 +405,13 @@ def test_parity_is_checked_with_replicas_of_unequal_size(monkeypatch):
     assert sizes == {1, 2}
 
 
+def test_costs_of_both_kinds_of_layers_are_named(monkeypatch):
+    monkeypatch.setattr(command, "check_parity", fine)
+    monkeypatch.setattr(command, "check_cost", lambda devices, synchronized: (synchronized, ""))
+    found = command.check_devices(["cpu", "cpu"], 0.0)
+    assert (found["cost, synchronized"], found["cost, not synchronized"]) == ((True, ""), (False, ""))
+
+
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_cost_is_measured_with_and_without_synchronization(monkeypatch, synchronized):
     steps, num_threads = [], [4]
