@@ -21,12 +21,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent import futures
 from functools import partial
-from multiprocessing.connection import Connection
 from statistics import median
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,103 +37,90 @@ from sync_batchnorm.torch_private import MISSING
 
 __all__: list[str] = []
 
-ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
+Result = tuple[bool, str]  # whether it is right, and what was found
+Check = Sequence[Callable[[], Result]]  # one function, or two for as many processes
+
 PROCESSES: Any = multiprocessing.get_context("spawn")  # A process that is forked cannot use the CUDA of this one.
 SILENCE = 8.0  # seconds after which a check counts as hung: far more than any of them needs
 BUDGET = 24.0  # seconds for all checks together: the report is promised within 30
 # Of the largest value. Wide enough for the order in which the kernels of any device add up; the statistics of a single
 # replica are off by more than a tenth.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
-# Channels and height: replicas on the CPU hand over small inputs, and exchange statistics of large ones.
-SHAPES = ((8, 5), (32, 28))
-
-Result = tuple[bool, str]  # whether it is right, and what was found
-
-
-class Item(NamedTuple):
-    """One check: its name in the report, on which devices, and the function that does it."""
-
-    name: str
-    devices: tuple[str, ...]
-    check: Callable[[Sequence[str]], Result]
+ADVICE = {  # by the first word of a check
+    "copy": "Copies between GPUs do not work, mostly because of an IOMMU or PCIe ACS: switch it off in the firmware, "
+    "or boot Linux with iommu=pt. Until then, use GPUs between which copies are right, or device_ids=[0, 0].",
+    "NCCL": "NCCL does not work: set NCCL_P2P_DISABLE=1 and check again; NCCL_DEBUG=INFO tells what it tries.",
+    "any other": "Please report this: the devices are connected, but the numbers are wrong or missing.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    names = [str(index) for index in range(torch.cuda.device_count())] or ["cpu"]
+    default = ",".join(names if len(names) > 1 else names * 2)  # A single replica has nobody to exchange with.
     parser = argparse.ArgumentParser(
         prog="python -m sync_batchnorm", description="Check this machine, within 30 seconds."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    usual = "without it every GPU, two replicas on a single one, or two on the CPU"
-    parser.add_argument("--devices", default=found_devices(), help=f'"0,1", "0,0" or "cpu,cpu,cpu"; {usual}')
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--devices", type=parsed_devices, default=default, help='as in "0,1", "0,0" or "cpu,cpu"; here %(default)s'
+    )
     options = parser.parse_args(arguments)
     start = monotonic()
     try:
-        devices = parsed_devices(options.devices)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        found = check_devices(devices, start + BUDGET)
+        found = check_devices(options.devices, start + BUDGET)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    wrong = [name.split()[0] for name, (ok, _) in found.items() if not ok]
     report = {
-        "ok": all(ok for ok, _ in found.values()),
+        "ok": not wrong,
         "seconds": round(monotonic() - start, 1),
         "versions": versions(),
-        "devices": {device: describe(device) for device in devices},
-        "replicas": devices,
-        "checks": [{"check": i.name, "devices": i.devices, "ok": ok, "result": was} for i, (ok, was) in found.items()],
-        "advice": advice(found),
+        "devices": {device: describe(device) for device in options.devices},
+        "replicas": options.devices,
+        "checks": [{"check": name, "ok": ok, "result": result} for name, (ok, result) in found.items()],
+        # What is wrong first is mostly the cause of the rest.
+        "advice": [ADVICE.get(word, ADVICE["any other"]) for word in wrong[:1]],
     }
     print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
-    return 0 if report["ok"] else 1
+    return 1 if wrong else 0
 
 
-def found_devices() -> str:
-    """Return the devices to check: every GPU; one of them, or the CPU, twice, as one replica has nobody to meet."""
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return ",".join(gpus if len(gpus) > 1 else (gpus or ["cpu"]) * 2)
-
-
-def parsed_devices(text: str) -> tuple[str, ...]:
-    """Return the devices in a list that a user has typed; raise ValueError if there are no such replicas."""
+def parsed_devices(text: str) -> list[str]:
+    """Return the devices in a list that a user has typed."""
     count = torch.cuda.device_count()
     try:
         devices = [as_device(int(name) if name.isdecimal() else name) for name in map(str.strip, text.split(","))]
-    except RuntimeError:
-        raise ValueError(f"expected devices as in 0,1 or cpu,cpu, but got {text!r}") from None
-    if len(devices) < 2:
-        raise ValueError(f"expected at least two devices, but got {text!r}; repeat one, as in {text},{text}")
-    if len({device.type for device in devices}) > 1:
-        raise ValueError(f"expected devices of one kind, but got {text!r}; list GPUs or cpu, not both")
-    if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:
-        raise ValueError(
-            f"expected devices of this machine, but got {text!r}, and torch {torch.__version__} finds {count} CUDA "
-            "devices here; leave --devices out to check what is found"
+    except RuntimeError:  # It is no device.
+        devices = []
+    one_kind = len({device.type for device in devices}) == 1
+    if len(devices) < 2 or not one_kind or any(d.type == "cuda" and d.index >= count for d in devices):
+        raise argparse.ArgumentTypeError(
+            f"expected at least two replicas, all on GPUs of this machine as in 0,0 or all on the CPU as in cpu,cpu, "
+            f"but got {text!r}; torch {torch.__version__} finds {count} CUDA devices"
         )
-    return tuple(map(str, devices))
+    return list(map(str, devices))
 
 
 def versions() -> dict[str, str]:
-    """Return what else matters beside the devices, as text."""
+    """Return what matters beside the devices, as text."""
     cuda = "none"
     if torch.cuda.is_available():
-        built = f"HIP {torch.version.hip}" if torch.version.hip else str(torch.version.cuda)
-        cuda = f"{built}, cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        cuda = f"{torch.version.cuda or torch.version.hip}, cuDNN {cudnn}"
     found = {"sync_batchnorm": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     found |= {"system": platform.platform(), "CUDA": cuda}
     if MISSING:
         found["torch without"] = ", ".join(MISSING)
-    return found | {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    variables = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
+    return found | {name: os.environ[name] for name in variables if name in os.environ}
 
 
 def describe(device: str) -> str:
     """Return what a device is; of one of several GPUs, also which others it can copy to without the host."""
-    if device == "cpu":
-        return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     if not device.startswith("cuda"):
-        return platform.processor() or "unknown"
+        return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     properties: Any = torch.cuda.get_device_properties(device)
     text = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != torch.device(device).index]
@@ -142,137 +128,95 @@ def describe(device: str) -> str:
     return f"{text}, peer-to-peer with {' '.join(peers) or 'none'}" if others else text
 
 
-def advice(found: Mapping[Item, Result]) -> list[str]:
-    """Return what to do about what is wrong."""
-    wrong = {item.name.split()[0] for item, (ok, _) in found.items() if not ok}
-    if "copy" in wrong:
-        return [
-            "Copies between GPUs do not work, mostly because of an IOMMU or PCIe ACS that stands between them: switch "
-            "it off in the firmware (VT-d, AMD-Vi, ACS), or boot Linux with iommu=pt.",
-            f"Until then, train on GPUs that reach each other: CUDA_VISIBLE_DEVICES={','.join(connected(found))}. "
-            "Several replicas on one GPU need no copies: device_ids=[0, 0].",
-        ]
-    if wrong & {"broadcast", "NCCL,"}:
-        return [
-            "Plain copies between the GPUs work, but NCCL, through which torch.nn.DataParallel sends parameters, does "
-            "not: set NCCL_P2P_DISABLE=1 and check again; NCCL_DEBUG=INFO tells what it tries."
-        ]
-    return ["Please report this: the devices are connected, but the numbers are wrong or missing."] if wrong else []
-
-
-def connected(found: Mapping[Item, Result]) -> list[str]:
-    """Return the first GPUs that all reach each other, as CUDA_VISIBLE_DEVICES names them."""
-    copies = {item.devices: ok for item, (ok, _) in found.items() if item.name.startswith("copy ")}
-    kept: list[str] = []
-    for device in dict.fromkeys(source for source, _ in copies):
-        if all(copies[device, other] and copies[other, device] for other in kept):
-            kept.append(device)
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    indices = [int(device.partition(":")[2]) for device in kept]
-    return [visible[index] if index < len(visible) else str(index) for index in indices]
-
-
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return the report as a table in Markdown, and below it what to do."""
-    rows = [["check", "result", "right"]]
-    rows += [[name, value, ""] for name, value in (report["versions"] | report["devices"]).items()]
-    rows.append(["replicas on", ", ".join(report["replicas"]), ""])
-    rows += [[check["check"], check["result"], "yes" if check["ok"] else "NO"] for check in report["checks"]]
-    rows = [[" ".join(cell.split()).replace("|", "/") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    last = "To report it, right or wrong, paste all of this text; docs/self-check.md says what each row means."
-    verdict = "All is right" if report["ok"] else "Something is wrong"
-    return "\n".join([*lines, "", f"{verdict}, after {report['seconds']} seconds.", *report["advice"], last])
+    """Return the report as lines, with what to do at the end."""
+    facts = report["versions"] | report["devices"] | {"replicas on": ", ".join(report["replicas"])}
+    for check in report["checks"]:
+        facts[check["check"]] = ("right, " if check["ok"] else "WRONG, ") + " ".join(check["result"].split())
+    lines = [f"{name:23} {value}" for name, value in facts.items()]
+    lines += ["", f"{'All is right' if report['ok'] else 'Something is wrong'}, after {report['seconds']} seconds."]
+    lines += report["advice"]
+    lines.append("To report it, right or wrong, paste all of this text; docs/self-check.md says what each line means.")
+    return "\n".join(lines)
 
 
-def check_devices(devices: tuple[str, ...], deadline: float) -> dict[Item, Result]:
-    """Check the connections between devices, the library on them, and NCCL between processes."""
-    gpus = tuple(device for device in dict.fromkeys(devices) if device.startswith("cuda"))
-    links = [Item(f"copy {a} -> {b}", (a, b), check_copy) for a in gpus for b in gpus if a != b]
-    # Apple's GPUs have no float64.
-    dtypes = ["float32"] if devices[0].startswith("mps") else ["float32", "float64"]
-    library = [Item(f"parity in {dtype}", devices, partial(check_parity, dtype)) for dtype in dtypes]
-    library.append(Item("time", devices, partial(check_cost, "time", (1, 64, 56))))
-    if links:
-        links.append(Item("broadcast to all", gpus, check_broadcast))
-        # Many small layers: the wrapper itself counts little, and the host is slower than the GPUs.
-        library.append(Item("host time a layer", devices, partial(check_cost, "host", (20, 8, 8))))
-        library.append(Item("launches a layer", devices, partial(check_cost, "launches", (20, 8, 8))))
-    found = run(links, deadline)
-    if all(ok for ok, _ in found.values()):
-        found |= run(library, deadline)
-    else:  # They would hang, or be wrong, for the same reason.
-        found |= {item: (False, "not checked, as the devices are not connected") for item in library}
-    if links:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            pair = [Item("NCCL, two processes", gpus[:2], partial(check_nccl, f"{folder}/store", i)) for i in range(2)]
-            found |= run(pair[:1], deadline, pair[1:])
+def check_devices(devices: Sequence[str], deadline: float) -> dict[str, Result]:
+    """Check the connections between devices, NCCL between processes, and the library on the devices."""
+    gpus = [device for device in dict.fromkeys(devices) if device.startswith("cuda")]
+    checks: dict[str, Check] = {f"copy {a} -> {b}": [partial(check_copy, a, b)] for a in gpus for b in gpus if a != b}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if checks:
+            checks["NCCL broadcast to all"] = [partial(check_broadcast, gpus)]
+            checks["NCCL between processes"] = [partial(check_nccl, gpus, rank, f"{folder}/store") for rank in range(2)]
+        for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
+            checks[f"parity in {dtype}"] = [partial(check_parity, devices, dtype)]
+        checks["cost, synchronized"] = [partial(check_cost, devices, True)]
+        checks["cost, not synchronized"] = [partial(check_cost, devices, False)]
+        if devices[0] == "cpu":
+            return {name: outcome(name, function) for name, (function,) in checks.items()}
+        return supervised(checks, deadline)
+
+
+def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result]:
+    """Do `checks` in other processes until `deadline`; return what came of each. See NOTE [checks that hang]."""
+    found: dict[str, Result] = {}
+    workers: list[futures.Executor] = []
+    try:
+        for name, functions in checks.items():
+            patience = deadline - monotonic()  # At first torch is imported in the processes.
+            if patience <= 0:
+                found[name] = False, "not checked, the time was over"
+                continue
+            try:
+                if not workers:
+                    workers = [futures.ProcessPoolExecutor(1, PROCESSES, start_worker) for _ in range(2)]
+                    for started in [worker.submit(start_worker) for worker in workers]:
+                        started.result(patience)
+                patience = max(0.0, min(SILENCE, deadline - monotonic()))
+                calls = zip(workers, functions, strict=False)
+                running = [worker.submit(outcome, name, function) for worker, function in calls]
+                futures.wait(running, patience)
+                found[name] = min([call.result(0) for call in running])  # what is wrong, if anything is
+            except (futures.TimeoutError, futures.BrokenExecutor) as error:
+                hung = isinstance(error, futures.TimeoutError)
+                found[name] = False, f"hangs, no end after {patience:.1f} seconds" if hung else "its process ended"
+                kill_workers()
+                workers.clear()
+    finally:
+        kill_workers()
     return found
 
 
-def run(items: Sequence[Item], deadline: float, meanwhile: Sequence[Item] = ()) -> dict[Item, Result]:
-    """Do `items` until `deadline`, and return what came of each; one more process does `meanwhile`, if it is given."""
-    found: dict[Item, Result] = {}
-    local = all(device == "cpu" for item in items for device in item.devices)
-    while (left := items[len(found) :]) and monotonic() < deadline:
-        results = [check(left[0])] if local else supervised([left, meanwhile] if meanwhile else [left], deadline)
-        found |= zip(left, results, strict=False)
-    return found | {item: (False, "not checked, the time was over") for item in left}
-
-
-def supervised(items: Sequence[Sequence[Item]], deadline: float) -> list[Result]:
-    """Do each list of items in a process; return their results, up to the first that hangs or ends its process."""
-    results: list[Result] = []
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    processes = [PROCESSES.Process(target=work, args=(theirs, some), daemon=True) for some in items]
-    patience = deadline - monotonic()  # At first torch is imported there.
-    try:
-        for process in processes:
-            process.start()
-        theirs.close()
-        while len(results) < len(items[0]):
-            if not ours.poll(patience):
-                return [*results, (False, f"hangs, no end after {patience:.1f} seconds")]
-            results += ours.recv()
-            patience = max(0.0, min(SILENCE, deadline - monotonic()))
-    except (EOFError, OSError):  # the second on Windows
-        processes[0].join(1.0)
-        results.append((False, f"its process ended with status {processes[0].exitcode}"))
-    finally:
-        for process in multiprocessing.active_children():
-            process.kill()
-            process.join(1.0)  # A process inside of a driver outlives its kill.
-    return results
-
-
-def work(connection: Connection, items: Sequence[Item]) -> None:
-    """Do `items` in a process that is supervised, and tell what comes of each."""
+def start_worker() -> None:
+    """Prepare a process that does checks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one.
     os.dup2(2, 1)  # Libraries print there, NCCL for one.
-    connection.send([])
-    for item in items:
-        connection.send([check(item)])
 
 
-def check(item: Item) -> Result:
-    """Do one item in this process, and say on stderr that it is running."""
-    print(f"{item.name} ...", file=sys.stderr, flush=True)
+def kill_workers() -> None:
+    """Kill the processes that do checks."""
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(0.5)  # A process inside of a driver outlives its kill.
+
+
+def outcome(name: str, function: Callable[[], Result]) -> Result:
+    """Call the function of a check, and say on stderr that it is running."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
     try:
-        return item.check(item.devices)
+        return function()
     except Exception as error:  # It belongs into the report, whatever it is.
         return False, f"{type(error).__name__}: {error}"
 
 
-def check_copy(devices: Sequence[str]) -> Result:
+def check_copy(source: str, target: str) -> Result:
     """Copy a few and many bytes from one device to another one, and compare what arrives."""
     for size in (64, 1 << 24):
-        sent, expected = (torch.arange(size, dtype=torch.int32, device=device) for device in devices)
-        wait_for(devices)
+        sent, expected = (torch.arange(size, dtype=torch.int32, device=device) for device in (source, target))
+        wait_for([source, target])
         start = perf_counter()
-        received = sent.to(devices[1])
-        wait_for(devices)
+        received = sent.to(target)
+        wait_for([source, target])
         rate = sent.nbytes / (perf_counter() - start) / 1e9
         if wrong := int((received != expected).sum()):
             return False, f"{wrong} of {size} values arrive wrong"
@@ -287,7 +231,7 @@ def check_broadcast(devices: Sequence[str]) -> Result:
     return not wrong, f"arrives wrong on {', '.join(wrong)}" if wrong else f"{len(devices)} devices"
 
 
-def check_nccl(store: str, rank: int, devices: Sequence[str]) -> Result:
+def check_nccl(devices: Sequence[str], rank: int, store: str) -> Result:
     """Add up tensors of two processes, as `DistributedDataParallel` does; `store` is a file through which they meet."""
     if not distributed.is_available() or not distributed.is_nccl_available():
         return True, "not available in this torch"
@@ -295,31 +239,64 @@ def check_nccl(store: str, rank: int, devices: Sequence[str]) -> Result:
     own = torch.arange(1 << 20, dtype=torch.float32, device=devices[rank])
     received = own * (1 + rank)
     distributed.all_reduce(received)
-    wrong = (received != 3 * own).sum()
-    distributed.all_reduce(wrong)
-    num_wrong = int(wrong)  # in both processes
+    wrong = int((received != 3 * own).sum())
     distributed.destroy_process_group()
-    return not num_wrong, f"{num_wrong} of {2 * len(own)} values arrive wrong" if num_wrong else "2 devices"
+    return not wrong, f"{wrong} of {len(own)} values arrive wrong" if wrong else f"{devices[0]} and {devices[1]}"
 
 
-def check_parity(dtype: str, devices: Sequence[str]) -> Result:
+def check_parity(devices: Sequence[str], dtype: str) -> Result:
     """Compare replicas of unequal size on `devices` with `torch.nn.BatchNorm2d` on the first of them, in two steps."""
     torch.manual_seed(0)
     errors = []
-    for channels, height in SHAPES:
+    for channels, height in ((8, 5), (32, 28)):  # Replicas on the CPU hand over small inputs, or exchange statistics.
         plain = nn.Sequential(nn.BatchNorm2d(channels), nn.Tanh(), nn.BatchNorm2d(channels))
         for parameter in plain.to(devices[0], getattr(torch, dtype)).parameters():
             nn.init.uniform_(parameter, 0.5, 1.5)
         parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=SILENCE)
         # So many rows make one chunk for each device, the last one smaller than the others.
-        shape = (2 * len(devices) - 1, channels, height, height)
+        shape = (2, 2 * len(devices) - 1, channels, height, height)
         for _ in range(2):
-            input, grad = (5 + 3 * torch.randn(shape, dtype=getattr(torch, dtype), device=devices[0]) for _ in range(2))
-            for actual, expected in zip(*(step(net, input, grad) for net in (parallel, plain)), strict=True):
+            # The gradient is around zero: otherwise the rounding of its sums comes near to what is allowed.
+            input, grad = torch.randn(shape, dtype=getattr(torch, dtype), device=devices[0])
+            input = 5 + 3 * input
+            for actual, expected in zip(step(parallel, input, grad), step(plain, input, grad), strict=True):
                 actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
                 errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     error = float(torch.stack(errors).max())  # NaN if one of them is, other than `max`
     return error <= TOLERANCES[dtype], f"largest difference {error:.1e}, allowed {TOLERANCES[dtype]:.0e}"
+
+
+def check_cost(devices: Sequence[str], synchronized: bool) -> Result:
+    """Measure training steps of ten layers in the wrapper; tell the cost of one layer."""
+    plain = nn.Sequential(*(nn.BatchNorm2d(128) for _ in range(10))).to(devices[0])
+    net = DataParallelWithCallback(convert_model(plain) if synchronized else plain, devices, timeout=SILENCE)
+    input, grad = torch.randn(2, 4 * len(devices), 128, 28, 28, device=devices[0])
+    returned, done = [], []
+    num_threads = torch.get_num_threads()
+    # Replicas on the CPU share its cores: with more threads, other programs make a step several times as long.
+    torch.set_num_threads(max(1, num_threads // len(devices)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "expected batch norms that synchronize")  # which are here to compare with
+        for _ in range(8):
+            wait_for(devices)
+            start = perf_counter()
+            step(net, input, grad)
+            returned.append(perf_counter() - start)
+            wait_for(devices)
+            done.append(perf_counter() - start)
+    torch.set_num_threads(num_threads)
+    result = f"{100 * median(done):.2f} ms"  # A tenth of the seconds are 100 milliseconds.
+    if not devices[0].startswith("cuda"):
+        return True, result
+    launches = 0
+    if ProfilerActivity.CUDA in supported_activities():  # type: ignore[no-untyped-call]
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as ran:
+            step(net, input, grad)
+            wait_for(devices)
+        # Spans such as those of `profiling.py` are events too.
+        launches = sum(e.device_type.name == "CUDA" and not e.is_user_annotation for e in ran.events())
+    counted = f"{launches / 10:.1f} launches" if launches else "launches not available"
+    return True, f"{result}, host {100 * median(returned):.2f} ms, {counted}"
 
 
 def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Any]:
@@ -328,45 +305,6 @@ def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Any]:
     output = net(input)
     output.backward(grad)
     return [output, input.grad, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
-
-
-def check_cost(kind: str, sizes: tuple[int, int, int], devices: Sequence[str]) -> Result:
-    """Measure steps of `sizes[0]` layers in the wrapper, synchronized and not; tell the cost of one layer."""
-    if kind == "launches" and ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
-        return True, "not available in this torch"
-    steps = 2 if kind == "launches" else 8  # A profile takes long, and the second step is like all others.
-    depth, channels, height = sizes
-    shape = (4 * len(devices), channels, height, height)
-    input, grad = (torch.randn(shape, device=devices[0]) for _ in range(2))
-    plain = nn.Sequential(*(nn.BatchNorm2d(channels) for _ in range(depth))).to(devices[0])
-    converted = convert_model(copy.deepcopy(plain))
-    nets = [DataParallelWithCallback(net, devices, timeout=SILENCE) for net in (converted, plain)]
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_threads // len(devices)))  # Replicas on the CPU share its cores.
-    with warnings.catch_warnings():
-        # One of the two is there to be compared with.
-        warnings.filterwarnings("ignore", "expected batch norms that synchronize")
-        costs = [[cost_of_step(kind, net, input, grad, devices) for net in nets] for _ in range(steps)]
-    torch.set_num_threads(num_threads)
-    # Nothing makes a step faster than it is, but threads of the host may meet by luck.
-    synchronized, other = ((median if kind == "host" else min)(found) / depth for found in zip(*costs, strict=True))
-    if kind == "launches":
-        return True, f"{synchronized:.1f} synchronized, {other:.1f} not, kernels and copies on all GPUs"
-    return True, f"{synchronized:.2f} ms synchronized, {other:.2f} ms not, {synchronized / other:.2f} times, {shape}"
-
-
-def cost_of_step(kind: str, net: nn.Module, input: Tensor, grad: Tensor, devices: Sequence[str]) -> float:
-    """Return the milliseconds of a step, those until its calls return, or the number of kernels and copies on GPUs."""
-    wait_for(devices)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) if kind == "launches" else nullcontext() as ran:
-        start = perf_counter()
-        step(net, input, grad)
-        returned = perf_counter()
-        wait_for(devices)
-        done = perf_counter()
-    if ran is not None:  # Spans such as those of `profiling.py` are events too.
-        return len([e for e in ran.events() if e.device_type.name == "CUDA" and not e.is_user_annotation])
-    return 1000 * ((done if kind == "time" else returned) - start)
 
 
 def wait_for(devices: Sequence[str]) -> None:

@@ -227,19 +227,19 @@ EQUIVALENT = [
     Equivalent(
         "__main__.py",
         "check_parity",
-        "3 * torch.randn(shape",
+        "-> `input = ",
         "The numbers are arbitrary.",
     ),
     Equivalent(
         "__main__.py",
         "check_copy",
-        "`wait_for(devices)` -> `pass`",
+        "`wait_for([source, target])` -> `pass`",
         "Only the times of real GPUs are wrong without it.",
     ),
     Equivalent(
         "__main__.py",
-        "module",
-        "-> `SHAPES = ",
+        "check_parity",
+        "-> `for channels, height in ((",
         "The sizes are arbitrary.",
     ),
     Equivalent(
