@@ -50,14 +50,13 @@ class CallerState:
 
 
 class Watch:
-    """What calls a replica: the coordinator learns when the replica begins, and how it ends.
+    """Runs a replica when it is called, and tells the coordinator that it begins, and how it ends.
 
-    The coordinator must learn of every way out of a replica, hooks included, and also in a `parallel_apply` or
-    `forward` of the user's own, which may be handed nothing but modules. What all of them do is to call the replica. So
-    there is a `Watch` in the root of each replica and in nothing else, in the attribute in which `Module.compile` puts
-    a compiled call: `Module.__call__` calls what is there, with the arguments alone, and copies and pickles of a module
-    leave it out. Both are private to torch (2.1 to 2.13); `refuse_other_calls` looks whether the first still holds. For
-    the second see `_called`.
+    A `parallel_apply` or `forward` of the user's own may call a replica, and a hook may raise in it: the coordinator
+    must learn of that too. All callers call the root module of a replica. So each root has a `Watch`, in the attribute
+    that `Module.compile` uses: `Module.__call__` calls what it finds there, with its own arguments, and copies and
+    pickles of a module leave the attribute out. Both are private to torch (2.1 to 2.15): `refuse_other_calls` checks
+    the first, and `_called` finds a copy that has the attribute nevertheless.
     """
 
     def __init__(
@@ -101,8 +100,8 @@ class Watch:
     def _called(self) -> nn.Module | None:
         """Return the module that is called; None if it cannot be told.
 
-        A copy that took over the attributes as they are, as in ``twin.__dict__ = self.__dict__.copy()``, has this
-        object too, and must run itself. Which module is called stands in the frame of `Module.__call__` alone.
+        A copy that was made as in ``twin.__dict__ = self.__dict__.copy()`` has this object too, and must run itself.
+        Only the frame of `Module.__call__` knows which module is called.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "_wrapped_call_impl":
@@ -127,6 +126,7 @@ class OwnCall(nn.Module):
 
 
 def watch_of(module: nn.Module) -> Watch | None:
+    """Return the watch of the replica whose root is `module`; None for any other module."""
     watch = module.__dict__.get("_compiled_call_impl")
     return watch if isinstance(watch, Watch) else None
 

@@ -100,18 +100,18 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
-    """Make the object that the rest of a pickle or copy fills.
+    """Return an object without attributes, which the rest of a pickle or copy fills.
 
-    Without `derive` in pickles of version 1.1 alone, of replicas in their forward.
+    Its class is what `derive` makes of `cls`. Pickles of version 1.1 that hold a replica have no `derive`.
     """
     cls = cls if derive is None else derive(cls)
     return cls.__new__(cls)
 
 
 class Derived(nn.Module):
-    """Marks a class that is derived from one of the user's.
+    """The base of all classes that are derived here from a class of the user's.
 
-    A pickle names the user's class, from which loading derives it again.
+    A pickle names the user's class, and loading derives from it again.
     """
 
     _original: type[nn.Module]
@@ -123,20 +123,20 @@ class Derived(nn.Module):
 
 
 def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make `cls` the class of `module`, whose `__setattr__` may be one that sets things on another module."""
+    """Make `cls` the class of `module`, also if its `__setattr__` sets attributes of another module."""
     object.__setattr__(module, "__class__", cls)
 
 
 class _Unregistered(nn.Module):
-    """Keeps a class that is made here from its user's `__init_subclass__`, which may want arguments or keep a list."""
+    """The base of classes that are made here. They skip an `__init_subclass__` of the user's: it may register them."""
 
     def __init_subclass__(cls) -> None:
         pass
 
 
-# The seconds that an interrupted caller gives its replicas to notice: arbitrary, more than most operations take. The
-# program is likely to end, and a daemon thread that is inside of torch by then aborts the process ("terminate called
-# without an active exception").
+# The seconds for which an interrupted caller waits for its replicas: arbitrary, more than most operations take. The
+# program is likely to end then, and would abort if a daemon thread were inside of torch ("terminate called without an
+# active exception").
 _PATIENCE = 1.0
 
 
@@ -151,11 +151,11 @@ def _give_up(coordinators: Sequence[Coordinator], error: BaseException) -> None:
 
 
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
-    """Look through a module before anything of it is touched.
+    """Raise an error for a module that cannot be replicated, before anything is changed.
 
     Raises:
-        RuntimeError: naming the submodules; and inside of a transform of `torch.func`, of which the threads of replicas
-            know nothing.
+        RuntimeError: naming the submodules; and inside of a transform of `torch.func`, which holds for its own thread
+            alone.
     """
     if in_transform():
         raise RuntimeError(
@@ -187,10 +187,10 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
 
 
 def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> None:
-    """Let what `replicas` have taken over from `module` refer to their own submodules, where it can.
+    """Bind methods that are attributes, as in ``self.forward = self.forward_quick``, to the modules of each replica.
 
-    A replica gets the attributes of the original. A method that is bound to a module, as in ``self.forward =
-    self.forward_quick``, would run that one.
+    A replica has the attributes of the original, whose methods would run the original. A compiled call does so too, and
+    is dropped, with a warning.
     """
     names = {child: name for name, child in module.named_modules()}
     compiled = []
@@ -233,9 +233,8 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
         )
 
 
-_coordinators: ContextVar[list[Coordinator]] = ContextVar(
-    "sync_batchnorm_coordinators"
-)  # of the call of a wrapper in this thread
+# Those of the call of a wrapper that runs in this thread.
+_coordinators: ContextVar[list[Coordinator]] = ContextVar("sync_batchnorm_coordinators")
 
 
 class _Callbacks(DataParallel[Any]):
@@ -244,7 +243,7 @@ class _Callbacks(DataParallel[Any]):
     _sync_timeout: float = DEFAULT_TIMEOUT
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get("_is_replica"):  # of a wrapper around this one, whose replicas are all there are
+        if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
