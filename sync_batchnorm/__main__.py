@@ -68,18 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start = monotonic()
     try:
-        found = check_devices(options.devices, start + BUDGET)
+        results = check_devices(options.devices, start + BUDGET)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    wrong = [name.split()[0] for name, (ok, _) in found.items() if not ok]
+    wrong = [name.split()[0] for name, (ok, _) in results.items() if not ok]
     report = {
         "ok": not wrong,
         "seconds": round(monotonic() - start, 1),
         "versions": versions(),
         "devices": {device: describe(device) for device in options.devices},
         "replicas": options.devices,
-        "checks": [{"check": name, "ok": ok, "result": result} for name, (ok, result) in found.items()],
+        "checks": [{"check": name, "ok": ok, "result": result} for name, (ok, result) in results.items()],
         # What is wrong first is mostly the cause of the rest.
         "advice": [ADVICE.get(word, ADVICE["any other"]) for word in wrong[:1]],
     }
@@ -109,12 +109,12 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         cuda = f"{torch.version.cuda or torch.version.hip}, cuDNN {cudnn}"
-    found = {"sync_batchnorm": __version__, "torch": torch.__version__, "Python": platform.python_version()}
-    found |= {"system": platform.platform(), "CUDA": cuda}
+    texts = {"sync_batchnorm": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    texts |= {"system": platform.platform(), "CUDA": cuda}
     if MISSING:
-        found["torch without"] = ", ".join(MISSING)
+        texts["torch without"] = ", ".join(MISSING)
     variables = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
-    return found | {name: os.environ[name] for name in variables if name in os.environ}
+    return texts | {name: os.environ[name] for name in variables if name in os.environ}
 
 
 def describe(device: str) -> str:
@@ -159,13 +159,13 @@ def check_devices(devices: Sequence[str], deadline: float) -> dict[str, Result]:
 
 def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result]:
     """Do `checks` in other processes until `deadline`; return what came of each. See NOTE [checks that hang]."""
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     workers: list[futures.Executor] = []
     try:
         for name, functions in checks.items():
             patience = deadline - monotonic()  # At first torch is imported in the processes.
             if patience <= 0:
-                found[name] = False, "not checked, the time was over"
+                results[name] = False, "not checked, the time was over"
                 continue
             try:
                 if not workers:
@@ -176,15 +176,15 @@ def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result
                 calls = zip(workers, functions, strict=False)
                 running = [worker.submit(outcome, name, function) for worker, function in calls]
                 futures.wait(running, patience)
-                found[name] = min([call.result(0) for call in running])  # what is wrong, if anything is
+                results[name] = min([call.result(0) for call in running])  # what is wrong, if anything is
             except (futures.TimeoutError, futures.BrokenExecutor) as error:
                 hung = isinstance(error, futures.TimeoutError)
-                found[name] = False, f"hangs, no end after {patience:.1f} seconds" if hung else "its process ended"
+                results[name] = False, f"hangs, no end after {patience:.1f} seconds" if hung else "its process ended"
                 kill_workers()
                 workers.clear()
     finally:
         kill_workers()
-    return found
+    return results
 
 
 def start_worker() -> None:

@@ -242,8 +242,8 @@ class _SyncBatchNorm(torch.autograd.Function):
                     with in_order_with_engine(call.master, places, grads) as streams:
                         made = _gradients(ctx, call, grads, wanted, streams)
                     # The engine takes them as made on the streams that are current now.
-                    for found, place in zip(made, call.places, strict=True) if not streams.are_current else ():
-                        record_current(found.values(), place)
+                    for own, place in zip(made, call.places, strict=True) if not streams.are_current else ():
+                        record_current(own.values(), place)
         if not keeps_graph():
             call.numbered = None  # There will not be another backward.
         # The last one is that of a token. Where there is none, torch leaves it out: it may be None.

@@ -29,13 +29,13 @@ def assert_synchronized(model: nn.Module) -> None:
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
             would normalize with less than the whole batch, with the reason for each.
     """
-    found = list(_unsynchronized(model))
-    if found:
+    problems = list(_unsynchronized(model))
+    if problems:
         layers = "".join(
-            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in found
+            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in problems
         )
         raise RuntimeError(
-            f"expected every batch norm of the model to synchronize, but got {len(found)} that would not:{layers}"
+            f"expected every batch norm of the model to synchronize, but got {len(problems)} that would not:{layers}"
         )
 
 

@@ -338,7 +338,7 @@ class Coordinator:
     def _find_deadlock(self, replica_id: int, exchange: Exchange) -> None:
         """Break if the wait that `replica_id` begins in `exchange` can never end."""
         if not self._left and len(self._waiting) == len(exchange.messages):
-            return  # Nobody has left, and all who wait are in this exchange.
+            return  # No replica has left, and all that wait are in this exchange.
         seen: set[int] = set()
         todo = exchange.needed()
         gone = next((peer for peer in todo if self._is_gone(peer, replica_id)), None)

@@ -113,7 +113,7 @@ def _last_number() -> int:
     """Return the number of the last node; number them all anew, so that numbers do not grow with every forward."""
     number = 0
     for forward in list(_forwards.values()):
-        for node in [found for reference in forward.nodes if (found := reference()) is not None]:
+        for node in [node for reference in forward.nodes if (node := reference()) is not None]:
             number += 1
             set_sequence_number(node, number)
         forward.last = number

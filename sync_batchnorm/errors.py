@@ -84,15 +84,15 @@ def add_note(error: Exception, note: str) -> None:
 def is_caused_by(error: BaseException | None, text: str) -> bool:
     """Return whether `error` is a `ReplicaSyncError` with `text`, or was raised while one was handled."""
     seen: set[int] = set()
-    ahead = [error]
-    while ahead:
-        link = ahead.pop()
+    todo = [error]
+    while todo:
+        link = todo.pop()
         if link is None or id(link) in seen:
             continue
         if isinstance(link, ReplicaSyncError) and text in str(link):
             return True
         seen.add(id(link))
-        ahead += [link.__cause__, link.__context__]
+        todo += [link.__cause__, link.__context__]
     return False
 
 

@@ -214,15 +214,15 @@ def _check_surroundings(
         RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent; in a backward, if there is
             a pipe; if the recomputation of a checkpoint calls what its forward has not called.
     """
-    found = None
+    context = None
     if in_transform():
-        found = "a call inside of a transform of torch.func, such as grad or vmap"
+        context = "a call inside of a transform of torch.func, such as grad or vmap"
     elif dual_level() >= 0 and any(map(_has_tangent, tensors)):
-        found = "a tensor with a tangent, of forward-mode differentiation"
-    if found is not None:
+        context = "a tensor with a tangent, of forward-mode differentiation"
+    if context is not None:
         where = _where(pipe, owner)
         raise RuntimeError(
-            f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {found} "
+            f"expected a synchronized batch norm to be differentiated backward, by torch.autograd, but got {context} "
             f"({where}); use torch.autograd.grad, with create_graph=True for gradients of gradients, or "
             "put the layer into eval mode"
         )
@@ -329,8 +329,8 @@ def sync_batch_norm(
         if running is not None:  # Only now: a call that broke while it was merged is not counted.
             if batch is None:
                 running.count_call()
-            elif not batch.moved:
-                batch.move(running, call.master)
+            elif not batch.updated:
+                batch.update(running, call.master)
         if pending is not None:
             pending.append(batch)
         if message.memory is not None and message.answer is not None and input.numel():

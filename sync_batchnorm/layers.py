@@ -184,7 +184,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     @uncompiled
     def _catch_up(self, pending: list[BatchStatistics | None]) -> None:
-        """Move the buffers of this replica, which are copies, as the calls of this forward have moved the first ones.
+        """Update the buffers of this replica, which are copies, with the statistics of the calls of this forward.
 
         Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
         become many, in replicas that are kept.
@@ -194,7 +194,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             if batch is None or running.mean is None:
                 running.count_call()
             else:
-                batch.move(running, current_place(running.mean.device))
+                batch.update(running, current_place(running.mean.device))
         pending.clear()
 
     def _has_weight_of_module(self) -> bool:

@@ -177,11 +177,11 @@ def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: boo
     tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
     for originals, detached in ((parameters, detach), (recorded, False), (rest, True)):
         if originals and detached:
-            found = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
-            copies = [[_as(copy, of) for copy, of in zip(own, originals, strict=True)] for own in found]
+            sent = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
+            copies = [[_as(copy, of) for copy, of in zip(own, originals, strict=True)] for own in sent]
         elif originals:
-            found = Broadcast.apply(devices, *originals)
-            copies = [list(found[i : i + len(originals)]) for i in range(0, len(found), len(originals))]
+            sent = Broadcast.apply(devices, *originals)
+            copies = [list(sent[i : i + len(originals)]) for i in range(0, len(sent), len(originals))]
         else:
             continue
         tensors |= {id(original): [own[i] for own in copies] for i, original in enumerate(originals)}

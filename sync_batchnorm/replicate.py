@@ -75,13 +75,13 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
     # One walk for all replicas: the others are looked through only where the first has a callback.
-    found = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
+    contexts = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
     for copy_id, replica in enumerate(modules):
-        for name, ctx in found:
+        for name, ctx in contexts:
             module: Any = _submodule(replica, name)
             with joining(coordinator, copy_id, name or type(module).__name__):
                 module.__data_parallel_replicate__(ctx, copy_id)
-    return bool(found)
+    return bool(contexts)
 
 
 def _is_called_back(module: nn.Module) -> bool:
@@ -89,8 +89,8 @@ def _is_called_back(module: nn.Module) -> bool:
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:
-    found: nn.Module = attrgetter(name)(module) if name else module
-    return found
+    submodule: nn.Module = attrgetter(name)(module) if name else module
+    return submodule
 
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:

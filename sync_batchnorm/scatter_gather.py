@@ -53,18 +53,18 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
         return _scatter(tree, devices, dim, {})
 
 
-def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, found: dict[int, list[Tensor]]) -> list[Any]:
+def _scatter(tree: Any, devices: Sequence[torch.device], dim: int, chunks_of: dict[int, list[Tensor]]) -> list[Any]:
     if isinstance(tree, Tensor):
-        if id(tree) not in found:
+        if id(tree) not in chunks_of:
             chunks = tree.chunk(len(devices), dim)
             several = len(chunks) > 1
             pairs = zip(chunks if several else [tree], devices, strict=False)
-            found[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
-        return found[id(tree)]
+            chunks_of[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
+        return chunks_of[id(tree)]
     children = _children(tree)
     if not children:
         return [tree if children is None else _rebuild(tree, []) for _ in devices]
-    of_replicas = zip(*(_scatter(child, devices, dim, found) for child in children), strict=False)
+    of_replicas = zip(*(_scatter(child, devices, dim, chunks_of) for child in children), strict=False)
     return [_rebuild(tree, own) for own in of_replicas]
 
 

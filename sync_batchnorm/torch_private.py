@@ -145,8 +145,8 @@ TELLS_HOOKS = None not in (_top_hooks, pop_hooks, push_hooks)
 
 def top_hooks() -> tuple[Callable[[Tensor], Any], Any] | None:
     """Return the innermost hooks on saved tensors of this thread, to pack and to unpack; None if there are none."""
-    found: tuple[Callable[[Tensor], Any], Any] | None = _top_hooks(True) if TELLS_HOOKS else None
-    return found
+    hooks: tuple[Callable[[Tensor], Any], Any] | None = _top_hooks(True) if TELLS_HOOKS else None
+    return hooks
 
 
 # Without one of the three, selective checkpoints see operators that a recomputation does not run; most are refused.

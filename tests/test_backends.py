@@ -554,8 +554,8 @@ def test_inverse_standard_deviations_are_merged_with_the_running_statistics(size
     mean, var = plain_moments(input)
     assert_equal(batch.mean.double(), mean, tolerance=1e-6)
     assert_equal(batch.invstd.double(), (var + EPS).rsqrt(), tolerance=1e-6)
-    assert batch.moved == (momentum is not None)  # the operator knows no cumulative average
-    if batch.moved:
+    assert batch.updated == (momentum is not None)  # the operator knows no cumulative average
+    if batch.updated:
         F.batch_norm(input, *expected[:2], None, None, True, momentum)
         expected[2] += 1
     for found, wanted in zip(buffers, expected, strict=True):

@@ -40,7 +40,7 @@ FIELDS = {
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
     "EPS_MODES": r"\('\w+', '\w+'\)",
-    "found": "(a call inside of a transform of torch.func, such as grad or vmap"
+    "context": "(a call inside of a transform of torch.func, such as grad or vmap"
     "|a tensor with a tangent, of forward-mode differentiation)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
@@ -51,7 +51,7 @@ FIELDS = {
     "layer": LAYER,
     "layers": r"( module\.[\w.]+ \(\w+\): [^:]+)+",
     "len(devices)": r"\d+",
-    "len(found)": r"\d+",
+    "len(problems)": r"\d+",
     "len(mean)": r"\d+",
     "len(replicas)": r"\d+",
     "len(plain)": r"\d+",

@@ -76,17 +76,17 @@ def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., t
 
     Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
     """
-    found: dict[Any, tuple[Tensor, ...]] = {}
+    cache: dict[Any, tuple[Tensor, ...]] = {}
 
     def get(*key: Any) -> tuple[Tensor, ...]:
-        tensors = found.get(key)
+        tensors = cache.get(key)
         if tensors is None:
             with torch.inference_mode(False):
                 tensors = make(*key)
-            if len(found) >= 1024:
-                found.clear()
+            if len(cache) >= 1024:
+                cache.clear()
             if all(type(tensor) is Tensor for tensor in tensors):
-                found[key] = tensors
+                cache[key] = tensors
         return tensors
 
     return get
@@ -186,7 +186,7 @@ class BatchStatistics:
         mean: ``(C,)``, as all the other vectors at the place of the master.
         var: biased; None where the backend made the inverse standard deviation alone.
         invstd: None where there is no eps, or it is still to be made.
-        moved: whether the backend has moved the running statistics already.
+        updated: whether the backend has updated the running statistics already.
     """
 
     master: Place
@@ -194,14 +194,14 @@ class BatchStatistics:
     eps: float  # as it enters `invstd`
     clamped: Tensor | None = None  # where eps has taken the place of the variance, if it does so
 
-    def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, moved: bool = False) -> None:
-        self.mean, self.var, self.invstd, self.moved = mean, var, invstd, moved
+    def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, updated: bool = False) -> None:
+        self.mean, self.var, self.invstd, self.updated = mean, var, invstd, updated
         # What the node returns for each place: mean and inverse standard deviation, or without eps
         # mean and variance.
         self.at: dict[Place, tuple[Tensor, Tensor]] = {}
 
-    def move(self, running: RunningStatistics, place: Place) -> None:
-        """Move `running`, whose buffers are at `place`, towards these statistics."""
+    def update(self, running: RunningStatistics, place: Place) -> None:
+        """Update `running`, whose buffers are at `place`, with these statistics."""
         # A replica may use its buffers on another stream than the one on which it has called.
         source = place if place in self.at else next(other for other in self.at if other.device == place.device)
         mean, invstd = self.at[source]
@@ -374,7 +374,7 @@ class Backend:
         raise NotImplementedError
 
     def again(self, rest: Any) -> Any:
-        """Return `rest` for one more use."""
+        """Return `rest` for one more use: a view where gradients are differentiated, see `general.py`."""
         return rest
 
     def input_gradient(self, replica: ReplicaGradients, rest: Any, backward: Backward) -> Tensor:

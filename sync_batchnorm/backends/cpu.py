@@ -67,11 +67,11 @@ class Cpu(Backend):
     merge_dtype = pair_dtype = torch.float64
 
     def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
-        found, memory = fast_moments(input)
+        moments, memory = fast_moments(input)
         # First each part for itself: two calls, which are enough for nearly every input.
-        if not precise(found[0], found[1], eps) and not precise(*merge_moments(found[0].double(), found[1], None), eps):
-            found = exact_moments(input, found[0], memory)
-        mean, var, elements = found
+        mean, var, elements = moments
+        if not precise(mean, var, eps) and not precise(*merge_moments(mean.double(), var, None), eps):
+            mean, var, elements = exact_moments(input, mean, memory)
         return PartStatistics(mean, var, None, elements), memory
 
     def normalizer(
@@ -163,11 +163,11 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
     overflown = ~(mean.isfinite() & var.isfinite()).all(0)
     if bool(overflown.any()):
         # As torch: the mean of what is Inf is Inf; if only squares are too large, the variance alone is.
-        wide = input[:, overflown].double()
-        dims, count = reduced_dims(wide), channel_count(wide.shape)
-        mean[:, overflown] = wide.sum(dims) / count
-        wide -= per_channel(mean[0, overflown], wide)
-        var[:, overflown] = (wide.square_().sum(dims) / count).to(var.dtype)
+        values = input[:, overflown].double()
+        dims, count = reduced_dims(values), channel_count(values.shape)
+        mean[:, overflown] = values.sum(dims) / count
+        values -= per_channel(mean[0, overflown], values)
+        var[:, overflown] = (values.square_().sum(dims) / count).to(var.dtype)
     return mean, var, elements
 
 

@@ -39,7 +39,7 @@ class Cuda(Backend):
         return PartStatistics(mean[None], var[None], None, count), None
 
     def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
-        """Merge, and move the running statistics, in one operator, if there are inverse standard deviations."""
+        """Merge, and update the running statistics, in one operator, if there are inverse standard deviations."""
         vectors: list[Tensor] = []
         counts: tuple[int, ...] = ()
         for part in parts:
@@ -50,14 +50,14 @@ class Cuda(Backend):
             return super().merge(parts, eps, running)
         stacked = torch.cat(vectors).view(2 * len(counts), -1)
         means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
-        momentum, buffers, moved = 0.0, (None, None), False
+        momentum, buffers, updated = 0.0, (None, None), False
         # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
         if (
             running is not None
             and running.momentum is not None
             and (running.mean is None or running.var is None or running.mean.dtype == stacked.dtype)
         ):
-            momentum, moved = running.count_call(), True
+            momentum, updated = running.count_call(), True
             # Through `data`, see `RunningStatistics.update`.
             if running.mean is not None and running.var is not None:
                 buffers = (running.mean.data, running.var.data)  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class Cuda(Backend):
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             stacked, means, invstds, *buffers, momentum, eps, on_device
         )
-        return BatchStatistics(mean, None, invstd, moved)
+        return BatchStatistics(mean, None, invstd, updated)
 
     def normalize(
         self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor

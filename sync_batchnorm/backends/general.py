@@ -28,8 +28,7 @@ __all__: list[str] = []
 
 class General(Backend):
     def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
-        wide = input.to(statistics_dtype(input.dtype))
-        var, mean = torch.var_mean(wide, reduced_dims(input), correction=0)
+        var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
         return PartStatistics(mean[None], var[None], None, channel_count(input.shape)), None
 
     def normalize(
@@ -48,12 +47,12 @@ class General(Backend):
         mean, invstd = backward.at[replica.place]
         input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
         centered = input.to(mean.dtype) - per_channel(mean, input)
-        wide, invstd, dims = grad_output.to(mean.dtype), invstd.view_as(invstd), reduced_dims(input)
-        summed = wide.view_as(wide)
+        dy, invstd, dims = grad_output.to(mean.dtype), invstd.view_as(invstd), reduced_dims(input)
+        summed = dy.view_as(dy)
         sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
         factor = invstd if weight is None else invstd * weight
         replica.grads.update(weight=sum_dy_xmu * invstd, bias=sum_dy)
-        replica.kept = centered, wide * per_channel(factor, input)
+        replica.kept = centered, dy * per_channel(factor, input)
         return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
 
     def rest(self, totals: Tensor, backward: Backward) -> Tensor:
@@ -79,5 +78,5 @@ class General(Backend):
             centered, direct = replica.kept
         grad_mean, grad_var = rest
         # The first operand decides on the memory format: that of the input.
-        found = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
-        return (found if direct is None else found + direct).to(input.dtype)
+        grad_input = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
+        return (grad_input if direct is None else grad_input + direct).to(input.dtype)

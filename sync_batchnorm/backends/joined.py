@@ -53,14 +53,14 @@ class Joined(Cpu):
         grads = [replica.grad_output for replica in replicas]
         inputs = [replica.input for replica in replicas]
         grad = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)])
-        wide, input, sizes = grad.double(), torch.cat(inputs).double(), [input.shape[0] for input in inputs]
+        dy, x, sizes = grad.double(), torch.cat(inputs).double(), [input.shape[0] for input in inputs]
         mean, invstd = backward.at[backward.batch.master]
         if any("weight" in replica.wanted or "bias" in replica.wanted for replica in replicas):
             vectors: list[Tensor] = []
-            rows = zip(replicas, wide.split_with_sizes(sizes), input.split_with_sizes(sizes), strict=True)
-            for replica, dy, x in rows:
+            rows = zip(replicas, dy.split_with_sizes(sizes), x.split_with_sizes(sizes), strict=True)
+            for replica, own_dy, own_x in rows:
                 if replica.grad_output is not None:
-                    vectors += gradient_sums(dy, x, mean, invstd)
+                    vectors += gradient_sums(own_dy, own_x, mean, invstd)
             set_parameter_gradients(
                 [replica for replica in replicas if replica.grad_output is not None],
                 torch.stack(vectors).to(statistics_dtype(inputs[0].dtype)),
@@ -69,8 +69,8 @@ class Joined(Cpu):
             weight = replicas[0].weight
             # Without eps, which invstd contains already.
             grad_input, _, _ = batch_norm_backward(
-                wide,
-                input,
+                dy,
+                x,
                 None if weight is None else weight.double(),
                 None,
                 None,
@@ -80,5 +80,5 @@ class Joined(Cpu):
                 0.0,
                 [True, False, False],
             )
-            for replica, found in zip(replicas, grad_input.to(grad.dtype).split_with_sizes(sizes), strict=True):
-                replica.grads["input"] = found
+            for replica, own in zip(replicas, grad_input.to(grad.dtype).split_with_sizes(sizes), strict=True):
+                replica.grads["input"] = own
