@@ -83,9 +83,10 @@ def convert_model(
     Args:
         module: the model, or a single layer.
         classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it. If the
-            forward of `NormAct` calls ``super().forward(input)``, that can be ``class SynchronizedNormAct(NormAct,
-            SynchronizedBatchNorm2d): pass``; otherwise it needs a forward that computes the same from
-            ``SynchronizedBatchNorm2d.forward(self, input)``. Only layers of exactly that class are converted.
+            forward of `NormAct` calls ``super().forward(input)``, that can be
+            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward of its own,
+            which computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. Only layers of exactly that
+            class are converted.
         eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.
@@ -331,9 +332,9 @@ class _Patch:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
-    Every new layer is converted as by `convert_model`, also where the class was imported before, as in ``from torch.nn
-    import BatchNorm2d``, or is a default argument. Only the `__init__` of the three classes is replaced, in the whole
-    process, and restored when the last of nested or concurrent contexts closes, also by an exception.
+    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
+    the class as a default argument. Only the `__init__` of the three classes is replaced, in the whole process, and
+    restored when the last of nested or concurrent contexts closes, also by an exception.
 
     Warns:
         UserWarning: when the last context closes: one warning that names the classes of layers which were not

@@ -1,8 +1,8 @@
 """The interface that each kind of device implements for batch normalization, and the arithmetic of all kinds.
 
-Nothing here knows of threads, modules or the graph. ``C`` is the number of channels, dimension 1 of every input ``(N,
-C, +)``; vectors are ``(C,)``; a count is a number of elements per channel. A new kind of device is a new file in this
-folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.py`.
+Nothing here knows of threads, modules or the graph. ``C`` is the number of channels, dimension 1 of every input
+``(N, C, +)``; vectors are ``(C,)``; a count is a number of elements per channel. A new kind of device is a new file in
+this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.py`.
 """
 
 from __future__ import annotations
