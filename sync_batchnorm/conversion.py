@@ -3,7 +3,8 @@
 A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
 and buffers, stays valid: in optimizers, hooks, other parents, plain lists. The class alone determines the way back, and
 options are attributes that exist only if they were given. A class that computes something of its own cannot be swapped
-for another class: such a layer is not converted, and a warning names it."""
+for another class: such a layer is not converted, and a warning names it.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +85,9 @@ def convert_model(
         module: the model, or a single layer.
         classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it. If the
             forward of `NormAct` calls ``super().forward(input)``, that can be
-            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward of its own,
-            which computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. Only layers of exactly that
-            class are converted.
+            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward
+            of its own, which computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. Only layers of
+            exactly your class are converted.
         eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.

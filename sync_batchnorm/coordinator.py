@@ -7,10 +7,10 @@ NOTE [who may break an exchange]: The lock of a coordinator guards all state of 
 most once. The thread in which one of these conditions becomes true breaks it at once:
 
 1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits for the
-    replicas (`abort`);
+   replicas (`abort`);
 2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
 3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): an exchange needs
-    all its members, so a cycle in the wait-for graph can never be resolved;
+   all its members, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`Coordinator._wait`).
 
 Breaking empties `_waiting` and puts one item, ``(delivered, value)``, into the mailbox of each replica that was in it.
@@ -20,7 +20,8 @@ next exchange at the latest. A broken coordinator stays broken: the next forward
 
 NOTE [rounds]: A user may call `replicate` once, and then run the replicas several times, in rounds. A replica in its
 second round may wait for a peer that has ended its first round, and not begun its second. So an ended replica counts as
-gone only for replicas that have begun no more rounds than it has."""
+gone only for replicas that have begun no more rounds than it has.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +190,7 @@ class Coordinator:
                     return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release all replicas, because one left an exchange with an exception.
+        """Release all replicas, because an exception took one of them out of an exchange.
 
         `leave` records the rest when the forward of that replica ends.
         """

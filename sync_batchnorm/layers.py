@@ -305,8 +305,8 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         bias: whether there is a bias beside the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
-            group. The running statistics are those of the group of replica 0. None: all replicas. Groups of replicas do
-            not synchronize with other processes.
+            group. The running statistics are those of the group of replica 0. None: all replicas. Groups lie
+            inside of one process, and do not synchronize with other processes.
         process_group: the group over which processes synchronize once `torch.distributed` is initialized with more than
             one process; None: all processes. Each process merges its replicas first. Copies of the layer share the
             group, and a pickle cannot hold it.

@@ -3,7 +3,8 @@
 Every device uses these gradients if a backward will be differentiated again, see NOTE [gradients of gradients] in
 `autograd.py`. In a second backward, the threads of several devices add up the gradients of one tensor in any order. So
 each further use of a tensor takes a view of it: then at most two gradients arrive at any tensor, and their order
-changes no digit."""
+changes no digit.
+"""
 
 from __future__ import annotations
 
