@@ -86,8 +86,7 @@ def convert_model(
         classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it. If the
             forward of `NormAct` calls ``super().forward(input)``, that can be
             ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward
-            of its own, which computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. Only layers of
-            exactly your class are converted.
+            that computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. This excludes subclasses.
         eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.

@@ -53,7 +53,7 @@ class Watch:
     """Runs a replica when it is called, and tells the coordinator when it begins and how it ends.
 
     A user's own `parallel_apply` or `forward` may call a replica, and a hook may raise in a replica: the coordinator
-    must be told of both. All callers call the root module of a replica. So each root has a `Watch`, in the attribute that
+    must be told of both. All callers call the root of a replica. So each root has a `Watch`, in the attribute that
     `Module.compile` uses: `Module.__call__` calls the object in it with its own arguments, and copies and pickles of a
     module do not contain it. Both are private to torch (2.1 to 2.15): `refuse_other_calls` checks the first, and
     `_called` detects a copy that has the attribute nevertheless.

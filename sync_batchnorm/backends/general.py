@@ -2,8 +2,7 @@
 
 Every device uses these gradients if a backward will be differentiated again, see NOTE [gradients of gradients] in
 `autograd.py`. In a second backward, the threads of several devices add up the gradients of one tensor in any order. So
-each further use of a tensor takes a view of it: then at most two gradients arrive at any tensor, and their order
-changes no digit.
+each further use of a tensor takes a view: then at most two gradients arrive at a tensor, in either order the same sum.
 """
 
 from __future__ import annotations
