@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 __version__ = "1.2.0"
 
-# A folder that was copied, or is on the path, is imported without the checks of pip. Python 3.6 can parse this file,
-# and the code before the other imports raises one sentence where those would fail.
+# This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
+# before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.
 if sys.version_info < (3, 10):  # noqa: UP036
     raise ImportError(
         f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "

@@ -1,11 +1,11 @@
 """Check this machine, ``python -m sync_batchnorm``: versions, devices, copies between GPUs, parity and cost of a layer.
 
-Prints a text to paste into a report; progress goes to stderr. Ends with status 0 if all is right, 1 if something is
-wrong, 2 for bad arguments, 130 after Ctrl-C.
+Prints a report that can be pasted into an issue; progress goes to stderr. The exit status is 0 if all checks pass, 1 if
+one fails, 2 for bad arguments, 130 after Ctrl-C.
 
-NOTE [checks that hang]: A copy between two GPUs that the hardware swallows never returns, and no signal handler of
-Python runs meanwhile. So checks of GPUs run in another process. If it tells nothing for a while, it is killed, the
-running check counts as hung, and another process does the rest. On the CPU, `DataParallelWithCallback` limits waits.
+NOTE [checks that hang]: With faulty hardware, a copy between two GPUs may never return, and meanwhile Python runs no
+signal handler. So checks of GPUs run in other processes. If a check does not end in time, these processes are killed,
+the check counts as hung, and new processes run the rest. On the CPU, `DataParallelWithCallback` limits waits.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from sync_batchnorm.torch_private import MISSING
 
 __all__: list[str] = []
 
-Result = tuple[bool, str]  # whether it is right, and what was found
-Check = Sequence[Callable[[], Result]]  # one function, or two for as many processes
+Result = tuple[bool, str]  # whether the check passed, and its result as text
+Check = Sequence[Callable[[], Result]]  # one function, or two that run in two processes
 
-PROCESSES: Any = multiprocessing.get_context("spawn")  # A process that is forked cannot use the CUDA of this one.
+PROCESSES: Any = multiprocessing.get_context("spawn")  # A forked process cannot use CUDA after this process has.
 SILENCE = 8.0  # seconds after which a check counts as hung: far more than any of them needs
 BUDGET = 24.0  # seconds for all checks together: the report is promised within 30
-# Of the largest value. Wide enough for the order in which the kernels of any device add up; the statistics of a single
-# replica are off by more than a tenth.
+# Relative to the largest value. Large enough for any order of summation in the kernels of a device; the statistics of a
+# single replica are off by more than a tenth.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
-ADVICE = {  # by the first word of a check
+ADVICE = {  # by the first word of the name of a check
     "copy": "Copies between GPUs do not work, mostly because of an IOMMU or PCIe ACS: switch it off in the firmware, "
     "or boot Linux with iommu=pt. Until then, use GPUs between which copies are right, or device_ids=[0, 0].",
     "NCCL": "NCCL does not work: set NCCL_P2P_DISABLE=1 and check again; NCCL_DEBUG=INFO tells what it tries.",
@@ -57,7 +57,7 @@ ADVICE = {  # by the first word of a check
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     names = [str(index) for index in range(torch.cuda.device_count())] or ["cpu"]
-    default = ",".join(names if len(names) > 1 else names * 2)  # A single replica has nobody to exchange with.
+    default = ",".join(names if len(names) > 1 else names * 2)  # A single replica has no peer to exchange with.
     parser = argparse.ArgumentParser(
         prog="python -m sync_batchnorm", description="Check this machine, within 30 seconds."
     )
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "devices": {device: describe(device) for device in options.devices},
         "replicas": options.devices,
         "checks": [{"check": name, "ok": ok, "result": result} for name, (ok, result) in results.items()],
-        # What is wrong first is mostly the cause of the rest.
+        # The first failed check is mostly the cause of the others.
         "advice": [ADVICE.get(word, ADVICE["any other"]) for word in wrong[:1]],
     }
     print(json.dumps(report, indent=2) if options.json else as_text(report), flush=True)
@@ -88,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed_devices(text: str) -> list[str]:
-    """Return the devices in a list that a user has typed."""
+    """Return the names of the devices in a comma-separated list, which a user has typed."""
     count = torch.cuda.device_count()
     try:
         devices = [as_device(int(name) if name.isdecimal() else name) for name in map(str.strip, text.split(","))]
-    except RuntimeError:  # It is no device.
+    except RuntimeError:  # One of the names is no device.
         devices = []
     one_kind = len({device.type for device in devices}) == 1
     if len(devices) < 2 or not one_kind or any(d.type == "cuda" and d.index >= count for d in devices):
@@ -104,7 +104,7 @@ def parsed_devices(text: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return what matters beside the devices, as text."""
+    """Return versions and environment variables for the report, by name."""
     cuda = "none"
     if torch.cuda.is_available():
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(device: str) -> str:
-    """Return what a device is; of one of several GPUs, also which others it can copy to without the host."""
+    """Return a description of a device; for one of several GPUs, also its peer-to-peer access to others."""
     if not device.startswith("cuda"):
         return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     properties: Any = torch.cuda.get_device_properties(device)
@@ -129,7 +129,7 @@ def describe(device: str) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return the report as lines, with what to do at the end."""
+    """Return the report as text, with the advice near the end."""
     facts = report["versions"] | report["devices"] | {"replicas on": ", ".join(report["replicas"])}
     for check in report["checks"]:
         facts[check["check"]] = ("right, " if check["ok"] else "WRONG, ") + " ".join(check["result"].split())
@@ -158,12 +158,12 @@ def check_devices(devices: Sequence[str], deadline: float) -> dict[str, Result]:
 
 
 def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result]:
-    """Do `checks` in other processes until `deadline`; return what came of each. See NOTE [checks that hang]."""
+    """Run `checks` in other processes until `deadline`; return the result of each. See NOTE [checks that hang]."""
     results: dict[str, Result] = {}
     workers: list[futures.Executor] = []
     try:
         for name, functions in checks.items():
-            patience = deadline - monotonic()  # At first torch is imported in the processes.
+            patience = deadline - monotonic()  # The processes first import torch.
             if patience <= 0:
                 results[name] = False, "not checked, the time was over"
                 continue
@@ -176,7 +176,7 @@ def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result
                 calls = zip(workers, functions, strict=False)
                 running = [worker.submit(outcome, name, function) for worker, function in calls]
                 futures.wait(running, patience)
-                results[name] = min([call.result(0) for call in running])  # what is wrong, if anything is
+                results[name] = min([call.result(0) for call in running])  # a failed result, if there is one
             except (futures.TimeoutError, futures.BrokenExecutor) as error:
                 hung = isinstance(error, futures.TimeoutError)
                 results[name] = False, f"hangs, no end after {patience:.1f} seconds" if hung else "its process ended"
@@ -188,29 +188,29 @@ def supervised(checks: Mapping[str, Check], deadline: float) -> dict[str, Result
 
 
 def start_worker() -> None:
-    """Prepare a process that does checks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one.
-    os.dup2(2, 1)  # Libraries print there, NCCL for one.
+    """Prepare a process that runs checks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process handles Ctrl-C, and kills this one.
+    os.dup2(2, 1)  # Libraries such as NCCL print to stdout; send that to stderr.
 
 
 def kill_workers() -> None:
-    """Kill the processes that do checks."""
+    """Kill the processes that run checks."""
     for process in multiprocessing.active_children():
         process.kill()
-        process.join(0.5)  # A process inside of a driver outlives its kill.
+        process.join(0.5)  # A process that is blocked in a driver may outlive its kill.
 
 
 def outcome(name: str, function: Callable[[], Result]) -> Result:
-    """Call the function of a check, and say on stderr that it is running."""
+    """Run one check, and print its name to stderr."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     try:
         return function()
-    except Exception as error:  # It belongs into the report, whatever it is.
+    except Exception as error:  # Any error belongs in the report.
         return False, f"{type(error).__name__}: {error}"
 
 
 def check_copy(source: str, target: str) -> Result:
-    """Copy a few and many bytes from one device to another one, and compare what arrives."""
+    """Copy a small and a large tensor from one device to another, and compare what arrives."""
     for size in (64, 1 << 24):
         sent, expected = (torch.arange(size, dtype=torch.int32, device=device) for device in (source, target))
         wait_for([source, target])
@@ -224,7 +224,7 @@ def check_copy(source: str, target: str) -> Result:
 
 
 def check_broadcast(devices: Sequence[str]) -> Result:
-    """Send a tensor to all devices at once, as `torch.nn.DataParallel` sends the parameters: through NCCL."""
+    """Broadcast a tensor to all devices, through NCCL, as `torch.nn.DataParallel` sends the parameters."""
     sent = torch.arange(1 << 20, dtype=torch.float32, device=devices[0])
     copies = nn.parallel.comm.broadcast(sent, list(map(torch.device, devices)))  # type: ignore[no-untyped-call]
     wrong = [d for d, received in zip(devices, copies, strict=True) if not torch.equal(received.cpu(), sent.cpu())]
@@ -232,7 +232,7 @@ def check_broadcast(devices: Sequence[str]) -> Result:
 
 
 def check_nccl(devices: Sequence[str], rank: int, store: str) -> Result:
-    """Add up tensors of two processes, as `DistributedDataParallel` does; `store` is a file through which they meet."""
+    """Add up tensors of two processes, as `DistributedDataParallel` does; `store` is the file for their rendezvous."""
     if not distributed.is_available() or not distributed.is_nccl_available():
         return True, "not available in this torch"
     distributed.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -245,38 +245,38 @@ def check_nccl(devices: Sequence[str], rank: int, store: str) -> Result:
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> Result:
-    """Compare replicas of unequal size on `devices` with `torch.nn.BatchNorm2d` on the first of them, in two steps."""
+    """Compare two steps of replicas of unequal size on `devices` with `torch.nn.BatchNorm2d` on the first device."""
     torch.manual_seed(0)
     errors = []
-    for channels, height in ((8, 5), (32, 28)):  # Replicas on the CPU hand over small inputs, or exchange statistics.
+    for channels, height in ((8, 5), (32, 28)):  # On the CPU, only the first inputs are small enough to be joined.
         plain = nn.Sequential(nn.BatchNorm2d(channels), nn.Tanh(), nn.BatchNorm2d(channels))
         for parameter in plain.to(devices[0], getattr(torch, dtype)).parameters():
             nn.init.uniform_(parameter, 0.5, 1.5)
         parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices, timeout=SILENCE)
-        # So many rows make one chunk for each device, the last one smaller than the others.
+        # This number of rows makes one chunk for each device; the last chunk is smaller than the others.
         shape = (2, 2 * len(devices) - 1, channels, height, height)
         for _ in range(2):
-            # The gradient is around zero: otherwise the rounding of its sums comes near to what is allowed.
+            # The mean of the gradient is near zero: otherwise the rounding error of its sums comes near the tolerance.
             input, grad = torch.randn(shape, dtype=getattr(torch, dtype), device=devices[0])
             input = 5 + 3 * input
             for actual, expected in zip(step(parallel, input, grad), step(plain, input, grad), strict=True):
                 actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
                 errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    error = float(torch.stack(errors).max())  # NaN if one of them is, other than `max`
+    error = float(torch.stack(errors).max())  # NaN if one of them is NaN, unlike Python's `max`
     return error <= TOLERANCES[dtype], f"largest difference {error:.1e}, allowed {TOLERANCES[dtype]:.0e}"
 
 
 def check_cost(devices: Sequence[str], synchronized: bool) -> Result:
-    """Measure training steps of ten layers in the wrapper; tell the cost of one layer."""
+    """Measure training steps of ten layers in the wrapper; return the cost of one layer."""
     plain = nn.Sequential(*(nn.BatchNorm2d(128) for _ in range(10))).to(devices[0])
     net = DataParallelWithCallback(convert_model(plain) if synchronized else plain, devices, timeout=SILENCE)
     input, grad = torch.randn(2, 4 * len(devices), 128, 28, 28, device=devices[0])
     returned, done = [], []
     num_threads = torch.get_num_threads()
-    # Replicas on the CPU share its cores: with more threads, other programs make a step several times as long.
+    # Replicas divide the cores: with more threads than cores, other programs make a step take several times as long.
     torch.set_num_threads(max(1, num_threads // len(devices)))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "expected batch norms that synchronize")  # which are here to compare with
+        warnings.filterwarnings("ignore", "expected batch norms that synchronize")  # plain ones, for comparison
         for _ in range(8):
             wait_for(devices)
             start = perf_counter()
@@ -285,7 +285,7 @@ def check_cost(devices: Sequence[str], synchronized: bool) -> Result:
             wait_for(devices)
             done.append(perf_counter() - start)
     torch.set_num_threads(num_threads)
-    result = f"{100 * median(done):.2f} ms"  # A tenth of the seconds are 100 milliseconds.
+    result = f"{100 * median(done):.2f} ms"  # per layer: a tenth of the time, in milliseconds
     if not devices[0].startswith("cuda"):
         return True, result
     launches = 0
@@ -293,7 +293,7 @@ def check_cost(devices: Sequence[str], synchronized: bool) -> Result:
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as ran:
             step(net, input, grad)
             wait_for(devices)
-        # Spans such as those of `profiling.py` are events too.
+        # User annotations, such as the spans of `profiling.py`, are events too.
         launches = sum(e.device_type.name == "CUDA" and not e.is_user_annotation for e in ran.events())
     counted = f"{launches / 10:.1f} launches" if launches else "launches not available"
     return True, f"{result}, host {100 * median(returned):.2f} ms, {counted}"
@@ -308,7 +308,7 @@ def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Any]:
 
 
 def wait_for(devices: Sequence[str]) -> None:
-    """Wait until GPUs have done what they were told; others do it at once."""
+    """Wait until the CUDA devices among `devices` have finished their work."""
     for device in devices:
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
@@ -317,5 +317,5 @@ def wait_for(devices: Sequence[str]) -> None:
 if __name__ == "__main__":
     from sync_batchnorm import __main__ as by_name  # where other processes look up the functions that they run
 
-    # Not `sys.exit`: the usual end waits for other processes, also for one that is stuck in a driver and never ends.
+    # Not `sys.exit`, which waits for the other processes: one that is blocked in a driver may never end.
     os._exit(by_name.main())

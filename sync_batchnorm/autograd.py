@@ -1,4 +1,4 @@
-"""One autograd node for each call of a layer, which belongs to all replicas.
+"""The autograd node of one call of a layer: one node for all replicas.
 
 ::
 
@@ -9,22 +9,22 @@
                                                       y_1 .. y_R = SyncBatchNorm(x_1, w_1, b_1, .. x_R, w_R, b_R)
                                   <-----------------  y_i, mean, invstd                 ---------> write y_i
 
-So the exchange of the forward is in the autograd graph, and nothing in a backward waits for another replica: the engine
-runs this node when it has the gradients of all outputs. The node makes the two sums of each replica, adds them up, and
-makes all input gradients; with what arithmetic, its backend knows.
+So the exchange of the forward is in the autograd graph, and no thread waits for another replica in a backward: the
+engine runs this node when it has the gradients of all outputs. The node computes the two sums of each replica, adds
+them up, and computes all input gradients. The arithmetic is that of its backend.
 
-NOTE [memory of the outputs]: The node returns its outputs before they are written. They are memory that each replica
-has made in its thread, and writes in its thread after the exchange, so that all of them work at once.
+NOTE [memory of the outputs]: The node returns its outputs before they are written. Each replica allocates its output in
+its own thread, and writes it there after the exchange, so that all replicas work in parallel.
 
-NOTE [gradients of gradients]: Beside the outputs the node returns, for each device, a pair ``(2, C)`` of mean and
-invstd, which no user sees. With `create_graph` its gradients are formulas in ``dy_i``, ``x_i``, ``w_i`` and that
-pair, which autograd records; a second backward reaches this node again through the pair. `sync_moments` is the same
-node without outputs, where the pair is mean and variance, and its user sees it.
+NOTE [gradients of gradients]: Beside the outputs, the node returns for each place a pair ``(2, C)`` of mean and invstd,
+which users never get. With `create_graph`, autograd records how the gradients are computed from ``dy_i``, ``x_i``,
+``w_i`` and this pair; a second backward reaches this node again through the pair. `sync_moments` uses the same node
+without outputs; there the pair is mean and variance, and users get it.
 
 NOTE [places]: A place is a device and, on CUDA, a stream: replicas may use streams of their own. What belongs to a
-replica is computed at its place, also by the master and in a backward; so memory goes back to the stream that has used
-it. Tensors go from one place to another through `Streams` alone. What a backward reads, at any place, the master has
-made before it answers: a replica may differentiate while its peers still wake up. So no replica fetches its results.
+replica is computed at its place, also by the master and in a backward, so that memory returns to the stream that used
+it. Only `Streams` moves tensors between places. The master makes all that a backward reads, at every place, before it
+answers: a replica may run a backward before its peers have woken up. So no replica fetches its results from the master.
 """
 
 from __future__ import annotations
@@ -58,32 +58,32 @@ __all__: list[str] = []
 
 
 class Settings(NamedTuple):
-    """How the layer of a replica normalizes; by default it does not, but gets mean and variance."""
+    """How the layer of a replica normalizes; by default, it only gets mean and variance."""
 
     eps: float | None = None  # how much is added to the variance
-    clamps: bool = False  # whether the variance is raised to `eps`, where it is smaller, instead
-    group: distributed.Group | None = None  # the processes to exchange with; that of the master counts
+    clamps: bool = False  # whether `eps` is a lower bound of the variance instead
+    group: distributed.Group | None = None  # the processes to exchange with; the master's group is used
     running: RunningStatistics | None = None  # the buffers that the master updates, once a call
-    weight_of_module: bool = False  # whether weight and bias are those of the wrapped module, so of all replicas
-    master_device: torch.device | None = None  # where the master merges, if it is known: statistics are sent there
+    weight_of_module: bool = False  # whether weight and bias are those of the wrapped module, equal in all replicas
+    master_device: torch.device | None = None  # where the master merges, if known: statistics are sent there
 
 
 class Message:
-    """What a replica asks of the master, which answers by filling in the rest.
+    """What a replica sends to the master, which adds the answer.
 
-    What it computes must not be recorded: make it, exchange it and use the answer under `torch.no_grad`.
+    Autograd must not record what it computes: make it, exchange it and use the answer under `torch.no_grad`.
 
     Args:
         input: ``(N, C, +)``.
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
-        settings: those of the layer.
+        settings: of the layer.
         records: whether the replica records a graph.
-        saved: what `save_for_hooks` has returned, if this thread has hooks on saved tensors.
+        saved: the result of `save_for_hooks`, if this thread has hooks on saved tensors; otherwise None.
     """
 
-    # The answer: in the graph, and if it is still to be written, what to normalize with, and the memory to write it to.
-    answer: Tensor | None  # the output, or without eps mean and variance, ``(2, C)``; None without a single element
+    # The answer is in the graph. If it is not written yet, the next two are what to normalize with, and where to write.
+    answer: Tensor | None  # the output; without eps, mean and variance ``(2, C)``; None if there is no element
     normalizer: Any
     memory: Tensor | None
 
@@ -142,13 +142,13 @@ class Message:
             self.prepare(settings.master_device)
 
     def prepare(self, master_device: torch.device | None = None) -> None:
-        """Make the statistics of the input, and memory for the output; send the statistics to the master."""
+        """Compute the statistics of the input, allocate the output, and send the statistics to `master_device`."""
         input, memory, self.part_place = self.input, None, self.place
         if input.numel():
             part, memory = self.backend.part_statistics(input, self.eps or 0.0, self.takes_invstd)
             if master_device is not None and master_device != self.place.device:
                 self.part_place = current_place(master_device)
-                part = part.sent(self.place, self.part_place, Streams())  # Both are current here.
+                part = part.sent(self.place, self.part_place, Streams())  # Both places are current.
         else:
             part = self.backend.nothing(input)
         if self.eps is not None:
@@ -160,10 +160,10 @@ Slot = tuple[str, int]  # a name in `Message.tensors`, and the number of the rep
 
 
 class Call:
-    """One call of a layer by all replicas: what its backward needs beside what they have saved.
+    """One call of a layer by all replicas: what its backward needs beside the saved tensors.
 
     Args:
-        messages: of the replicas; the first is that of the master.
+        messages: of the replicas; the first is the master's.
         one_weight: whether all replicas have the same weight and bias.
     """
 
@@ -179,7 +179,7 @@ class Call:
         self.has_outputs = messages[0].eps is not None
         self.places = [message.place for message in messages]
         self.master = self.places[0]
-        # One pair for each place, or for each replica where users get them.
+        # One pair for each place; one for each replica if users get the pairs.
         self.pair_places = list(dict.fromkeys(self.places)) if self.has_outputs else self.places
         self.saved = SavedTensors([message.saved for message in messages])
         self.slots: list[Slot] = []
@@ -201,7 +201,7 @@ class Call:
                 to_save += (message.tensors["input"], message.tensors["weight"])
             else:
                 to_save += (None, None)
-        # Nothing of this belongs to a replica with hooks, so none is called; this is the thread of the master.
+        # The node saves no tensors of replicas with hooks: so it does not call the hooks of this thread, the master's.
         order = None if self.group is None else distributed.order_of_forward()
         if order is not None and len({place.device for place in self.places}) > 1:
             self.makes_token = True
@@ -232,7 +232,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         made: list[dict[str, Tensor | None]] = [{}] * len(wanted)
         if call.makes_token:
             grads = grads[:-1]
-        # Where all gradients are None, other processes may have some, and wait. But not if there is a token.
+        # If all gradients are None, other processes may have some, and wait for this one; not so if there is a token.
         if any(grad is not None for grad in grads) or (call.group is not None and not call.makes_token):
             places = [*call.places, *call.pair_places] if call.has_outputs else call.pair_places
             with plain_tensors():
@@ -241,31 +241,31 @@ class _SyncBatchNorm(torch.autograd.Function):
                 else:
                     with in_order_with_engine(call.master, places, grads) as streams:
                         made = _gradients(ctx, call, grads, wanted, streams)
-                    # The engine takes them as made on the streams that are current now.
+                    # The engine assumes that they were computed on the streams that are current now.
                     for own, place in zip(made, call.places, strict=True) if not streams.are_current else ():
                         record_current(own.values(), place)
         if not keeps_graph():
             call.numbered = None  # There will not be another backward.
-        # The last one is that of a token. Where there is none, torch leaves it out: it may be None.
+        # The last gradient is for the token. If there is no token, it is one None too many, which torch ignores.
         return None, None, None, None, *[made[i].get(name) for name, i in call.slots], None
 
 
 def _wanted(ctx: Any, call: Call) -> list[set[str]]:
-    """Return the names of the tensors of each replica whose gradients the running backward asks for."""
+    """Return, for each replica, the names of the tensors whose gradients the running backward needs."""
     wanted: list[set[str]] = [set() for _ in call.places]
     with call.saved.lock:  # see NOTE [several backwards at once] in `saved.py`
         edges, node = ctx.next_functions, None
         for (name, i), needed, (node, _) in zip(call.slots, ctx.needs_input_grad[4:], edges, strict=False):
-            if needed and will_run(node):  # There may be one more, of a token.
+            if needed and will_run(node):  # The edges may have one more, for a token.
                 wanted[i].add(name)
-        del edges, node  # and with them the objects of the neighbors
+        del edges, node  # They refer to the Python objects of neighboring nodes.
     return wanted
 
 
 def _gradients(
     ctx: Any, call: Call, grads: Sequence[Tensor | None], wanted: Sequence[set[str]], streams: Streams
 ) -> list[dict[str, Tensor | None]]:
-    """Return the gradients of each replica in a backward: those that are wanted, and maybe others."""
+    """Return the gradients of each replica in a backward: those in `wanted`, and maybe others."""
     number, batch = len(wanted), cast(BatchStatistics, call.batch)
     outputs: Sequence[Tensor | None] = grads[:number] if call.has_outputs else [None] * number
     of_pairs = zip(grads[len(grads) - len(call.pair_places) :], call.pair_places, strict=True)
@@ -306,7 +306,7 @@ def _gradients(
     if any(replica.grad_output is not None for replica in replicas):
         for i, names in enumerate(wanted):
             for name in names:
-                if name != "input" and made[i].get(name) is None:  # Hooks do not expect None.
+                if name != "input" and made[i].get(name) is None:  # Hooks on gradients do not expect None.
                     with streams.at(call.places[i]):
                         made[i][name] = torch.zeros_like(batch.at[call.places[i]][0])
     return made

@@ -16,11 +16,11 @@ __all__ = ["assert_synchronized"]
 
 
 def assert_synchronized(model: nn.Module) -> None:
-    """Check that every batch norm of `model` would synchronize in its next forward; return if so.
+    """Raise an error unless every batch norm of `model` would synchronize in its next forward.
 
-    Call it on the wrapped model, in training mode. Layers that are in eval mode on purpose, like those of a frozen
-    backbone, are named as well. A wrapper of one device is fine: one replica has the whole batch. Whether every replica
-    will call every layer cannot be seen from here; if one does not, the forward fails at once.
+    Call it on the wrapped model, in training mode. The error also names layers that are in eval mode on purpose, like
+    those of a frozen backbone. A wrapper of one device is fine: one replica has the whole batch. Whether every replica
+    calls every layer cannot be checked here; if one does not, the forward fails at once.
 
     Args:
         model: the wrapper, or whatever contains it.
@@ -55,7 +55,7 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn
         return "it is not synchronized; call convert_model(model)"
     if not layer.training:
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
-    # The outermost of nested wrappers makes the replicas, and a layer may be in several that are not nested.
+    # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
     for wrapper in wrappers:
         if not isinstance(wrapper, _Callbacks):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"

@@ -1,6 +1,6 @@
-"""Threads exchange: `SyncMaster` and `SlavePipe`, the two ends of an exchange between replicas.
+"""`SyncMaster` and `SlavePipe`, the two ends of an exchange between the threads of replicas.
 
-No torch: a message may be anything. Who waits for whom, and what releases a wait, is the business of `coordinator.py`.
+This file does not import torch: a message may be anything. Only `coordinator.py` blocks and releases threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", def
 
 @contextmanager
 def joining(coordinator: Coordinator, replica_id: int, name: str) -> Iterator[None]:
-    """Let what is made or registered in the body belong to a replica of `coordinator`, under the name of its layer."""
+    """Let masters and slaves that are made in the body belong to a replica of `coordinator`, for the layer `name`."""
     token = _joining.set(_Joining(coordinator, replica_id, name))
     try:
         yield
@@ -51,8 +51,8 @@ class _End:
         try:
             return coordinator.exchange(sync_group, self.identifier, message, callback)
         except BaseException as error:
-            # A replica that fails here gets no result any more: its peers must not wait for it, even if no wrapper
-            # handles the error.
+            # A replica that fails here gets no result, so its peers must not wait for it, even if no wrapper handles
+            # the error.
             coordinator.interrupt(sync_group.members[self.identifier], error)
             raise
 
@@ -60,7 +60,7 @@ class _End:
 class SlavePipe(_End):
     """The end that a slave holds: it sends a message to its `SyncMaster` and receives the result.
 
-    Made by `SyncMaster.register_slave`. It belongs to one forward: pickled or copied, it becomes ``None``.
+    Made by `SyncMaster.register_slave`. It belongs to one forward: a pickle or copy of it is ``None``.
     """
 
     def __init__(self, coordinator: Coordinator, sync_group: SyncGroup, identifier: Hashable) -> None:
@@ -80,7 +80,7 @@ class SlavePipe(_End):
         Blocks the calling thread until all registered replicas have called as often as this one.
 
         Raises:
-            ReplicaSyncError: if the others cannot come: one failed, left, waits elsewhere, or the timeout is over.
+            ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
         """
         return self._exchange(msg, None)
 
@@ -88,15 +88,15 @@ class SlavePipe(_End):
 class SyncMaster(_End):
     """The end that the master holds: it collects the messages of all replicas and sends each its result.
 
-    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register:
-    then it belongs to that forward, and whatever ends the forward of a replica releases the others. One that a module
-    keeps from forward to forward starts anew with the first slave that registers in a new one. Its pickle holds the
-    callback alone.
+    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. It
+    then belongs to that forward: if the forward of one replica ends, the others no longer wait for it. A `SyncMaster`
+    that a module keeps for several forwards starts anew when the first slave registers in a new forward. Its pickle
+    holds only the callback.
 
     Args:
-        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``, the master's own
-            first under the identifier 0, the slaves in the order in which they registered, and returns a list of
-            ``(identifier, result)`` with one for each.
+        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
+            the master, whose identifier is 0, then those of the slaves, in the order in which they registered. It
+            returns a list of ``(identifier, result)`` with one for each.
     """
 
     identifier = MASTER
@@ -139,7 +139,7 @@ class SyncMaster(_End):
         """
         here = _joining.get()
         if here is None:
-            if self._sync_group.is_used:  # Begin anew: forget who had registered, and how that ended.
+            if self._sync_group.is_used:  # Start anew: forget the slaves, and how their exchanges ended.
                 self._begin(Coordinator(), self._sync_group.name, 0)
         elif here.coordinator is not self._coordinator or self._sync_group.is_used:
             self._begin(here.coordinator, here.name, 0)
@@ -152,7 +152,7 @@ class SyncMaster(_End):
         Blocks the calling thread until all registered slaves have called as often as the master.
 
         Raises:
-            ReplicaSyncError: if the others cannot come: one failed, left, waits elsewhere, or the timeout is over.
+            ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
             RuntimeError: if the callback does not return one result for each identifier.
             BaseException: what the callback raises; the slaves are released.
         """

@@ -1,8 +1,8 @@
-"""What `torch.compile` and the transforms of `torch.func` cannot contain: calls that exchange with other replicas.
+"""Keeps calls that exchange with other replicas out of `torch.compile` and the transforms of `torch.func`.
 
-NOTE [compiled callers]: `torch.compiler.disable` breaks the graph of a caller, runs the function, and goes on. But it
-imports the compiler, which takes a second. So a function is only disabled when it is called after the compiler was
-imported. Before that, a mark that is private to torch tells the compiler the same.
+NOTE [compiled callers]: `torch.compiler.disable` breaks the graph of a compiled caller and runs the function
+uncompiled. But it imports the compiler, which takes a second. So it is applied in the first call after the compiler was
+imported. Before that, an attribute that is private to torch has the same effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__: list[str] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What the compiler says with `fullgraph=True`, the one case in which a user has to know.
+# The compiler shows this text with `fullgraph=True`, the only case in which a user has to know.
 REASON = (
     "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
     "leave that out, or compile the functions between these layers"

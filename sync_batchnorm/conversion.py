@@ -1,9 +1,9 @@
-"""A model's way to synchronized layers and back.
+"""Converts a model to synchronized layers, and back.
 
-A layer keeps its identity; all that changes is ``layer.__class__``. So everything that holds on to the layer, or to its
-parameters and buffers, stays right: optimizers, hooks, other parents, plain lists. The class alone tells the way back,
-and the options are attributes that are there only if they were given. A class that computes something of its own cannot
-be swapped for another one: such a layer is left as it is, and named in a warning.
+A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
+and buffers, stays valid: in optimizers, hooks, other parents, plain lists. The class alone determines the way back, and
+options are attributes that exist only if they were given. A class that computes something of its own cannot be swapped
+for another class: such a layer is not converted, and a warning names it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
 }
 _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
 
-# What a synchronized layer has beyond a plain one. On an instance, it is an option or the state of a replica.
+# The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-_FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` for which `convert_model` was given another one
-_FORMER_CLASS = "_former_class"  # of a layer for whose class `convert_model` was given a synchronized one
-# What a synchronized layer needs from a layer of another class: some may be None.
+_FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` to which `convert_model` gave another group
+_FORMER_CLASS = "_former_class"  # of a layer that was converted by the `classes` of `convert_model`
+# The attributes that a synchronized layer needs from a layer of another class; some may be None.
 _NEEDED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps", "momentum", "num_features")
 # The methods by which a layer computes, is copied and is pickled. A class that has its own version of one cannot be
 # swapped for another one.
@@ -74,31 +74,31 @@ def convert_model(
     """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
 
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, as
-    timm's `BatchNormAct2d` does, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
-    modules, parameters, buffers, hooks, flags and attributes are the same objects as before, so it may be called before
-    or after an optimizer is built, on a submodule or the whole model, and on the module inside of a
-    `DistributedDataParallel`. Synchronized layers that are already there are left alone, their options included.
-    `revert_model` is the way back.
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, so
+    does timm's `BatchNormAct2d`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
+    modules, parameters, buffers, hooks, flags and attributes are the same objects as before. So this may be called
+    before or after an optimizer is built, on a submodule or the whole model, and on the module inside of a
+    `DistributedDataParallel`. Layers that are already synchronized do not change, nor do their options. `revert_model`
+    is the inverse.
 
     Args:
         module: the model, or a single layer.
-        classes: which synchronized class stands for which class of yours that normalizes and then does something else.
-            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` is one where the forward of `NormAct`
-            calls ``super().forward(input)``; otherwise it needs a forward of its own, which computes the same from
-            ``SynchronizedBatchNorm2d.forward(self, input)``. Layers of exactly that class become layers of the other.
-        eps_mode: of the converted layers, as the other two options: see `SynchronizedBatchNorm`.
+        classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it. If the
+            forward of `NormAct` calls ``super().forward(input)``, that can be
+            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward
+            that computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. This excludes subclasses.
+        eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
-        process_group: see there. None keeps the group that a `torch.nn.SyncBatchNorm` has.
+        process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.
 
     Raises:
-        TypeError, ValueError: for bad options, before anything is changed: also for a class in `classes` that is not
-            derived from the one that it stands for and from a synchronized one, or whose forward is only one of them,
-            and for a layer that lacks what a synchronized one has, like `num_batches_tracked`.
+        TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
+            from both the class that it replaces and a synchronized one, or has the forward of only one of them, and if
+            a layer lacks an attribute of a synchronized one, like `num_batches_tracked`.
 
     Warns:
-        UserWarning: one warning that names every layer which was left as it is, why, and what to do about it: layers
-            with a forward of their own, lazy layers without an input so far, parametrized and scripted layers.
+        UserWarning: one warning that names every layer which was not converted, why, and what to do about it: layers
+            with a forward of their own, lazy layers that have seen no input, parametrized and scripted layers.
     """
     modules = _named_modules(module)
     options = SyncOptions(eps_mode, group_size, process_group)
@@ -123,17 +123,17 @@ def convert_model(
 
 
 def revert_model(module: ModuleT) -> ModuleT:
-    """Undo `convert_model` in place and return `module`: nothing in it refers to this library any more.
+    """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
 
-    Layers get back the class that they had, and lose the options. What never had another class becomes what it
-    corresponds to: `SynchronizedBatchNorm1d/2d/3d` the `torch.nn.BatchNorm1d/2d/3d`, `SynchronizedBatchNorm` the
+    Layers get back their former class, and lose the options. A module without a former class gets the corresponding
+    one: `SynchronizedBatchNorm1d/2d/3d` the `torch.nn.BatchNorm1d/2d/3d`, `SynchronizedBatchNorm` the
     `torch.nn.SyncBatchNorm`, `DataParallelWithCallback` the `torch.nn.DataParallel`. A `DataParallel` cannot run
-    replicas on the CPU or several on one device: one that has such `device_ids` gets each accelerator once instead, or
-    none for the CPU, where it then runs its module directly.
+    replicas on the CPU or several on one device: such `device_ids` are replaced by each accelerator once, or by none
+    for the CPU, where the module then runs directly.
 
     Warns:
-        UserWarning: one warning that names every module of a class that somebody derived from those of this library. It
-            is left as it is, since there is no class to go back to.
+        UserWarning: one warning that names every module which cannot be reverted: its class was derived by hand from
+            one of this library, so there is no class to go back to, or it is parametrized.
     """
     skipped: dict[str, list[str]] = {}
     for name, child in _named_modules(module):
@@ -213,14 +213,14 @@ def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: lis
 def _make_synchronized(
     layer: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], options: SyncOptions
 ) -> str | None:
-    """Convert one layer, or return why it is left."""
+    """Convert one layer, or return why it cannot be converted."""
     given = classes.get(type(layer)) or _of_timm(type(layer))
     reason = _reason_to_leave(layer, given is not None)
     if reason:
         return reason
     if isinstance(layer, LazyModuleMixin):
-        # Loading a state dict gives a lazy layer its parameters, but only its first forward makes it an ordinary one.
-        # This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
+        # A state dict has given this lazy layer its parameters, but only its first forward would make it an ordinary
+        # one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
         infer_parameters(layer, layer, (torch.empty(0),))
     cls = type(layer)
     try:
@@ -236,7 +236,7 @@ def _make_synchronized(
 
 
 def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the synchronized class for that of timm which normalizes and activates, and which timm calls anything."""
+    """Return the synchronized class for timm's `BatchNormAct2d`, or None for any other class."""
     if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
         return None
     try:
@@ -247,7 +247,7 @@ def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
-    """Return why a layer cannot be converted; `has_class` if there is a synchronized class that stands for its own."""
+    """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin) and (infer_parameters is None or layer.has_uninitialized_params()):
         return "is lazy and has seen no input; run one batch through the model, then convert it"
@@ -306,12 +306,12 @@ def _revert_parallel(parallel: _Callbacks) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
-    """Return the synchronized subclass of `cls`, a class that has the forward of torch."""
+    """Return the synchronized subclass of `cls`, a class with the forward of torch."""
     kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
-        "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the arguments that it always took
+        "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the same arguments as before
         "_original": cls,
         "_derive": staticmethod(_mixed),
     }
@@ -320,25 +320,25 @@ def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
 
 
 class _Patch:
-    """What `patch_sync_batchnorm` keeps: how many contexts are open, and what it puts back when none is."""
+    """The state of `patch_sync_batchnorm`: how many contexts are open, and what to restore when none is."""
 
     lock = threading.Lock()
     depth = 0
     before: ClassVar[dict[type[BatchNormBase], Any]] = {}
-    skipped: ClassVar[dict[str, int]] = {}  # why layers were left as they are, and how many
+    skipped: ClassVar[dict[str, int]] = {}  # the number of layers that were not converted, by the reason
 
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers inside of this context, for building a model.
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
-    Every layer that is built becomes what `convert_model` makes of it, also in code that took the class before, as in
-    ``from torch.nn import BatchNorm2d`` or as a default argument. Only the `__init__` of the three classes is replaced,
-    for the whole process, and put back when the last of nested or concurrent contexts is left, also by an exception.
+    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
+    the class as a default argument. Only the `__init__` of the three classes is replaced, in the whole process, and
+    restored when the last of nested or concurrent contexts closes, also by an exception.
 
     Warns:
-        UserWarning: when the last context is left: one warning that names the classes of layers which were left as they
-            are, and why.
+        UserWarning: when the last context closes: one warning that names the classes of layers which were not
+            converted, and why.
     """
     with _Patch.lock:
         if not _Patch.depth:
@@ -356,7 +356,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
                 for patched, init in _Patch.before.items():
                     if init is not None:
                         patched.__init__ = init  # type: ignore[method-assign]
-                    elif "__init__" in vars(patched):  # unless other code has taken it away
+                    elif "__init__" in vars(patched):  # unless other code has removed it
                         del patched.__init__
                 _Patch.before.clear()
                 skipped, _Patch.skipped = _Patch.skipped, {}
@@ -369,7 +369,7 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # A class that was derived from another one in a context keeps this function, which then does nothing.
+        # A class that was derived while a context was open keeps this function, which does nothing after that.
         if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
             reason = _make_synchronized(self, {}, SyncOptions())
             if reason:

@@ -1,26 +1,26 @@
-"""The replicas of one forward: who runs, who waits for whom, who left, and when all of it breaks.
+"""The replicas of one forward: which run, wait for which others, or have ended, and what breaks the forward.
 
-This is the only file that blocks, and it knows nothing of tensors. Every wait happens in one place,
-`Coordinator._wait`, on a mailbox that belongs to the waiting replica alone.
+This is the only file that blocks, and it knows nothing of tensors. Replicas wait in one method only,
+`Coordinator._wait`, each on a mailbox of its own.
 
-NOTE [who may break an exchange]: All state of a forward is guarded by the lock of its coordinator. A coordinator breaks
-at most once, and the thread that finds the reason breaks it, at the moment it becomes true:
+NOTE [who may break an exchange]: The lock of a coordinator guards all state of its forward. A coordinator breaks at
+most once. The thread in which one of these conditions becomes true breaks it at once:
 
-1. a replica that fails or is interrupted (`leave` with an error, `interrupt`), or the caller that no longer waits for
-   the replicas (`abort`);
-2. a replica that leaves while another waits for it (`leave`), or that starts to wait for one that has left;
-3. a replica that starts to wait for one that, over any number of others, waits for it (`_find_deadlock`): an exchange
-   needs all its members, so a cycle of replicas that wait for each other can never be resolved;
-4. a replica whose time is up (`Coordinator._wait`).
+1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits for the
+   replicas (`abort`);
+2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
+3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): an exchange needs
+   all its members, so a cycle in the wait-for graph can never be resolved;
+4. the wait of a replica reaches the timeout (`Coordinator._wait`).
 
 Breaking empties `_waiting` and puts one item, ``(delivered, value)``, into the mailbox of each replica that was in it.
-Delivering a result takes the replica out of `_waiting` under the same lock. So until a break a mailbox never holds more
-than one item, a replica that got its result before the break returns it, and everybody learns of the break at the next
-exchange. A broken coordinator stays broken: the next forward makes its own.
+Delivering a result removes the replica from `_waiting` under the same lock. So until a break, a mailbox never holds
+more than one item. A replica that got its result before the break returns it, and all replicas get the error in their
+next exchange at the latest. A broken coordinator stays broken: the next forward makes its own.
 
-NOTE [rounds]: A user may call `replicate` once, and then run the replicas several times, in rounds. A replica that
-begins its second round must not be told that a peer has left, if that peer has only ended its first. So a replica
-counts as gone only for replicas that have begun no more rounds than it has.
+NOTE [rounds]: A user may call `replicate` once, and then run the replicas several times, in rounds. A replica in its
+second round may wait for a peer that has ended its first round, and not begun its second. So an ended replica counts as
+gone only for replicas that have begun no more rounds than it has.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def no_span(name: str) -> AbstractContextManager[Any]:
 
 
 class Exchange:
-    """One call of one layer: who has arrived, and with what."""
+    """One call of one layer: which replicas have called, and their messages."""
 
     __slots__ = ("members", "messages", "name", "number")
 
@@ -65,7 +65,7 @@ class Exchange:
         return f"{self.name}, call {self.number}"
 
     def needed(self) -> list[int]:
-        """Return the replicas without which the exchange cannot end: those missing, or the master at work."""
+        """Return the replicas that the exchange waits for: those that have not called, or the master that merges."""
         missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]
 
@@ -96,12 +96,12 @@ class SyncGroup:
 
 
 class Coordinator:
-    """The replicas of one forward: who runs, who waits for whom, who left, and whether it broke.
+    """The replicas of one forward: which run, wait for which others, or have ended, and whether the forward broke.
 
     Args:
         devices: the device of each replica, as text for messages. Replicas that are not listed may be admitted later.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
-        span: makes the context of each forward, wait and merge from a name for it, as a profile shows it.
+        span: returns the context of a forward, wait or merge for its name, as a profile shows it.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Coordinator:
         self._waiting: dict[int, Exchange] = {}
         self._left: dict[int, str] = {}
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
-        self._swallowed = True  # until the caller gets an error, what broke it may have been caught in a replica
-        self._departures: SimpleQueue[int] = SimpleQueue()  # who left after the break
+        self._swallowed = True  # whether no caller got an error yet: replicas may have caught the break
+        self._departures: SimpleQueue[int] = SimpleQueue()  # the replicas that ended after the break
         self._failures: list[tuple[bool, int, CapturedError]] = []
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class Coordinator:
         return f"{type(self).__name__}({states or 'no replicas'}{'; broken' if self._broken else ''})"
 
     def who(self, replica_id: int) -> str:
-        """Return a replica as messages name it."""
+        """Return the name of a replica in messages."""
         device = self._devices.get(replica_id)
         return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
 
@@ -142,7 +142,7 @@ class Coordinator:
             self._mailboxes.setdefault(replica_id, SimpleQueue())
 
     def call(self, replica_ids: Collection[int]) -> None:
-        """Note that these replicas, and no others, are about to be called."""
+        """Record that these replicas, and no others, are about to be called."""
         with self._lock:
             for replica_id in self._mailboxes:
                 if replica_id not in replica_ids and replica_id not in self._inside:
@@ -151,9 +151,9 @@ class Coordinator:
 
     @contextmanager
     def forward_of(self, replica_id: int) -> Iterator[None]:
-        """Run the body as the forward of a replica: peers that wait for it learn at once when it ends, and how.
+        """Run the body as the forward of a replica: when it ends, peers that wait for the replica are released at once.
 
-        A replica that calls itself in its forward stays until the outermost call ends.
+        If a replica calls itself in its forward, only the end of the outermost call counts.
         """
         with self._lock:
             outermost = replica_id not in self._inside
@@ -172,8 +172,8 @@ class Coordinator:
             self.leave(replica_id)
 
     def leave(self, replica_id: int, error: BaseException | None = None) -> None:
-        """Record that a replica is gone, and release everybody who would wait for it in vain."""
-        # Made without the lock: it reads source files, and runs code of the user.
+        """Record that a replica has ended, and release all replicas if one would wait for it in vain."""
+        # Made without the lock held, since it reads source files, and may run code of the user.
         caught = None if error is None else CapturedError(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
             self._inside.discard(replica_id)
@@ -190,7 +190,7 @@ class Coordinator:
                     return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release everybody, because an exception took a replica out of an exchange.
+        """Release all replicas, because an exception took one of them out of an exchange.
 
         `leave` records the rest when the forward of that replica ends.
         """
@@ -198,23 +198,23 @@ class Coordinator:
             self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
 
     def abort(self, error: BaseException) -> None:
-        """Release everybody, because the thread that started the replicas no longer waits for them."""
+        """Release all replicas, because the thread that started them no longer waits for them."""
         with self._lock:
             self._swallowed = False
             self._break(ReplicaSyncError, errors.aborted_text(error))
 
     def drain(self, seconds: float) -> None:
-        """Give those that still run the time to notice that they were released; those that do not are abandoned."""
+        """Wait up to `seconds` for the running replicas to notice that they were released; then abandon them."""
         deadline = monotonic() + seconds
         with suppress(Empty):
             while self._inside:
                 self._departures.get(timeout=max(0.0, deadline - monotonic()))
 
     def raise_if_swallowed(self) -> None:
-        """Raise what broke this coordinator, if the replicas have returned as if nothing had happened.
+        """Raise the error that broke this coordinator, if replicas have caught it and returned.
 
         Raises:
-            ReplicaSyncError: if they caught it.
+            ReplicaSyncError: if they have.
         """
         with self._lock:
             if self._broken is None or not self._swallowed:
@@ -224,14 +224,14 @@ class Coordinator:
         raise error_type(errors.swallowed_text(text))
 
     def has_caused(self, error: BaseException) -> bool:
-        """Return whether `error` is what a replica raised, or led to, because it was released."""
+        """Return whether `error` is the error of the break, or was raised while that one was handled."""
         with self._lock:
             return self._caused(error)
 
     def failure(self) -> CapturedError | None:
-        """Return the failure to raise, and forget all.
+        """Return the failure to raise, or None, and forget all failures.
 
-        An original failure comes before those that it has caused; of several, that of the lowest replica is returned.
+        An original failure comes before those that it has caused, and then that of the lowest replica comes first.
         """
         with self._lock:
             shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
@@ -243,7 +243,7 @@ class Coordinator:
     ) -> Any:
         """Exchange `message` with the other members of `sync_group`; block until the result is there.
 
-        The master passes the `callback`, which runs in its thread once everybody has arrived.
+        The master passes the `callback`, which runs in its thread once all members have called.
         """
         replica_id = sync_group.members[identifier]
         with self._span(f"{sync_group.name}, waiting"):
@@ -287,7 +287,7 @@ class Coordinator:
             delivered, value = mailbox.get(timeout=self.timeout)
         except Empty:
             with self._lock:
-                # Something may have been put in between the end of the wait and the lock.
+                # An item may have been put after the wait ended and before the lock was taken.
                 if replica_id in self._waiting:
                     self._break(ReplicaTimeoutError, self._timeout_text(self._waiting[replica_id]))
             delivered, value = mailbox.get()
@@ -296,7 +296,7 @@ class Coordinator:
             raise error_type(text)
         return value
 
-    # The lock is held by the caller of everything below.
+    # All methods below are called with the lock held.
 
     def _arrive(self, sync_group: SyncGroup, identifier: Hashable, message: Any) -> Exchange:
         self._raise_if_broken()
@@ -316,7 +316,7 @@ class Coordinator:
         self._mailboxes[replica_id].put((True, value))
 
     def _break(self, error_type: type[ReplicaSyncError], text: str) -> None:
-        # Ctrl-C may hit in the middle of it: then the next one who breaks it finishes the work.
+        # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
         if self._broken is None:
             self._broken = (error_type, text)
         for replica_id in list(self._waiting):
@@ -332,13 +332,13 @@ class Coordinator:
         return self._broken is not None and errors.is_caused_by(error, self._broken[1])
 
     def _is_gone(self, peer: int, replica_id: int) -> bool:
-        """Return whether `peer` will not come any more where `replica_id` waits, see NOTE [rounds]."""
+        """Return whether `peer` has ended and will not call where `replica_id` waits, see NOTE [rounds]."""
         return peer in self._left and self._rounds.get(peer, 0) >= self._rounds.get(replica_id, 0)
 
     def _find_deadlock(self, replica_id: int, exchange: Exchange) -> None:
         """Break if the wait that `replica_id` begins in `exchange` can never end."""
         if not self._left and len(self._waiting) == len(exchange.messages):
-            return  # No replica has left, and all that wait are in this exchange.
+            return  # No replica has ended, and all that wait are in this exchange.
         seen: set[int] = set()
         todo = exchange.needed()
         gone = next((peer for peer in todo if self._is_gone(peer, replica_id)), None)
@@ -352,7 +352,7 @@ class Coordinator:
                 seen.add(peer)
                 todo += self._waiting[peer].needed()
 
-    # What the messages say.
+    # The texts of the messages.
 
     def _state(self, replica_id: int) -> str:
         if replica_id in self._left:

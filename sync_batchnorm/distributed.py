@@ -1,36 +1,36 @@
-"""The same exchange between processes: batch statistics and their gradients over `torch.distributed`.
+"""The exchange between processes, over `torch.distributed`: batch statistics and their gradients.
 
 A process merges its own replicas first. One collective of one packed vector then makes the statistics of all processes,
-and another one in the backward makes their gradients. Who waits too long, who left, and what differs between processes
-is the business of `torch.distributed`: its errors and its timeout are the ones that a user sees.
+and another one in the backward makes their gradients. `torch.distributed` handles timeouts, lost processes and
+collectives that do not match: users see its errors, and its timeout counts.
 
 Collectives have no names: the first of one process is matched with the first of every other one. So all processes of a
-group must make the same calls in the same order. In a forward that is the order of the layers, since all replicas of a
-process exchange in each of them, and only the master speaks for them. Blocking there waits for another process only,
-never for a replica of this one.
+group must make the same calls in the same order. In a forward, that is the order of the layers: all replicas of a
+process exchange in each layer, and only the master calls the collective. There it blocks for other processes only,
+never for a replica of its own process.
 
-NOTE [order of a backward]: In a backward it is the reverse of that order, whatever the number of replicas. Of all nodes
-that are ready, the engine runs the one with the highest sequence number. Each thread counts those of the nodes that it
-makes, from zero on. In a process that calls the layers in one thread, a node thus has a lower number than all that
-lead to it in a backward, and nodes run in the order of their numbers. Replicas count in several threads.
-So the nodes of layers get the numbers of their calls, counted over all forwards whose graphs are alive, and each
-replica sees to it that the nodes which it makes after a call have higher numbers than that (`count_up_to`). Whatever
-leads to a later call, in any replica, then runs before the node of an earlier one.
+NOTE [order of a backward]: In a backward, the order must be the reverse, whatever the number of replicas. Of all nodes
+that are ready, the engine runs the one with the highest sequence number. Each thread numbers the nodes that it makes,
+from zero on. If one thread calls all layers, a node thus has a lower number than all nodes that lead to it in a
+backward, and nodes run in the order of their numbers. But replicas number their nodes in several threads. So the nodes
+of layers get the numbers of their calls, counted over all forwards whose graphs are alive, and the nodes that a replica
+makes after a call get higher numbers than that call (`count_up_to`). Then all nodes that lead to a later call, in any
+replica, run before the node of an earlier one.
 
-The nodes of several devices run in several threads of the engine, each of which knows the numbers of its own alone.
-There the node of each call also takes a token, a tensor without elements, from that of the call before it. A token may
-reach a node whose outputs do not enter the loss. Such a node has no gradients, and does not exchange: it does not
-even run in a process with one device.
+The nodes of several devices run in several threads of the engine, each of which orders only its own nodes. There the
+node of each call also takes a token, a tensor without elements, from the node of the call before it. Through a token,
+the engine may reach a node whose outputs do not enter the loss. Such a node has no gradients, and does not exchange: in
+a process with one device, it does not even run.
 
-The collectives of `DistributedDataParallel` use the same group, and it starts one as soon as the gradients of some
-parameters are complete. The numbers of the nodes of layers are lower than those of all others: each thread leaves room
-for the calls that may follow (`_CALLS_AHEAD`), or a branch that begins early would have lower numbers than later calls
-in a new thread, and higher ones in an old thread. So the engine runs the node of a layer when it can run nothing else:
-whatever gradient can be complete by then is complete, in a process with replicas and in one without. On several GPUs,
-torch replicates all parameters in one node, which comes after all layers.
+`DistributedDataParallel` uses the same group, and starts a collective as soon as the gradients of some parameters are
+complete. The nodes of layers have lower numbers than all other nodes: each thread reserves numbers for the calls that
+may follow (`_CALLS_AHEAD`). Otherwise, a branch that begins early would have lower numbers than later calls in a new
+thread, and higher ones in an old thread. So the engine runs the node of a layer when no other node is ready: then all
+gradients that can be complete are complete, with replicas and without. On several GPUs, torch replicates all parameters
+in one node, which comes after all layers.
 
 A recomputation by activation checkpointing runs inside of the backward, and reuses what its first call kept, see NOTE
-[recomputation].
+[recomputation] in `recompute.py`.
 """
 
 from __future__ import annotations
@@ -81,22 +81,22 @@ class Peers(NamedTuple):
 
     group: Group
     size: int
-    call: int  # its number on this group
+    call: int  # the number of the call on this group
 
 
-_calls: WeakKeyDictionary[Group, int] = WeakKeyDictionary()  # on each group
+_calls: WeakKeyDictionary[Group, int] = WeakKeyDictionary()  # the number of calls on each group
 _lock = Lock()
 
 
 def peers_of_call(group: Group) -> Peers:
-    """Return the processes of `group` for a call that begins."""
+    """Count a call on `group`, and return the processes of the group."""
     with _lock:
         _calls[group] = _calls.get(group, 0) + 1
         return Peers(group, dist.get_world_size(group), _calls[group])
 
 
 class _Forward:
-    """The nodes of one forward, as long as its graph is alive, and may have another backward."""
+    """The nodes of the layers in one forward. It exists as long as the graph may have another backward."""
 
     def __init__(self) -> None:
         self.nodes: list[ReferenceType[Any]] = []
@@ -110,7 +110,7 @@ _numbers = itertools.count()
 
 
 def _last_number() -> int:
-    """Return the number of the last node; number them all anew, so that numbers do not grow with every forward."""
+    """Return the number of the last node; first number all nodes anew, so that numbers do not grow forever."""
     number = 0
     for forward in list(_forwards.values()):
         for node in [node for reference in forward.nodes if (node := reference()) is not None]:
@@ -120,13 +120,13 @@ def _last_number() -> int:
     return number
 
 
-# How many calls of layers may be ahead of a node that is made now, in its own forward and others: arbitrary. On the CPU
-# it takes about a microsecond for each of them to begin a forward in a new thread.
+# The most calls of layers that may follow a node, in its own forward and in others: arbitrary. On the CPU, the first
+# forward in a new thread takes about a microsecond for each of them.
 _CALLS_AHEAD = 1024
 
 
 def count_up_to(number: int) -> None:
-    """See to it that nodes which this thread makes from now on have higher numbers, also than calls that may follow."""
+    """Give nodes that this thread makes from now on numbers above `number`, with room for calls that may follow."""
     number += _CALLS_AHEAD
     if next_sequence_number() <= number:
         with torch.inference_mode(False), torch.enable_grad():
@@ -137,7 +137,7 @@ def count_up_to(number: int) -> None:
 class BackwardOrder:
     """Keeps the nodes of one forward of a replica in order, see NOTE [order of a backward].
 
-    It lives as long as the forward: kept longer, its token would keep the graph alive.
+    It must not outlive the forward, since its token would keep the graph alive.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class BackwardOrder:
         self.token: Tensor | None = None  # of the last call, where there are several devices
 
     def add(self, node: Any) -> tuple[_Forward, int]:
-        """Give `node` the next number; return it, behind what must live as long as the node."""
+        """Give `node` the next number; return an object that must live as long as the node, and the number."""
         if self._forward is None:
             self._forward = _Forward()
         self._forward.nodes.append(ref(node))
@@ -158,7 +158,7 @@ _order: ContextVar[BackwardOrder | None] = ContextVar("sync_batchnorm_order", de
 
 
 def order_of_forward() -> BackwardOrder:
-    """Return the order of the nodes that this thread makes: outside of a replica, one for each call."""
+    """Return the order for nodes that this thread makes; outside of a replica, a new one for each call."""
     return _order.get() or BackwardOrder()
 
 
@@ -168,7 +168,7 @@ def has_peers() -> bool:
 
 
 def count_all_calls() -> None:
-    """Count up to the number of the last call of all forwards; before what comes after a forward, or begins one."""
+    """Number later nodes of this thread above all calls so far: before a forward begins, and after it has ended."""
     if has_peers():
         with _lock:
             last = _last_number()
@@ -189,15 +189,15 @@ def in_order() -> Iterator[None]:
 def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) -> tuple[Tensor, Tensor, int | Tensor]:
     """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all.
 
-    One collective of one vector. Every process merges in the order of ranks, so the result is the same in all of them,
-    bit by bit. It is zero where no process has an element.
+    This takes one collective of one vector. Every process merges in the order of ranks, so the results are bitwise
+    equal in all processes. Mean and variance are zero if no process has an element.
 
     Returns:
-        mean, variance, and the number of elements: as a tensor, so that the host does not wait for it, unless it might
-        be one, which has no variance, or none.
+        mean, variance, and the number of elements: as a tensor, so that the host does not wait for it; as an int if
+            `count` is at most 1, since then the total may be too small.
 
     Raises:
-        ValueError: on the CPU, if the processes differ in channels, and the backend has let that pass.
+        ValueError: on the CPU, if the processes differ in channels, and the collective has raised no error.
     """
     packed = torch.cat((mean.new_full((1,), len(mean)), mean.new_full((1,), count), mean, var))
     gathered = packed.new_empty(peers.size, len(packed))
@@ -216,8 +216,8 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) ->
 def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
     """Return the sum of `tensor` over all processes.
 
-    They also exchange which call it belongs to, since tensors of different calls would be added up if the processes
-    were not in step. Then the result is NaN on a device for which the host would have to wait.
+    The processes also exchange the number of the call: otherwise, tensors of different calls could be added up
+    unnoticed. If the numbers differ, the result is NaN on a device for which the host would have to wait.
 
     Raises:
         RuntimeError: on the CPU, if the processes are not in the same call.
@@ -238,13 +238,13 @@ def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
 
 
 def all_reduced_in_graph(tensor: Tensor, peers: Peers) -> Tensor:
-    """Return what `all_reduced` returns, as a function of the tensor of each process."""
+    """Return the result of `all_reduced`, recorded in the graph."""
     total: Tensor = _AllReduce.apply(tensor, peers)  # type: ignore[no-untyped-call]
     return total
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over all processes. Each of them reaches the losses of all through it, so its gradient is a sum too."""
+    """The sum over all processes. The tensor of each process enters the losses of all, so its gradient is a sum too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:

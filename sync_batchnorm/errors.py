@@ -10,15 +10,15 @@ __all__ = ["ReplicaSyncError"]
 
 
 class ReplicaSyncError(RuntimeError):
-    """A replica cannot go on because its peers failed, left, disagree, or did not come.
+    """A replica cannot exchange because a peer failed, ended early, waits in another exchange, or did not call.
 
-    The message names the layer, the number of the call, the replicas and their devices, and what to do. It is the only
-    argument, so that the error can be rebuilt in another thread or process from its text.
+    The message names the layer, the number of the call, the replicas and their devices, and what to do. The message is
+    the only argument, so that the error can be rebuilt in another thread or process from its text.
     """
 
 
 class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
-    """No replica failed, but one did not come within the ``timeout`` of the wrapper."""
+    """No replica failed, but one did not call within the ``timeout`` of the wrapper, in seconds."""
 
 
 class _KeyErrorText(str):
@@ -33,9 +33,9 @@ class _KeyErrorText(str):
 class CapturedError:
     """An exception on its way from the thread of a replica to the caller's.
 
-    It keeps type and text only: a stored exception would keep the frames of the failed forward alive, and with them
-    every tensor in them. What is not an `Exception` (`KeyboardInterrupt`, `SystemExit`) carries meaning beyond its
-    text, so a copy of it travels, which has no frames.
+    It keeps only type and text: a stored exception would keep the frames of the failed forward alive, and with them all
+    their tensors. An exception that is no `Exception` (`KeyboardInterrupt`, `SystemExit`) has a meaning beyond its
+    text, so a copy without frames is kept.
     """
 
     def __init__(self, error: BaseException, replica_id: int, device: str) -> None:
@@ -43,7 +43,7 @@ class CapturedError:
         self._type = type(error)
         try:
             original = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            if sys.version_info < (3, 11):  # whose tracebacks have no notes
+            if sys.version_info < (3, 11):  # Its tracebacks have no notes.
                 original += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()))
         except Exception:  # Peers must be released even if the error of a replica cannot be shown.
             original = f"{type(error).__name__}: its text and traceback could not be made"
@@ -57,7 +57,7 @@ class CapturedError:
         `torch.nn.parallel.parallel_apply`.
         """
         if self._twin is not None:
-            return _without_frames(self._twin)  # Another one, or it would hold the frames that hold this object.
+            return _without_frames(self._twin)  # a new copy: the raised one holds frames that hold this object
         text = _KeyErrorText(self._text) if issubclass(self._type, KeyError) else self._text
         try:
             rebuilt = self._type(text)
@@ -69,15 +69,15 @@ class CapturedError:
 
 def _without_frames(error: BaseException) -> BaseException:
     try:
-        twin = copy.copy(error)  # Made from its arguments, it has no traceback; the one that is raised keeps its own.
+        twin = copy.copy(error)  # It is made from the arguments, without a traceback; `error` keeps its own.
     except Exception:
         return error.with_traceback(None)
     return twin if type(twin) is type(error) else error.with_traceback(None)
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a line to what is printed of `error`; on Python 3.10 only to what a `CapturedError` makes of it."""
-    # As `BaseException.add_note` does it, from Python 3.11 on; but also if the type forbids to set attributes.
+    """Add a note to what is printed of `error`; on Python 3.10, only a `CapturedError` of it shows the note."""
+    # As `BaseException.add_note` does from Python 3.11 on; but this also works if the type forbids setting attributes.
     vars(error).setdefault("__notes__", []).append(note)
 
 
@@ -100,7 +100,7 @@ def is_caused_by(error: BaseException | None, text: str) -> bool:
 
 
 def failed_text(who: str, error: BaseException) -> str:
-    """Say that a replica failed: what its peers are told."""
+    """Return the text for the peers of a replica that failed."""
     return (
         f"expected all replicas to finish, but got {type(error).__name__} in {who}; "
         "fix that error, this replica was only released"
@@ -108,7 +108,7 @@ def failed_text(who: str, error: BaseException) -> str:
 
 
 def aborted_text(error: BaseException) -> str:
-    """Say that the thread which started the replicas no longer waits for them."""
+    """Return the text for replicas for which their caller no longer waits."""
     return (
         f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
         "this replica was only released"
@@ -116,7 +116,7 @@ def aborted_text(error: BaseException) -> str:
 
 
 def swallowed_text(text: str) -> str:
-    """Say that replicas have caught the error of an exchange, and returned."""
+    """Return the text for replicas that have caught the error of an exchange, and returned."""
     return (
         "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and "
         "went on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
@@ -125,7 +125,7 @@ def swallowed_text(text: str) -> str:
 
 
 def left_text(layer: str, who: str, how: str, waiting: str, exchange: str) -> str:
-    """Say that a replica is gone although others wait for it in a layer."""
+    """Return the text for replicas that wait in a layer for one that has ended."""
     return (
         f"expected every replica to call {layer} equally often, but got {who}, which {how}, while {waiting} "
         f"({exchange}); make every replica call every synchronized layer in every forward"
@@ -133,7 +133,7 @@ def left_text(layer: str, who: str, how: str, waiting: str, exchange: str) -> st
 
 
 def deadlock_text(places: str) -> str:
-    """Say that replicas wait for each other in different layers or calls."""
+    """Return the text for replicas that wait for each other in different layers or calls."""
     return (
         f"expected all replicas to reach the same layer, but got {places}; "
         "make every replica call the synchronized layers in the same order"
@@ -141,7 +141,7 @@ def deadlock_text(places: str) -> str:
 
 
 def timeout_text(timeout: float, waiting: str, late: str, exchange: str) -> str:
-    """Say who came in time, and who did not."""
+    """Return the text for a timeout, which names the replicas that wait, and those that are late."""
     return (
         f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({exchange}); "
         "pass a longer timeout if it is only slow, and run replicas in threads of their own: one after another in one "
@@ -150,7 +150,7 @@ def timeout_text(timeout: float, waiting: str, late: str, exchange: str) -> str:
 
 
 def second_thread_text(who: str, exchange: str, layer: str) -> str:
-    """Say that two threads of one replica exchange at the same time."""
+    """Return the text for two threads of one replica that exchange at the same time."""
     return (
         f"expected one thread of a replica to exchange at a time, but got {who} calling {layer} while it waits "
         f"in {exchange}; call synchronized layers from one thread of each replica"

@@ -1,4 +1,4 @@
-"""Synchronized batch normalization, and the building block of it, as functions that one replica calls."""
+"""Synchronized batch normalization, and the moments that it needs, as functions that each replica calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Call]]:
-    """Merge the statistics of all replicas and record the call in the graph: the callback for a layer's `SyncMaster`.
+    """Merge the statistics of all replicas and record the call in the graph; the callback for a layer's `SyncMaster`.
 
     Raises:
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
@@ -48,12 +48,12 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
     call = Call(contents, one_weight)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled() and any(message.records for message in contents):
-            # What a replica records must not be made in the inference mode that the master may be in. Leaving that mode
+            # The master may be in inference mode, in which it could not make what a replica records. Leaving that mode
             # turns the grad mode on.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(call.master.device.type):
-            # Autocast would join tensors in its own dtype, or refuse those of another one.
+            # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
             modes.enter_context(torch.autocast(call.master.device.type, enabled=False))
         _merge(call, contents, count)
     return [(replica, call) for replica, _ in messages]
@@ -76,16 +76,16 @@ def _single_value(messages: Sequence[Message]) -> ValueError:
 
 
 def _have_one_weight(one: Message, other: Message) -> bool:
-    """Return whether weight and bias of two replicas are the same, also to autograd."""
+    """Return whether two replicas use the same tensors as weight and bias, also in the graph."""
     return all(one.tensors[name] is other.tensors[name] for name in ("weight", "bias"))
 
 
 def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
-    """Answer all `messages`; where a layer has not a single element to normalize, only leave out the statistics."""
+    """Fill in the answers of all `messages`; without a single element to normalize, fill in none."""
     first, joined = messages[0], call.backend.joined
     answers: Sequence[Tensor] = ()
     batch: BatchStatistics | None
-    inputs = [message.input for message in messages if message.part is None]  # those that may be joined
+    inputs = [message.input for message in messages if message.part is None]  # inputs small enough to be joined
     if joined is not None and call.one_weight and len(inputs) == len(messages) and joined.takes_all(inputs):
         answers, batch = joined.normalize_all(inputs, first.weight, first.bias, cast(float, first.eps))
         batch.count, call.backend = count, joined
@@ -108,20 +108,20 @@ def _merge(call: Call, messages: Sequence[Message], count: int) -> None:
     if True in [message.needs_grad for message in messages]:
         recorded = call.record(messages, answers, pairs)
     for message, answer in zip(messages, recorded, strict=False):
-        # Without `detach`, that of a replica that records nothing would be in the graph.
+        # `detach` keeps the answer of a replica that records nothing out of the graph.
         message.answer = answer if message.records else answer.detach()
 
 
 def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchStatistics | None:
-    """Return the statistics of all replicas and processes, from those of each replica.
+    """Merge the statistics of each replica, and of each process, into those of all.
 
-    None if there is not a single element to normalize; of nothing, mean and variance are zero.
+    Returns None if there is not a single element to normalize. Without eps, mean and variance are zero then.
     """
     first, master = messages[0], call.master
     parts = []
     for message in messages:
         if message.part is None or (message.eps, message.takes_invstd) != (first.eps, first.takes_invstd):
-            # Its input is small enough to be joined, but cannot be; or its layer has another eps, or another mode.
+            # Its input is small enough to be joined, but cannot be; or it differs in eps or `takes_invstd`.
             message.eps, message.takes_invstd = first.eps, first.takes_invstd
             with Streams((message.place,)).at(message.place):
                 message.prepare()
@@ -149,7 +149,7 @@ def _merge_parts(call: Call, messages: Sequence[Message], count: int) -> BatchSt
 
 
 def _send(call: Call, batch: BatchStatistics, first: Message) -> list[Tensor]:
-    """Return what the node returns beside its outputs, a pair for each place; leave it with the statistics."""
+    """Return the pairs, one for each place, which the node returns beside its outputs; also put them into `batch`."""
     pair = torch.stack((batch.mean, cast(Tensor, batch.var if first.eps is None else batch.invstd)))
     if first.eps is None or call.backend.pair_dtype is None:
         pair = pair.to(statistics_dtype(first.input.dtype))
@@ -190,7 +190,7 @@ def _exchange(pipe: Pipe | None, message: Message) -> Call:
     else:
         call = pipe.run_master(message) if isinstance(pipe, SyncMaster) else pipe.run_slave(message)
     if call.numbered is not None:
-        distributed.count_up_to(call.numbered[1])  # before what comes after the call
+        distributed.count_up_to(call.numbered[1])  # before this thread makes further nodes
     return call
 
 
@@ -202,17 +202,17 @@ def _where(pipe: Pipe | None, owner: nn.Module | None) -> str:
 def _check_surroundings(
     pipe: Pipe | None, owner: nn.Module | None, has_hooks: bool, tensors: Sequence[Tensor | None]
 ) -> bool:
-    """Refuse a call where it cannot be differentiated, or recomputed.
+    """Raise an error for a call that cannot be differentiated or recomputed.
 
-    In a transform, a peer may be in another one, and knows no tangents of this replica. A call that runs in a backward,
-    and repeats none, is one of a reentrant checkpoint, which recomputes replicas one by one.
+    In a transform, a peer may be in another transform, and does not know the tangents of this replica. A call in a
+    backward that repeats no earlier call comes from a reentrant checkpoint, which recomputes replicas one by one.
 
     Returns:
-        whether the call may be counted: not if it runs in a backward.
+        whether the call may update the buffers: not if it runs in a backward.
 
     Raises:
         RuntimeError: inside of a transform of `torch.func`, and for tensors with a tangent; in a backward, if there is
-            a pipe; if the recomputation of a checkpoint calls what its forward has not called.
+            a pipe; if the recomputation of a checkpoint makes a call that its forward has not made.
     """
     context = None
     if in_transform():
@@ -240,15 +240,15 @@ def _check_surroundings(
 
 
 class _Kept(NamedTuple):
-    """What a call leaves to its recomputation, outside of the graph."""
+    """What a call keeps for its recomputation, outside of the graph."""
 
     answer_requires_grad: bool
     normalizer: Any = None  # None if there was not a single element
-    pair: Tensor | None = None  # mean and variance, of `sync_moments`, and the elements per channel
+    pair: Tensor | None = None  # mean and variance of a call of `sync_moments`, which also has elements per channel
     elements: int = 0
 
     def repeated(self, constant: Tensor, input: Tensor, weight: Tensor | None) -> Tensor:
-        """Save what the first call saved, and return `constant` as its result: in the graph, if that one was."""
+        """Save what the first call saved; return `constant` as the result, in the graph if the first result was."""
         save_for_hooks(input, weight)
         if self.answer_requires_grad:
             return recompute.refuse_gradient(constant, input)
@@ -256,11 +256,11 @@ class _Kept(NamedTuple):
 
 
 def _opaque(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one of which subclasses of `Tensor` and selective checkpoints see the call, and no operator.
+    """Hide the operators of `function` from subclasses of `Tensor`, which see its call, and from selective checkpoints.
 
-    A subclass that is the class of the first argument can override it, as the functions of torch. What an operator
-    returns for a subclass is a view, so outputs could not be changed in place, and replicas may have different classes.
-    For checkpoints see NOTE [selective checkpoints] in `recompute.py`.
+    The class of the first argument can override `function`, as it can override functions of torch. Operators on a
+    subclass would return views, which could not be changed in place, and replicas may have different classes. For
+    checkpoints see NOTE [selective checkpoints] in `recompute.py`.
     """
 
     @functools.wraps(function)
@@ -291,7 +291,7 @@ def sync_batch_norm(
     owner: nn.Module | None = None,
     pending: list[BatchStatistics | None] | None = None,
 ) -> Tensor:
-    """Normalize the input of one replica with the batch statistics of all that `pipe` connects.
+    """Normalize the input of one replica with the batch statistics of all replicas that `pipe` connects.
 
     Blocks the calling thread until all of them have called.
 
@@ -300,19 +300,19 @@ def sync_batch_norm(
         weight: ``(C,)`` or None.
         bias: ``(C,)`` or None.
         pipe: the connection of this replica; None if it is the only one of its process.
-        settings: of the layer, with `eps`. The running statistics do not move in a recomputation.
-        owner: the layer, by which a recomputation without a pipe finds the call that it repeats.
-        pending: a list that gets the statistics of each call, or None: for buffers of this replica that the master does
-            not update.
+        settings: of the layer, with `eps`. A recomputation does not update the running statistics.
+        owner: the layer; without a pipe, a recomputation uses it to find the call that it repeats.
+        pending: a list to which the statistics of the call are appended, or None: for buffers of this replica that the
+            master does not update.
 
     Returns:
-        The output, as `input` in shape, dtype and memory format.
+        The output, with the shape, dtype and memory format of `input`.
 
     Raises:
         ValueError: see `merge_messages`.
         ReplicaSyncError: if the replicas cannot exchange.
-        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
-            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or in one that makes a call which the
+            forward has not made; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe or owner) if has_hooks else None
@@ -326,7 +326,7 @@ def sync_batch_norm(
         message = Message(input, weight, bias, settings, records=records, saved=saved)
         call = _exchange(pipe, message)
         batch, output, running = call.batch, message.answer, settings.running
-        if running is not None:  # Only now: a call that broke while it was merged is not counted.
+        if running is not None:  # Only now, so that a call whose merge fails is not counted.
             if batch is None:
                 running.count_call()
             elif not batch.updated:
@@ -338,7 +338,7 @@ def sync_batch_norm(
     if output is None:
         output = _normalize_nothing(input, weight, bias, settings.eps)
     if not records and output.is_inference() != torch.is_inference_mode_enabled():
-        output = output.clone()  # The master has made it, in its own mode.
+        output = output.clone()  # The master made it, maybe in another mode.
     if has_hooks:
         requires_grad, normalizer = output.requires_grad, message.normalizer
         if batch is not None and normalizer is None:  # The inputs were joined.
@@ -365,9 +365,9 @@ def _repeat(kept: _Kept, input: Tensor, weight: Tensor | None, bias: Tensor | No
 def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
-    For normalizations of one's own. Connect the replicas in `__data_parallel_replicate__`: the first makes a
+    Use it for a normalization of your own. Connect the replicas in `__data_parallel_replicate__`: the first makes a
     ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them have called
-    it. In a module that runs on one device, pass None.
+    this function. In a module that runs on one device, pass None.
 
     Args:
         input: ``(N, C, +)``, with its own N and sizes in each replica.
@@ -382,8 +382,8 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
         ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
             in all replicas together; if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot exchange.
-        RuntimeError: in a recomputation by reentrant activation checkpointing, or one that calls what the checkpointed
-            forward has not called; inside of a transform of `torch.func`, and for tensors with a tangent.
+        RuntimeError: in a recomputation by reentrant activation checkpointing, or in one that makes a call which the
+            forward has not made; inside of a transform of `torch.func`, and for tensors with a tangent.
     """
     has_hooks = recompute.has_hooks()
     kept: _Kept | None = recompute.recall(pipe) if has_hooks else None
@@ -400,4 +400,4 @@ def sync_moments(input: Tensor, pipe: Pipe | None, *, process_group: Any = None)
     if has_hooks:
         requires_grad = pair.requires_grad
         recompute.keep(pipe, lambda: _Kept(requires_grad, pair=pair.detach(), elements=count))
-    return pair[0].clone(), pair[1].clone(), count  # for their users alone, who may change them in place
+    return pair[0].clone(), pair[1].clone(), count  # copies, which users may change in place

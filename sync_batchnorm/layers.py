@@ -30,11 +30,11 @@ __all__ = [
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# In the pickle of a whole model, a layer of the older library has a `SyncMaster`, and that one has a method of the
-# layer, whose name is looked up when the model is loaded. Loading leaves out what such a layer synchronizes by.
+# In a pickle of a whole model, a layer of the older library holds a `SyncMaster`, which holds a method of the layer:
+# loading looks up its name. The attributes by which such a layer synchronizes are dropped.
 _STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
 
-MOST_PENDING = 16  # calls of a replica whose statistics wait until its buffers are used; arbitrary
+MOST_PENDING = 16  # the most calls of a replica whose statistics are not yet in its buffers; arbitrary
 
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
@@ -68,7 +68,7 @@ class SyncOptions(NamedTuple):
     process_group: Any = None
 
     def check(self) -> None:
-        """Refuse what no layer can take.
+        """Raise an error for options that no layer can take.
 
         Raises:
             TypeError: for a `group_size` that is no int.
@@ -90,12 +90,12 @@ class SyncOptions(NamedTuple):
             )
 
     def given(self) -> dict[str, Any]:
-        """Return those that are not None, by name."""
+        """Return the options that are not None, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class _LayerMaster(SyncMaster):
-    """That of a layer: it belongs to one forward, and copied or pickled it becomes None, as a `SlavePipe` does."""
+    """The `SyncMaster` of a layer: it belongs to one forward, and a copy or pickle is None, as of a `SlavePipe`."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -104,9 +104,9 @@ class _LayerMaster(SyncMaster):
 class _SynchronizedBatchNorm(BatchNormBase):
     """The base class of all synchronized layers; not for use by itself.
 
-    A replica gets its pipe from the replication callback and takes it along when it is dropped. The user's own module
-    never holds one: class attributes are the defaults for a module whose class was swapped, and for everything that was
-    pickled before. The same holds for options: a layer has those that were given.
+    A replica gets its pipe from the replication callback, and loses it only together with itself. The user's own module
+    never has a pipe. Class attributes are the defaults for a module whose class was swapped, and for older pickles,
+    also of options: a layer only has those that were given.
     """
 
     eps_mode: str | None = None
@@ -134,7 +134,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         group_size: int | None = None,
         process_group: Any = None,
     ) -> None:
-        without_bias = {} if bias else {"bias": False}  # Older torch has no such argument and says so.
+        without_bias = {} if bias else {"bias": False}  # An older torch raises its own error.
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         options = SyncOptions(eps_mode, group_size, process_group)
         options.check()
@@ -147,7 +147,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             ctx.sync_master = _LayerMaster(merge_messages)
             tensor = self.weight if self.running_mean is None else self.running_mean
             ctx.master_device = None if tensor is None else tensor.device
-        state = self.__dict__  # where an attribute is set without what `nn.Module.__setattr__` looks for, a few times
+        state = self.__dict__  # set directly, which is faster than `nn.Module.__setattr__`
         state["_sync_pipe"] = ctx.sync_master if copy_id == first else ctx.sync_master.register_slave(copy_id)
         state["_sync_master_device"] = ctx.master_device
         state["_sync_updates_running_stats"] = copy_id == 0
@@ -158,7 +158,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if not self.training:
             if self._sync_pending:
                 self._catch_up(self._sync_pending)
-            return BatchNormBase.forward(self, input)  # not that of a class which comes in between, see `convert_model`
+            return BatchNormBase.forward(self, input)  # `super()` may be a user's class, see `convert_model`
         if self._sync_pipe is None and is_in_replica():
             raise_foreign_layer(self)
         group = self._active_group()
@@ -186,8 +186,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
     def _catch_up(self, pending: list[BatchStatistics | None]) -> None:
         """Update the buffers of this replica, which are copies, with the statistics of the calls of this forward.
 
-        Only where they are used, as most forwards have no call in eval mode behind one in training; and where the calls
-        become many, in replicas that are kept.
+        This happens only when the buffers are used, in eval mode, since most forwards do not do so after a call in
+        training mode; and after `MOST_PENDING` calls, in replicas that are kept.
         """
         running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
         for batch in pending:
@@ -198,9 +198,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         pending.clear()
 
     def _has_weight_of_module(self) -> bool:
-        """Return whether weight and bias are those of the wrapped module, which all replicas were given.
+        """Return whether weight and bias are the parameters of the wrapped module, which torch gives to all replicas.
 
-        A module may compute others in its forward. What torch gives to a replica is listed in `_former_parameters`.
+        A module may compute others in its forward. `_former_parameters` lists what torch has given to a replica.
         """
         former = self.__dict__.get("_former_parameters", {})
         return former.get("weight") is self.weight and former.get("bias") is self.bias
@@ -211,7 +211,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if group is None:
             return None
         if self._sync_pipe is None and getattr(self, "_is_replica", False):
-            return None  # Replicas that do not know each other would all speak for their process, in any order.
+            return None  # Without connections, all replicas would call collectives, in any order.
         if self.group_size is None:
             return group
         if self._sync_pipe is None and self.group_size > 1:
@@ -224,7 +224,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
-        """Do what `convert_model` does, under the name that `torch.nn.SyncBatchNorm` has for it."""
+        """Call `convert_model`; `torch.nn.SyncBatchNorm` has a method of this name."""
         from sync_batchnorm.conversion import convert_model
 
         return convert_model(module, process_group=process_group)
@@ -247,8 +247,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
     ) -> None:
         """Raise torch's own error for invalid arguments, before the exchange.
 
-        Its function is called with arguments that look invalid alone, and with the first row repeated, so that a single
-        row is not an error.
+        The function of torch is called only with arguments that look invalid, and with the first row repeated, so that
+        a single row is not an error.
         """
         channels, dtype, device = input.shape[1], input.dtype, input.device
         valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
@@ -281,7 +281,7 @@ def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
 
 
-_warned = ModuleSet()  # of their missing callback
+_warned = ModuleSet()  # modules that were warned of a missing callback
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
@@ -289,15 +289,15 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
 
-    In training mode, inside of a `DataParallelWithCallback`, mean and (biased) variance are those of the batches of all
-    replicas together, weighted by elements; forward and backward equal those of one device on the whole batch. In eval
-    mode, or with a single replica, the layer is the layer of torch that it inherits from. The running statistics and
-    the counter of the wrapped module are updated in place, once for each call, with the unbiased variance.
+    In training mode, inside of a `DataParallelWithCallback`, mean and biased variance are those of all replicas
+    together, weighted by elements; forward and backward equal those of one device on the whole batch. In eval mode, or
+    with a single replica, the layer behaves as the layer of torch that it inherits from. Running statistics and the
+    counter of the wrapped module are updated in place, once for each call, with the unbiased variance.
 
     Args:
         num_features: C.
         eps: added to the variance.
-        momentum: the weight of this call in the running statistics; None for their cumulative average.
+        momentum: the weight of this call in the running statistics; None for a cumulative average.
         affine: whether there are weight and bias.
         track_running_stats: whether there are running statistics.
         device: of parameters and buffers.
@@ -305,19 +305,19 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         bias: whether there is a bias beside the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
-            group. The running statistics are those of the group of replica 0. None: all replicas. Groups of replicas
-            lie inside of one process and do not synchronize with another one.
-        process_group: the `torch.distributed` group over which processes synchronize once it is initialized with more
-            than one process; None: all processes. The replicas of each process come first. Copies of the layer share
-            the group, a pickle cannot hold it.
+            group. The running statistics are those of the group of replica 0. None: all replicas. Groups lie
+            inside of one process, and do not synchronize with other processes.
+        process_group: the group over which processes synchronize once `torch.distributed` is initialized with more than
+            one process; None: all processes. Each process merges its replicas first. Copies of the layer share the
+            group, and a pickle cannot hold it.
 
     Shape:
         - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
-        - output: as the input, in shape, dtype and memory format.
+        - output: with the shape, dtype and memory format of the input.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: as `torch.nn.BatchNorm2d`, in its words, for bad input; one value
-            per channel is refused only if it is the only one of all replicas.
+        ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
+            value per channel is an error only if all replicas together have no other.
         ValueError: also for a `process_group` that this process does not belong to.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """

@@ -1,8 +1,8 @@
 """A `DataParallel` for any devices: replicas on the CPU, and several replicas on one device.
 
-`torch.nn.parallel` refuses both. The four steps, of which two are in `scatter_gather.py`, do what its four do, with two
-differences that one device allows: replicas share the storage of the parameters instead of copying it, and their
-gradients add up in the engine.
+`torch.nn.parallel` refuses both. Scatter, replicate, apply and gather do what they do there, with two differences that
+one device allows: replicas share the storage of the parameters instead of copying it, and the engine adds up their
+gradients. Scatter and gather are in `scatter_gather.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = [as_device(device) for device in device_ids or ()]
         if not needs_own_parallel(devices):
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
-            if not self.device_ids:  # Without an accelerator torch returns before it has set these.
+            if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
                 self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
             return
         if len({device.type for device in devices}) > 1:
@@ -63,7 +63,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(devices) > 1:
             self._check_sizes(inputs, kwargs, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
-            return (inputs,), (kwargs,)  # There is nothing to cut.
+            return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         if not needs_own_parallel(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         chunks = scatter((inputs, kwargs), devices, self.dim)
@@ -106,16 +106,16 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if not needs_own_parallel(devices or [as_device(device) for device in self.device_ids]):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
-        # Autocast would join tensors in its own dtype, or refuse those of another one. Torch joins plain tensors.
+        # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), plain_tensors():
             return gather(outputs, device, self.dim)
 
 
 def as_device(device: DeviceId) -> torch.device:
-    """Return the `torch.device` that a device id names, with one name for each device.
+    """Return the `torch.device` that a device id names, the same one for all ids of a device.
 
     Raises:
-        RuntimeError: in torch's words, for a kind of device that it does not know.
+        RuntimeError: torch's own, for a kind of device that torch does not know.
     """
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
@@ -127,12 +127,12 @@ def as_device(device: DeviceId) -> torch.device:
 
 
 def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
-    """Return whether replicas on `devices` need this module instead of `torch.nn.parallel`."""
+    """Return whether replicas on `devices` need this file instead of `torch.nn.parallel`."""
     return any(device.type == "cpu" for device in devices) or len(set(devices)) < len(devices)
 
 
 def _number_of_chunks(size: int, most: int) -> int:
-    """Return into how many chunks `torch.chunk` cuts; an empty dimension into as many empty ones as it may."""
+    """Return into how many chunks `torch.chunk` cuts `size`, at most `most`; if empty, into `most` empty ones."""
     return -(-size // -(-size // most)) if size else most
 
 
@@ -142,9 +142,9 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        # NOTE [order of gradients]: Of the nodes that are ready, the engine runs the latest first, and these are older
-        # than the forward. As if they were the latest, they hand each gradient on when it is computed: so the hooks of
-        # a parameter run when they would on one device, and what replicas contribute is added up at once.
+        # NOTE [order of gradients]: Of all nodes that are ready, the engine runs the one with the highest number, and
+        # these are older than the forward. With the highest number they pass on each gradient when it is computed: so
+        # hooks of a parameter run when they would on one device, and the gradients of replicas are added up at once.
         set_sequence_number(ctx, 2**63 - 1)
         return tensor.detach()
 
@@ -156,8 +156,8 @@ class _Alias(torch.autograd.Function):
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
     """Return one replica of `module` for each of `devices`.
 
-    Parameters are non-leaf tensors over the storage that all replicas of a device share. The first of these replicas
-    has the buffers that are there, which are the module's own on the first device; the others get copies.
+    Parameters are non-leaf tensors; all replicas on one device share their storage. The first replica on each device
+    has the buffers that are there, on the first device those of the module itself; the others get copies.
     """
     placed = {devices[0]: module}
     if len(distinct := list(dict.fromkeys(devices))) > 1:
@@ -168,13 +168,13 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) 
 
 
 def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
-    """Return a replica of a module on each of several distinct devices, with copies that torch makes of its tensors."""
+    """Return a replica of a module on each of several distinct devices, with copies of its tensors made by torch."""
     if Broadcast is None or any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         return nn.parallel.replicate(module, devices, detach)
     parameters, buffers = list(module.parameters()), list(module.buffers())
     recorded = [buffer for buffer in buffers if buffer.requires_grad and not detach]
     rest = [buffer for buffer in buffers if not buffer.requires_grad or detach]
-    tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
+    tensors: dict[int, list[Tensor]] = {}  # the tensor of each replica, by the id of the original
     for originals, detached in ((parameters, detach), (recorded, False), (rest, True)):
         if originals and detached:
             sent = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
@@ -187,26 +187,26 @@ def _replicas_on(module: nn.Module, devices: Sequence[torch.device], detach: boo
         tensors |= {id(original): [own[i] for own in copies] for i, original in enumerate(originals)}
 
     def copies_of(original: Tensor) -> list[Tensor]:
-        # What a replica has that is replicated once more is no parameter, and stays where it is, as in torch.
+        # A replica may be replicated again: its tensors are no parameters, and stay where they are, as in torch.
         return tensors.get(id(original)) or [original] * len(devices)
 
     return _build(module, len(devices), copies_of, copies_of)
 
 
 def _as(copy: Tensor, original: Tensor) -> Tensor:
-    """Return what was copied as real numbers as what it is."""
+    """Return `copy`, which may have been copied as real numbers, with the same kind of numbers as `original`."""
     return torch.view_as_complex(copy) if original.is_complex() and not copy.is_complex() else copy
 
 
 def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module]:
     """Return `number` replicas of a module, on the device where it is."""
-    tensors: dict[int, list[Tensor]] = {}  # those of each replica, by the id of the original
+    tensors: dict[int, list[Tensor]] = {}  # the tensor of each replica, by the id of the original
 
     def alias(original: Tensor) -> list[Tensor]:
         if id(original) not in tensors:
             differentiable = original.requires_grad and not detach
             make: Callable[[Tensor], Tensor] = _Alias.apply if differentiable else Tensor.detach
-            with plain_tensors():  # Torch makes plain tensors, and that of a subclass is a view.
+            with plain_tensors():  # Torch makes plain tensors too; of a subclass they would be views.
                 tensors[id(original)] = [make(original) for _ in range(number)]
         return tensors[id(original)]
 
@@ -221,15 +221,15 @@ def _replicas_of(module: nn.Module, number: int, detach: bool) -> list[nn.Module
     return _build(module, number, alias, buffers_of)
 
 
-TensorsOf = Callable[[Tensor], list[Tensor]]  # of each replica, by the original
+TensorsOf = Callable[[Tensor], list[Tensor]]  # the tensor of each replica, for an original
 
 
 def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of: TensorsOf) -> list[nn.Module]:
-    """Return `number` replicas of a module that have the tensors which they are given."""
+    """Return `number` replicas of a module, with the tensors that the two functions return."""
     # `_replicate_for_data_parallel` is the private hook of torch's own `replicate`. RNNs, lazy and scripted modules
     # override it. It has been there, unchanged, since torch 1.5. The copy has dictionaries of its own for buffers and
-    # submodules. They are filled directly, since to set hundreds of attributes through `nn.Module.__setattr__` takes
-    # longer than all the rest of a replication.
+    # submodules. They are filled directly: setting hundreds of attributes through `nn.Module.__setattr__` takes longer
+    # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in range(number)]
     for child in module.modules():
         for of_modules, replica in zip(copies, _copies_of(child, number), strict=True):
@@ -240,7 +240,7 @@ def _build(module: nn.Module, number: int, parameters_of: TensorsOf, buffers_of:
         parameters = {name: parameters_of(tensor) for name, tensor in given.items()}
         buffers = {name: buffers_of(tensor) for name, tensor in child._buffers.items() if tensor is not None}
         absent = [name for name, parameter in child._parameters.items() if parameter is None]
-        plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without asking it
+        plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
         for i, of_modules in enumerate(copies):
             replica = of_modules[child]
             for name in absent:
@@ -286,9 +286,9 @@ def parallel_apply(
 
     The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
 
-    No thread ends before all replicas are through. On a free-threaded Python, a thread that has run a backward must not
-    end while another one drops objects that it has made, see docs/free-threading.md; replicas share the nodes of their
-    layers, so they would.
+    No thread ends before all replicas have finished. On a free-threaded Python, a thread that has run a backward must
+    not end while another one frees objects that the first has made, see docs/free-threading.md. Replicas would do this,
+    since they share the nodes of their layers.
 
     Raises:
         BaseException: the exception of the lowest replica that failed, as `CapturedError.rebuild` makes it.
@@ -297,15 +297,15 @@ def parallel_apply(
     failures: list[CapturedError | None] = [None] * len(modules)
     places = [current_place(device) for device in devices]
     # Replicas on the CPU divide the intra-op threads of their caller: otherwise each of them would start as many.
-    # `torch.set_num_threads` sets the number of the calling thread, and that with which others begin, when they ask for
-    # theirs for the first time. So the caller sets the number of each replica, waits until all have asked, and sets its
-    # own again, which the backward has. Only then they go on, as they may set another one.
+    # `torch.set_num_threads` sets the number of the calling thread, and the number that other threads take when they
+    # first ask for theirs. So the caller sets the number for a replica, waits until all replicas have asked, and sets
+    # its own number again, for the backward. Only then do the replicas go on, since they may set another number.
     num_threads = torch.get_num_threads()
     divides = devices[0].type == "cpu" and num_threads > 1 and len(modules) > 1
     asked: SimpleQueue[int] = SimpleQueue()
     dividing = threading.Lock()
     through: SimpleQueue[int] = SimpleQueue()
-    running = threading.Lock()  # until all replicas are through
+    running = threading.Lock()  # until all replicas have finished
 
     def work(i: int) -> None:
         try:
@@ -337,7 +337,7 @@ def parallel_apply(
                         thread.start()
                     for _ in threads if divides else ():
                         asked.get()
-                finally:  # also if a process may have no more threads
+                finally:  # also if no more threads can be started
                     if divides:
                         torch.set_num_threads(num_threads)
             for _ in threads:

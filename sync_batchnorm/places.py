@@ -1,7 +1,7 @@
-"""Places: where something computes, a device and on CUDA a stream; and how a tensor goes from one place to another.
+"""Places, each a device and on CUDA a stream, and how a tensor goes from one place to another.
 
-Replicas may use streams of their own, and several replicas one device. NOTE [places] in `autograd.py` says what is
-computed where.
+Replicas may use streams of their own, and several replicas may use one device. NOTE [places] in `autograd.py` says what
+is computed where.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Place(NamedTuple):
     """Where a replica computes: its device, and on CUDA the stream there."""
 
     device: torch.device
-    stream: torch.Stream | None  # None where there are none
+    stream: torch.Stream | None  # None if the device has none
 
     def is_current(self) -> bool:
-        """Return whether operators on tensors of this device use this stream, whatever device is the current one."""
+        """Return whether operators on tensors of this device use this stream, whatever the current device is."""
         return self.stream is None or torch.accelerator.current_stream(self.device.index) == self.stream
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream, and with it its device, is the current one: for code of users."""
+        """Return a context in which this stream and its device are the current ones: for code of users."""
         return _NOTHING if self.stream is None else _entered(self.stream)
 
 
@@ -61,12 +61,12 @@ def host_can_read(tensor: Tensor) -> bool:
 
 
 class Streams:
-    """The streams of several places, as one thread uses them: entered where they are not the current ones.
+    """The streams of several places in one thread, which are entered only if they are not current.
 
-    They nearly always are. So that is asked once, when this object is made.
+    They nearly always are current, so this is checked only once, when this object is made.
 
     Args:
-        places: where something is done; none if they all were made by `current_place` in this thread.
+        places: the places that are used; empty if `current_place` made all of them in this thread.
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
@@ -80,19 +80,19 @@ class Streams:
         return _NOTHING if self.are_current or place.is_current() else place.entered()
 
     def to_place(self, tensor: Any, source: Place, target: Place) -> Any:
-        """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, else a copy."""
+        """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, otherwise a copy."""
         if source.device == target.device:
             if target.stream is not None and source.stream is not None and target.stream != source.stream:
                 target.stream.wait_stream(source.stream)
                 _record(tensor, target.stream)
             return tensor
-        if self.are_current:  # Torch orders a copy after both streams, and what follows in either after the copy.
+        if self.are_current:  # Torch makes the copy wait for both streams, and both wait for it.
             return tensor.to(target.device, non_blocking=True)
         with self.at(source), self.at(target):
             return tensor.to(target.device, non_blocking=True)
 
     def to_place_joined(self, vectors: Sequence[Tensor], source: Place, target: Place) -> Sequence[Tensor]:
-        """Return several vectors for use at `target`; from one device to another as one, which is copied at once."""
+        """Return vectors for use at `target`; between devices, they are concatenated and copied at once."""
         if source == target:
             return vectors
         if source.device == target.device:
@@ -112,27 +112,27 @@ def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
 
 
 def _record(tensor: Tensor, stream: torch.Stream) -> None:
-    with suppress(RuntimeError):  # of batched gradients, which have no memory of their own
+    with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
         tensor.record_stream(stream)
 
 
 @contextmanager
 def in_order_with_engine(master: Place, places: Sequence[Place], tensors: Iterable[Tensor | None]) -> Iterator[Streams]:
-    """Run the body in order with the streams that the engine of autograd has chosen for a backward; on CUDA.
+    """Synchronize the body with the streams that the autograd engine uses in a backward, on CUDA.
 
-    The engine takes all gradients of a node as ready on the stream that it has chosen for the device of `master`, or
-    on those for their own devices, and takes the results of the node as made there.
+    The engine assumes that the gradients which a node gets are ready on its stream for the device of `master`, or on
+    its streams for their own devices, and that the results of the node are made there.
 
     Args:
         master: the place of the node.
-        places: where it computes.
-        tensors: one for each of `places`, or None: gradients, which are used there.
+        places: where the node computes.
+        tensors: for each of `places`, a gradient that is used there, or None.
 
     Yields:
         the streams of all places.
     """
     here = torch.accelerator.current_stream(master.device.index)
-    ready: dict[torch.Stream, torch.Event] = {}  # one event for all who wait for a stream
+    ready: dict[torch.Stream, torch.Event] = {}  # one event for each stream that others wait for
     order: list[tuple[torch.Stream, torch.Stream]] = []
     streams = Streams()
     for device, stream in dict.fromkeys(places):

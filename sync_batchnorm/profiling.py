@@ -22,12 +22,12 @@ __all__: list[str] = []
 
 
 def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]]:
-    """Return what makes the spans of a forward that begins: contexts that do nothing, if no profiler runs."""
+    """Return the function that makes the spans of a forward; without a profiler, they do nothing."""
     return _span if profiler_runs() else no_span
 
 
 def recorded_in_part() -> AbstractContextManager[Any]:
-    """Return a context for the time of the replicas: a span that says so, if the profiler leaves out their threads."""
+    """Return a context to run replicas in: a span whose name says that the profiler does not record all threads."""
     if profiler_runs() and profiler_of_thread() == "KINETO":
         return _span("replicas, in threads that are recorded with profile_all_threads=True only")
     return no_span("")

@@ -1,20 +1,20 @@
 """Activation checkpointing: which earlier call of a layer a recomputation repeats.
 
-NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. There is
-no exchange then, and nothing to count: the call repeats an earlier one and takes over what that one kept. A call in
-a running backward that repeats none is one of reentrant checkpointing, which differentiates each replica by itself.
+NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. Such a call
+does not exchange, and is not counted: it repeats an earlier call and uses what that call kept. A call in a backward
+that repeats none comes from reentrant checkpointing, which differentiates each replica by itself.
 
 The input does not tell which call is repeated: two calls may have equal inputs in this replica and different ones in a
-peer. The frame that torch keeps of each checkpoint does. Hooks on saved tensors hold it, strongly while the checkpoint
-records its forward, weakly while it recomputes. So calls are kept by frame, for as long as that lives: by each of them,
-where they are nested. They are repeated in order, though not always to the last.
+peer. The frame that torch keeps of each checkpoint does tell. Hooks on saved tensors hold the frame, strongly while the
+checkpoint records its forward, weakly while it recomputes. So calls are kept by frame, as long as the frame lives; in
+nested checkpoints, by each frame. They are repeated in order, though not always up to the last one.
 
-NOTE [selective checkpoints]: A policy of what to save sees every operator of a checkpointed forward, through a dispatch
-mode, and its recomputation must run the same ones. Calls and repeated calls do not: the master computes for all. So the
-policy sees nothing of either, and a repeated call is always computed, in one pass over the input.
+NOTE [selective checkpoints]: The policy of a selective checkpoint sees every operator of its forward, in a dispatch
+mode, and the recomputation must run the same ones. Calls and repeated calls do not: the master computes for all. So the
+policy sees no operator of either, and a repeated call is always computed, in one pass over the input.
 
-Frames, hooks, modes and the running backward are private to torch, see NOTE [private names]. Where they are not found,
-nothing is recalled, and the caller has to do without.
+Frames, hooks, modes and the running backward are private to torch, see NOTE [private names] in `torch_private.py`. If
+torch lacks one of them, no call is recalled, and the caller has to do without.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _repeated: WeakKeyDictionary[Hook, list[Any]] = WeakKeyDictionary()  # owners of
 class _RefuseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], *_: Tensor) -> Tensor:
-        # In a tuple: an argument that is returned would be a view, which cannot be changed in place.
+        # It is in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
         return constant[0]
 
     @staticmethod
@@ -66,7 +66,7 @@ class _RefuseGradient(torch.autograd.Function):
 
 
 def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
-    """Return `constant` as what it was in the first call, a function of `input`, whose gradient is refused."""
+    """Return `constant` as a function of `input`, as it was in the first call; its backward raises an error."""
     leaf = torch.empty(0, device=input.device, requires_grad=True)  # `input` may need no gradient
     refused: Tensor = _RefuseGradient.apply((constant,), leaf, input)  # type: ignore[no-untyped-call]
     return refused
@@ -75,18 +75,18 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class _Checkpoints(NamedTuple):
     """The checkpoints that the running code is in."""
 
-    recording: list[Frame]  # inside of the one that recomputes, if any
-    recomputing: tuple[Frame, Hook] | None  # the hook stands for this time, as there may be several of one frame
+    recording: list[Frame]  # those that record, inside of the one that recomputes, if any
+    recomputing: tuple[Frame, Hook] | None  # the hook identifies one of the recomputations of a frame
 
 
 def has_hooks() -> bool:
-    """Return whether hooks on saved tensors are set in this thread; also if that cannot be told."""
+    """Return whether this thread has hooks on saved tensors; True if torch does not tell."""
     return not TELLS_HOOKS or top_hooks() is not None
 
 
 @contextmanager
 def without_hooks() -> Iterator[list[Hook]]:
-    """Run the body without the hooks on saved tensors of this thread; give it those that pack, outermost first."""
+    """Run the body without the hooks on saved tensors of this thread; yield their pack hooks, outermost first."""
     pairs: list[tuple[Hook, Any]] = []
     try:
         while (pair := top_hooks()) is not None:
@@ -118,7 +118,7 @@ def _checkpoints() -> _Checkpoints:
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():
             try:
                 held = cell.cell_contents
-            except ValueError:  # The cell is empty, as in no hook of torch.
+            except ValueError:  # The cell is empty, so this is no hook of torch.
                 continue
             if isinstance(held, CheckpointFrame):
                 checkpoints.recording.append(held)
@@ -128,7 +128,7 @@ def _checkpoints() -> _Checkpoints:
 
 
 def is_recomputing() -> bool:
-    """Return whether this thread recomputes a checkpoint that is not reentrant, as far as that can be told."""
+    """Return whether this thread recomputes a checkpoint that is not reentrant, as far as torch tells."""
     return _checkpoints().recomputing is not None
 
 
@@ -136,7 +136,7 @@ def keep(owner: object, make_result: Callable[[], Any]) -> None:
     """Keep the result of a call for its recomputation, if a checkpoint records it.
 
     Args:
-        owner: whose calls these are: compared by identity.
+        owner: the object that makes these calls, compared by identity.
         make_result: makes the result, without a graph: a graph would keep itself alive through its checkpoint.
     """
     recording = _checkpoints().recording

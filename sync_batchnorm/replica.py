@@ -1,4 +1,4 @@
-"""The call of a replica: the modes of its caller, what the coordinator learns, and which replica a thread runs."""
+"""The call of a replica: the modes of its caller, what the coordinator is told, and which replica a thread runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__: list[str] = []
 class CallerState:
     """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object.
 
-    All of it is local to a thread. Torch's own `parallel_apply` carries the grad mode, and whether autocast is on.
+    All of these are local to a thread. Torch's own `parallel_apply` passes on grad mode, and whether autocast is on.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class CallerState:
         ]
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread has these modes too."""
+        """Return a context that sets these modes in another thread."""
         stack = ExitStack()
         stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
         for device_type, dtype in self._autocast:
@@ -50,13 +50,13 @@ class CallerState:
 
 
 class Watch:
-    """Runs a replica when it is called, and tells the coordinator that it begins, and how it ends.
+    """Runs a replica when it is called, and tells the coordinator when it begins and how it ends.
 
-    A `parallel_apply` or `forward` of the user's own may call a replica, and a hook may raise in it: the coordinator
-    must learn of that too. All callers call the root module of a replica. So each root has a `Watch`, in the attribute
-    that `Module.compile` uses: `Module.__call__` calls what it finds there, with its own arguments, and copies and
-    pickles of a module leave the attribute out. Both are private to torch (2.1 to 2.15): `refuse_other_calls` checks
-    the first, and `_called` finds a copy that has the attribute nevertheless.
+    A user's own `parallel_apply` or `forward` may call a replica, and a hook may raise in a replica: the coordinator
+    must be told of both. All callers call the root of a replica. So each root has a `Watch`, in the attribute that
+    `Module.compile` uses: `Module.__call__` calls the object in it with its own arguments, and copies and pickles of a
+    module do not contain it. Both are private to torch (2.1 to 2.15): `refuse_other_calls` checks the first, and
+    `_called` detects a copy that has the attribute nevertheless.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Watch:
         self.coordinator = coordinator
         self.replica_id = replica_id
         self.state = state
-        self.raises = False  # whether `_Callbacks.parallel_apply` raises what happens in this replica
-        self._replica = ref(replica)  # which holds this object
+        self.raises = False  # whether `_Callbacks.parallel_apply` raises the errors of this replica
+        self._replica = ref(replica)  # weak, since the replica holds this object
 
     def modules(self) -> Iterable[nn.Module]:
         """Return the modules of the replica."""
@@ -75,7 +75,7 @@ class Watch:
         return () if replica is None else replica.modules()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # in copies and pickles by a method of the user's own
+        return type(None), ()  # for copies and pickles that a method of the user makes
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,13 +92,13 @@ class Watch:
         except BaseException as error:
             if not self.raises:
                 raise
-            # Torch's `parallel_apply` keeps an Exception for its caller, but loses everything else.
+            # Torch's `parallel_apply` keeps an Exception for its caller, but loses any other exception.
             raise ReplicaSyncError(f"{type(error).__name__} in replica {self.replica_id}") from None
         finally:
             _running.reset(token)
 
     def _called(self) -> nn.Module | None:
-        """Return the module that is called; None if it cannot be told.
+        """Return the module that is called; None if it cannot be determined.
 
         A copy that was made as in ``twin.__dict__ = self.__dict__.copy()`` has this object too, and must run itself.
         Only the frame of `Module.__call__` knows which module is called.
@@ -114,7 +114,7 @@ _running: ContextVar[Watch | None] = ContextVar("sync_batchnorm_running", defaul
 
 
 class OwnCall(nn.Module):
-    """Calls a replica whose class has a `__call__` of its own: all of that belongs to its forward."""
+    """Wraps a replica whose class overrides `__call__`, so that all of `__call__` counts as its forward."""
 
     def __init__(self, replica: nn.Module) -> None:
         super().__init__()
@@ -136,16 +136,16 @@ def is_in_replica() -> bool:
     return _running.get() is not None
 
 
-# What `torch.compiler.assume_constant_result` sets, whose call would import the compiler (torch 2.13): a model that is
-# compiled, which cannot trace a `ContextVar`, compiles what it finds where it is traced.
+# This has the effect of `torch.compiler.assume_constant_result`, which would import the compiler (torch 2.13): the
+# compiler cannot trace a `ContextVar`, and takes the result that it gets while tracing as a constant.
 mark_constant(is_in_replica)
 
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise the error for a layer or wrapper that trains in the replica of this thread, and does not belong to it.
+    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it.
 
     Raises:
-        RuntimeError: naming it, if it belongs to the wrapped module itself, and the replica.
+        RuntimeError: naming the replica, and the name of `foreign` if it belongs to the wrapped module itself.
     """
     watch = _running.get()
     if watch is None or any(module is foreign for module in watch.modules()):

@@ -1,9 +1,9 @@
 """The replication callback, and two ways to have it called: `DataParallelWithCallback` and a patched `DataParallel`.
 
-A forward of the wrapper makes its replicas, gives each of them a handle on one `Coordinator`, and calls
-`__data_parallel_replicate__` on every copy of every submodule that has it. Nothing of that is stored on the wrapped
-module: all state lives on the replicas and ends with them. Any module may use the callback. Of batch norms this file
-knows those of torch alone, and warns of a model in which nothing else would synchronize them.
+A forward of the wrapper makes its replicas, connects each of them to one `Coordinator`, and calls
+`__data_parallel_replicate__` on every copy of every submodule that has it. Nothing is stored on the wrapped module: all
+state belongs to the replicas and ends with them. Any module may use the callback. The only batch norms that this file
+knows are those of torch: it warns if a model trains them and no module has the callback.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CallbackContext:
     `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with.
     """
 
-    if TYPE_CHECKING:  # Any attribute may be set, and has the type that its user knows.
+    if TYPE_CHECKING:  # Any attribute may be set, with any type.
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
@@ -61,9 +61,9 @@ class CallbackContext:
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule of every replica that has it.
 
-    Copy 0 comes first, as a whole, then copy 1, and so on. The copies of one submodule share one `CallbackContext`; a
-    submodule that is used under several names is called once. `DataParallelWithCallback` and patched objects do this by
-    themselves; it is public for wrappers of your own.
+    All callbacks of copy 0 come first, then those of copy 1, and so on. The copies of one submodule share one
+    `CallbackContext`; a submodule that is used under several names is called once. `DataParallelWithCallback` and
+    patched objects call this function themselves; it is public for wrappers of your own.
 
     Args:
         modules: the replicas of one module, in the order of their copy ids.
@@ -74,7 +74,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
-    # One walk for all replicas: the others are looked through only where the first has a callback.
+    # This walks through the first replica only; in the others, it looks up the modules that have a callback.
     contexts = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
     for copy_id, replica in enumerate(modules):
         for name, ctx in contexts:
@@ -94,15 +94,15 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
-    """Refuse replicas inside of a replica if they would synchronize with each other alone."""
+    """Raise an error for replicas inside of a replica that would synchronize only with each other."""
     if is_in_replica() and any(child.training and _is_called_back(child) for child in module.modules()):
         raise_foreign_layer(wrapper)
 
 
 def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
-    """Return an object without attributes, which the rest of a pickle or copy fills.
+    """Return an object without attributes, which unpickling or copying then sets.
 
-    Its class is what `derive` makes of `cls`. Pickles of version 1.1 that hold a replica have no `derive`.
+    Its class is ``derive(cls)``, or `cls` in pickles of version 1.1 that hold a replica, which have no `derive`.
     """
     cls = cls if derive is None else derive(cls)
     return cls.__new__(cls)
@@ -123,20 +123,20 @@ class Derived(nn.Module):
 
 
 def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make `cls` the class of `module`, also if its `__setattr__` sets attributes of another module."""
+    """Make `cls` the class of `module`, also if `module.__setattr__` sets attributes of another module."""
     object.__setattr__(module, "__class__", cls)
 
 
 class _Unregistered(nn.Module):
-    """The base of classes that are made here. They skip an `__init_subclass__` of the user's: it may register them."""
+    """The base of classes that are made here. It skips the user's `__init_subclass__`, which may register them."""
 
     def __init_subclass__(cls) -> None:
         pass
 
 
-# The seconds for which an interrupted caller waits for its replicas: arbitrary, more than most operations take. The
-# program is likely to end then, and would abort if a daemon thread were inside of torch ("terminate called without an
-# active exception").
+# Seconds that an interrupted caller waits for its replicas: arbitrary, longer than most operations take. The program
+# probably ends then, and it would abort if a daemon thread were inside of torch ("terminate called without an active
+# exception").
 _PATIENCE = 1.0
 
 
@@ -154,8 +154,8 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
     """Raise an error for a module that cannot be replicated, before anything is changed.
 
     Raises:
-        RuntimeError: naming the submodules; and inside of a transform of `torch.func`, which holds for its own thread
-            alone.
+        RuntimeError: naming the submodules; also inside of a transform of `torch.func`, which is active in its own
+            thread only.
     """
     if in_transform():
         raise RuntimeError(
@@ -179,7 +179,7 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
                 "call patch_replication_callback on it, and it leaves the replicas to the outer one"
             )
     if compiled:
-        # A replica of it would share its dictionary with the original, and lose the submodules of both (torch 2.13).
+        # A replica of such a module would share its dictionary, and both would lose their submodules (torch 2.13).
         raise RuntimeError(
             f"expected modules that can be replicated, but got {compiled} from torch.compile (their attribute "
             "_orig_mod is the module); put the module back in its place, and compile functions that its forward calls"
@@ -189,8 +189,8 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
 def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> None:
     """Bind methods that are attributes, as in ``self.forward = self.forward_quick``, to the modules of each replica.
 
-    A replica has the attributes of the original, whose methods would run the original. A compiled call does so too, and
-    is dropped, with a warning.
+    A replica has the attributes of the original, and a bound method among them would run the original. A compiled call
+    would do so too, and is removed with a warning.
     """
     names = {child: name for name, child in module.named_modules()}
     compiled = []
@@ -208,7 +208,7 @@ def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> 
             for key, (function, owner) in bound.items():
                 copy, itself = _submodule(replica, name), _submodule(replica, owner)
                 method = MethodType(function, itself)
-                # That of another module may have been taken before the class of that one was converted.
+                # A method of another module may have been bound before the class of that module was converted.
                 copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
     if compiled:
         warn(
@@ -222,7 +222,7 @@ _warned = ModuleSet()  # wrappers of models that were not converted
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn once of each wrapper whose module trains batch norms and has nothing that could synchronize."""
+    """Warn once for each wrapper whose module trains batch norms and has nothing that could synchronize."""
     plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
     if plain and _warned.add(wrapper):
         first = plain[0] or "the module itself"
@@ -233,12 +233,12 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
         )
 
 
-# Those of the call of a wrapper that runs in this thread.
+# The coordinators of the call of a wrapper that runs in this thread.
 _coordinators: ContextVar[list[Coordinator]] = ContextVar("sync_batchnorm_coordinators")
 
 
 class _Callbacks(DataParallel[Any]):
-    """What is added to a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
+    """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
 
@@ -287,7 +287,7 @@ class _Callbacks(DataParallel[Any]):
                 coordinator.abort(error)  # and `__call__` waits for the replicas
             else:
                 _give_up([coordinator], error)
-            # What is not an Exception happened in this thread, see `Watch`: Ctrl-C, while replicas ran.
+            # Any other exception was raised in this thread while replicas ran, as by Ctrl-C: see `Watch`.
             failure = coordinator.failure() if isinstance(error, Exception) else None
             if failure is None:
                 raise
@@ -301,8 +301,8 @@ class _Callbacks(DataParallel[Any]):
         raise failure.rebuild()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A `forward` of the user's own may run the replicas without `parallel_apply`: whatever it ends with, they are
-        # released, and an error that is only the consequence of another one gives way to it.
+        # A user's own `forward` may run the replicas without `parallel_apply`. However it ends, the replicas are
+        # released, and the original error is raised instead of one that is only its consequence.
         coordinators: list[Coordinator] = []
         token = _coordinators.set(coordinators)
         try:
@@ -324,14 +324,14 @@ class _Callbacks(DataParallel[Any]):
 
 
 class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
-    """`torch.nn.DataParallel` whose replicas know of each other, also on the CPU and several on one device.
+    """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
     After it has replicated the module, it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every copy of every
     submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
-    or leaves while others wait for it, they are released at once and the caller gets the original exception.
+    or ends while others wait for it, they are released at once and the caller gets the original exception.
 
-    A batch that makes a single chunk runs the module itself: no replicas, no threads, no callbacks. Only where several
-    processes of `torch.distributed` train together does it run in a replica, as larger batches do. A wrapper inside
+    If a batch makes a single chunk, the module itself runs: no replicas, no threads, no callbacks. Only if several
+    processes of `torch.distributed` train together does it run in a replica, as with larger batches. A wrapper inside
     of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
 
     Args:
@@ -340,8 +340,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
             a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`. The last resort:
-            failures are noticed at once.
+        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`. This is a last
+            resort: failures are noticed at once.
 
     Raises:
         TypeError, ValueError: for a bad `timeout`.
@@ -373,9 +373,9 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
-    The object is patched in place, by its class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object
-    of a subclass gets a subclass of that, which keeps whatever it overrides. Copies and pickles of it stay patched.
-    Patching twice changes nothing, the timeout included.
+    Only the class of the object changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
+    subclass gets a subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched.
+    Patching again changes nothing, not even the timeout.
 
     Args:
         data_parallel: the object to patch.

@@ -1,6 +1,6 @@
-"""Trees of tensors, as inputs and outputs of a `DataParallel` are: cut into chunks for replicas, and put together.
+"""Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together.
 
-Torch does both for accelerators alone. Chunks are copies, and containers keep their types, as there.
+Torch does both for accelerators only. As there, chunks are copies, and containers keep their types.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Containers keep their type; what is not a tensor is shared by all. A chunk has memory of its own: whatever its
-    replica or the caller changes in place, the other does not see. A tensor that makes a single chunk stays itself. One
-    that is there twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
+    Containers keep their type; all chunks share objects that are not tensors. A chunk has memory of its own: neither
+    its replica nor the caller sees in-place changes of the other. A tensor that makes a single chunk is not copied. One
+    that occurs twice is cut once. Chunks of a subclass of `Tensor` are plain tensors, as those that torch makes.
     """
     with plain_tensors():
         return _scatter(tree, devices, dim, {})
@@ -72,7 +72,7 @@ def check_structures(outputs: Sequence[Any]) -> None:
     """Check that all replicas have returned the same structure, whatever the values in it.
 
     Raises:
-        ValueError: naming two replicas that have not, and what they have returned.
+        ValueError: naming two replicas whose structures differ, and what they have returned.
         TypeError: if something else than tensors, containers and None was returned.
     """
     structures = list(map(_structure, outputs))

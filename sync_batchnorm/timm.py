@@ -13,7 +13,7 @@ __all__ = ["SynchronizedBatchNormAct2d"]
 
 
 class SynchronizedBatchNormAct2d(BatchNormAct2d, SynchronizedBatchNorm2d):  # type: ignore[misc]
-    """`SynchronizedBatchNorm2d`, then drop and activation, that is a `timm.layers.BatchNormAct2d`."""
+    """A `timm.layers.BatchNormAct2d` that synchronizes: `SynchronizedBatchNorm2d`, then drop and activation."""
 
     _original = BatchNormAct2d  # what `revert_model` makes of it
     drop: Any

@@ -1,11 +1,11 @@
-"""What is private to torch and used here: each name once, and what is lost without it.
+"""The private names of torch that are used here, each of them once, and what is lost without it.
 
-NOTE [private names]: Torch may rename or drop these with any version, and nothing else of the package names them. A
-name that is not there is listed in `MISSING`, which `python -m sync_batchnorm` prints, and is served as the comment
-above it says.
+NOTE [private names]: Torch may rename or drop these in any version, and no other file of the package names them. A name
+that torch lacks is listed in `MISSING`, which `python -m sync_batchnorm` prints; the comment above each name says what
+happens then.
 
-Modules and tensors also have attributes that are private, and that this package uses as they are. A torch without
-those marked with * is refused by the import.
+This package also uses private attributes of modules and tensors. If torch lacks one that is marked with *, the import
+raises an error.
 
 ===========================================  ==========================================================================
 attribute                                    what is lost without it
@@ -14,12 +14,12 @@ attribute                                    what is lost without it
 ``_replicate_for_data_parallel``             * the copy of a module in a replica
 ``_call_impl``                               * the call of a replica
 ``_compiled_call_impl``                      notice of the end of a replica: `refuse_other_calls` refuses it
-``_wrapped_call_impl``                       a copy with the attributes of a replica runs that one instead of itself
+``_wrapped_call_impl``                       a copy with the attributes of a replica runs the replica, not itself
 ``_check_input_dim``                         * the error for an input with a wrong number of dimensions
-``_forward_hooks``                           * that a module and its replicas are warned of once
+``_forward_hooks``                           * that there is one warning for a module and its replicas
 ``_version``                                 * notice of a tensor that is changed in place
-``_is_replica``                              the warning of a layer without peers; in a replica, a wrapper makes others
-``_former_parameters``                       that weights are alike: each replica multiplies its own, if torch makes it
+``_is_replica``                              the warning of a layer without peers; a wrapper in a replica makes its own
+``_former_parameters``                       the knowledge that weights are equal: replicas of torch multiply their own
 ===========================================  ==========================================================================
 """
 
@@ -58,7 +58,7 @@ MISSING: list[str] = []  # the names below that this torch does not have
 
 
 def _find(name: str, otherwise: Any) -> Any:
-    """Return what torch has under `name`; where that is missing, note it, and return `otherwise`."""
+    """Return what torch has under `name`; if that is missing, add it to `MISSING` and return `otherwise`."""
     try:
         return resolve_name(name)
     except (AttributeError, ImportError):
@@ -67,7 +67,7 @@ def _find(name: str, otherwise: Any) -> Any:
 
 
 def _reader(name: str, otherwise: Any) -> Callable[[], Any]:
-    """Return a function that returns what torch has under `name` at that time: a value that changes."""
+    """Return a function that returns the current value of `name`, which changes."""
     _find(name, otherwise)
     owner, _, attribute = name.rpartition(".")
     return functools.partial(getattr, resolve_name(owner), attribute, otherwise)
@@ -76,7 +76,7 @@ def _reader(name: str, otherwise: Any) -> Callable[[], Any]:
 def _method(name: str) -> Callable[..., object]:
     """Return a function that calls the method `name` of a node, or does nothing if the node has none.
 
-    It asks the node itself, as the compiler may hand out a stand-in for it.
+    The method is looked up on the node itself, since the compiler may pass a stand-in for a node.
     """
     _find(name, None)
     attribute = name.rpartition(".")[2]
@@ -86,19 +86,19 @@ def _method(name: str) -> Callable[..., object]:
 # The autograd engine, and the nodes of a graph.
 
 # The number of the backward that runs in this thread; -1 if there is none. Without it, a recomputation by reentrant
-# checkpointing is not recognized: replicas fail with another error, and a process without them counts a call twice.
+# checkpointing is not recognized: replicas fail with another error, and without replicas a call is counted twice.
 graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
 
 # Whether the running backward retains the graph. Without it, the nodes of a graph stay numbered as long as it is alive,
 # also after its last backward.
 keeps_graph: Callable[[], bool] = _find("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
 
-# Without it, gradients that were not asked for are computed, and dropped.
+# Whether the running backward executes a node. Without it, gradients that are not needed are computed, and dropped.
 _will_execute: Callable[[Any], bool] = _find("torch._C._will_engine_execute_node", lambda node: True)
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the running backward goes on to `node`, as far as torch tells."""
+    """Return whether the running backward goes on to `node`; True if torch does not tell."""
     try:
         return node is not None and _will_execute(node)
     except RuntimeError:  # A leaf, in `torch.autograd.grad`: torch does not tell.
@@ -108,35 +108,35 @@ def will_run(node: Any) -> bool:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Do what ``function.apply(*args)`` does, outside of transforms of `torch.func`.
 
-    That one looks through all arguments for tensors of transforms that have ended. Without the one that it overrides,
-    the look takes its time.
+    ``Function.apply`` itself also searches all arguments for tensors of transforms that have ended. If there is no
+    method that it overrides, it is called, which takes longer.
     """
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)(*args)
 
 
-# Frees what a node has saved, as torch does at the end of a backward that does not retain the graph. Without it, what
-# a node that never runs has saved lives as long as the node.
+# Frees the tensors that a node has saved, as torch does at the end of a backward that does not retain the graph.
+# Without it, the saved tensors of a node that never runs live as long as the node.
 free_saved: Callable[[Any], object] = _method("torch.autograd.function.BackwardCFunction.maybe_clear_saved_tensors")
 
-# The number of the next node of this thread, and the setter for that of a node. Without them, the order of backwards is
-# right with one replica in each process only, and gradients of parameters arrive at the end of the backward.
+# The number of the next node of this thread, and a setter for that of a node. Without them, the order of backwards is
+# right only with one replica in each process, and gradients of parameters arrive at the end of a backward.
 next_sequence_number: Callable[[], int] = _find("torch.autograd._get_sequence_nr", lambda: sys.maxsize)
 set_sequence_number: Callable[[Any, int], object] = _method(
     "torch.autograd.function.BackwardCFunction._set_sequence_nr"
 )
 
-# The level of forward-mode differentiation; -1 outside of it. Without it, every tensor is asked for a tangent.
+# The level of forward-mode differentiation; -1 outside of it. Without it, every tensor is checked for a tangent.
 dual_level: Callable[[], int] = _reader("torch.autograd.forward_ad._current_level", 0)
 
-# Whether this thread is inside of a transform of `torch.func`. Without it, torch refuses the nodes of this library in
-# its own words.
+# Whether this thread is inside of a transform of `torch.func`. Without it, torch raises its own error for the nodes of
+# this library.
 in_transform: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active", lambda: False)
 
 
 # Hooks on saved tensors, dispatch modes, and activation checkpointing, as 2.13 has them. See `recompute.py`.
 
-# Without one of the three, replicas are treated as ones with hooks, and checkpoints that are not reentrant are refused,
-# as if they were.
+# Without one of the three, all replicas are treated as if they had hooks, and all checkpoints are refused as if they
+# were reentrant.
 _top_hooks: Any = _find("torch._C._autograd._top_saved_tensors_default_hooks", None)
 pop_hooks: Any = _find("torch._C._autograd._pop_saved_tensors_default_hooks", None)
 push_hooks: Any = _find("torch._C._autograd._push_saved_tensors_default_hooks", None)
@@ -149,7 +149,7 @@ def top_hooks() -> tuple[Callable[[Tensor], Any], Any] | None:
     return hooks
 
 
-# Without one of the three, selective checkpoints see operators that a recomputation does not run; most are refused.
+# Without one of the three, selective checkpoints see operators that a recomputation does not run; torch refuses most.
 _number_of_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 0)
 _pop_mode: Any = _find("torch.utils._python_dispatch._pop_mode", None)
 _push_mode: Any = _find("torch.utils._python_dispatch._push_mode", None)
@@ -161,26 +161,26 @@ def has_modes() -> bool:
 
 
 def replace_modes(modes: Sequence[Any]) -> list[Any]:
-    """Make `modes` the dispatch modes of this thread, outermost first; return those that were."""
+    """Make `modes` the dispatch modes of this thread, outermost first; return the former ones."""
     former = [_pop_mode() for _ in range(_number_of_modes())]
     for mode in modes:
         _push_mode(mode)
     return former[::-1]
 
 
-# The modes of a selective checkpoint, while it records and while it recomputes. Without them, as above.
+# The modes of a selective checkpoint, while it records and while it recomputes. What is lost is as above.
 POLICY_TYPES = (
     _find("torch.utils.checkpoint._CachingTorchDispatchMode", ()),
     _find("torch.utils.checkpoint._CachedTorchDispatchMode", ()),
 )
 
-# What torch keeps of a checkpoint. Without it, one that is not reentrant is refused, as if it were.
+# The frame that torch keeps of a checkpoint. Without it, all checkpoints are refused as if they were reentrant.
 CheckpointFrame: Any = _find("torch.utils.checkpoint._CheckpointFrame", ())
 
 
 # Replicas.
 
-# Without it, what is made of a subclass of `Tensor` is one as well, and its functions are asked.
+# Without it, tensors made from a subclass of `Tensor` have that subclass, and its functions are called.
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _find("torch._C.DisableTorchFunctionSubclass", nullcontext)
 
 # Without it, torch makes the replicas on distinct devices, which takes the host longer.
@@ -192,7 +192,7 @@ infer_parameters: Any = _find("torch.nn.modules.lazy.LazyModuleMixin._infer_para
 
 @functools.cache
 def refuse_other_calls() -> None:
-    """Raise an error for a torch whose modules do not call what is put into them."""
+    """Raise an error for a torch whose modules do not call the object in `_compiled_call_impl`."""
     module = nn.Module()
     module.__dict__.update(forward=lambda: False, _compiled_call_impl=lambda: True)
     if not module():
@@ -203,7 +203,7 @@ def refuse_other_calls() -> None:
         )
 
 
-# The profiler. Without these there are no spans, or none that says which threads are left out.
+# The profiler. Without these there are no spans, or no span that says which threads are not recorded.
 
 profiler_runs: Callable[[], bool] = _reader("torch.autograd.profiler._is_profiler_enabled", False)  # in any thread
 _profiler_type: Any = _find("torch._C._autograd._profiler_type", None)
@@ -214,8 +214,8 @@ def profiler_of_thread() -> str:
     return "" if _profiler_type is None else _profiler_type().name
 
 
-# The compiler, which is not imported here: that takes a second. What the functions below set tells it, once it is
-# there, what those of `torch.compiler` tell it.
+# The compiler is not imported here, since that takes a second. The attributes that the functions below set tell it the
+# same, once it is imported, as the functions of `torch.compiler`.
 
 
 def compiler_is_imported() -> bool:
@@ -234,5 +234,5 @@ def mark_uncompiled(function: Callable[..., Any], reason: str) -> None:
 
 
 def mark_constant(function: Callable[[], Any]) -> None:
-    """Have the compiler take what `function` returns for a constant. Without the name it cannot trace the function."""
+    """Have the compiler treat the result of `function` as a constant. Without the name it cannot trace the function."""
     vars(function).update(_dynamo_marked_constant=True)

@@ -1,7 +1,7 @@
-"""Warnings: the line of the caller that each names, and of which module there was one already.
+"""Warnings that name the line of the caller, and the set of modules that were warned of already.
 
-A warning is made in the thread of the caller or of a replica, behind frames of torch and of this library whose number
-differs between versions of both. So the caller is the nearest frame of another package. Torch is not imported here.
+A warning is issued in the thread of the caller or of a replica, inside of calls of torch and of this library whose
+number differs between versions. So the caller is the nearest frame of another package. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from weakref import ReferenceType, ref
 
 __all__: list[str] = []
 
-# Torch and this library, and what of the standard library is between them or begins a thread.
+# The packages whose frames are skipped: also what of the standard library is between them, or starts a thread.
 _BETWEEN = frozenset((__name__.partition(".")[0], "torch", "contextlib", "functools", "threading"))
 
 
 def warn(text: str) -> None:
-    """Issue a `UserWarning` that names the line where code outside of both has called torch or this library."""
+    """Issue a `UserWarning` that names the line outside of torch and this library that has called one of them."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
@@ -42,7 +42,7 @@ class ModuleSet:
         return id(module._forward_hooks) in self._found
 
     def add(self, module: Any) -> bool:
-        """Add `module`; return whether it was not there, to one caller alone."""
+        """Add `module`; return whether it was new. If several threads add it at once, only one gets True."""
         key = id(module._forward_hooks)
         seen = ref(module._forward_hooks, lambda _: self._found.pop(key, None))
         return self._found.setdefault(key, seen) is seen

@@ -1,4 +1,4 @@
-"""The kinds of devices, and which of them an input is on: the one place where that is asked."""
+"""The kinds of devices, and the only function that chooses the backend for a device."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ BACKENDS["cpu"].joined = Joined()
 
 
 def backend_for(device: torch.device) -> Backend:
-    """Return the backend for `device`: the general one, unless there is one for its type."""
+    """Return the backend for the type of `device`, or the general one if that type has none."""
     return BACKENDS.get(device.type, GENERAL)

@@ -1,8 +1,8 @@
-"""What a kind of device brings for batch normalization, as an interface; and the arithmetic of all kinds.
+"""The interface that each kind of device implements for batch normalization, and the arithmetic of all kinds.
 
-No threads, no modules, no graph. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``; vectors are
-``(C,)``; a count is a number of elements per channel. A new kind of device is a file beside this one, with a subclass
-of `Backend`, and a row in `BACKENDS` in `__init__.py`.
+Nothing here knows of threads, modules or the graph. ``C`` is the number of channels, dimension 1 of every input
+``(N, C, +)``; vectors are ``(C,)``; a count is a number of elements per channel. A new kind of device is a new file in
+this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the statistics of inputs of `dtype`: float32 at the least."""
+    """Return the dtype of the statistics of inputs of `dtype`: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -38,14 +38,14 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def reduced_dims(input: Tensor) -> list[int]:
-    """Return all dimensions but that of the channels."""
+    """Return all dimensions except that of the channels."""
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
 def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return memory with the shape, dtype and strides that the output of `torch.nn.BatchNorm2d` has.
+    """Return memory with the shape, dtype and strides that the output of `torch.nn.BatchNorm2d` has for `input`.
 
-    `memory`, if given, is contiguous and of the size of `input`.
+    `memory`, if given, is contiguous, has the size of `input`, and is returned if its strides are right.
     """
     if input.is_contiguous():
         return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
@@ -58,10 +58,10 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def looks_channels_last(input: Tensor) -> bool:
-    """Return whether torch makes a channels_last output of `input`: channels lie side by side, rows in their order."""
+    """Return whether torch's output for `input` is channels_last: channels are innermost in memory, rows in order."""
     if input.dim() not in CHANNELS_LAST:
         return False
-    if input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):  # whatever the strides of sizes of one
+    if input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):  # strides of size-1 dimensions do not count
         return True
     strides, least = input.stride(), 1
     for dim in (1, *range(input.dim() - 1, 1, -1), 0):
@@ -72,9 +72,9 @@ def looks_channels_last(input: Tensor) -> bool:
 
 
 def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Keep the small constant tensors that `make` returns for its arguments, as long as they are not too many.
+    """Cache the small constant tensors that `make` returns for its arguments; clear the cache when it is full.
 
-    Not those of a mode that makes tensors of another kind, as `FakeTensorMode` does: they would end up in later calls.
+    Tensors of another class, as `FakeTensorMode` makes them, are not cached: later calls would get them.
     """
     cache: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -96,7 +96,7 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 
     Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
-    number of parts at once. The order of summation is that of the parts.
+    number of parts at once. The parts are summed in their order.
 
     Args:
         mean, var: of the parts.
@@ -112,18 +112,18 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
 
 
 class PartStatistics(NamedTuple):
-    """The statistics of the input of one replica, as its backend makes them, in K equal parts: one but on the CPU."""
+    """The statistics of the input of one replica, in K parts of equal size. K is 1 except on the CPU."""
 
-    mean: Tensor  # (K, C); after `sent`, this and the next in one tensor, (2 * K, C)
-    var: Tensor | None  # (K, C), biased; None beside an inverse standard deviation
-    invstd: Tensor | None  # (K, C), where the backend merges these
+    mean: Tensor  # (K, C); after `sent`, (2 * K, C): also the variances, or `invstd`
+    var: Tensor | None  # (K, C), biased; None if there is `invstd`
+    invstd: Tensor | None  # (K, C), if the backend merges inverse standard deviations
     elements: int  # per channel, in each of the K parts
     is_packed: bool = False  # whether it was `sent`
 
     def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
         """Return these statistics, which are ready at `source`, for use at `target`.
 
-        The master unpacks them: in the threads of replicas, each call of an operator waits for the interpreter lock.
+        The master unpacks them: in the threads of replicas, every call of an operator waits for the GIL.
         """
         packed = self.mean
         if not self.is_packed:
@@ -141,7 +141,7 @@ class PartStatistics(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """The buffers of a layer, and how far a call moves them."""
+    """The buffers of a layer, and the momentum with which a call updates them."""
 
     mean: Tensor | None
     var: Tensor | None
@@ -149,13 +149,13 @@ class RunningStatistics(NamedTuple):
     momentum: float | None
 
     def count_call(self) -> float:
-        """Count a call; return the momentum, which is zero for a cumulative average."""
+        """Count a call; return the momentum, or zero for a cumulative average."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.data.add_(1)
         return self.momentum or 0.0
 
     def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
-        """Count a call, and move towards its statistics in place.
+        """Count a call, and update the buffers in place with its statistics.
 
         Args:
             mean: of the batch, ``(C,)``.
@@ -165,44 +165,44 @@ class RunningStatistics(NamedTuple):
         momentum = self.count_call()
         if self.mean is None or self.var is None:
             return
-        # Through `data`, which counts no new version, as the kernel of torch counts none: the backward of an earlier
-        # forward in eval mode, which has saved these buffers, must not refuse to run.
+        # Updates go through `data`, which does not change the version counter, as the kernel of torch does not: an
+        # earlier forward in eval mode may have saved these buffers, and its backward must still run.
         for buffer, value in ((self.mean, mean), (self.var, var * (count / (count - 1)))):
             step: Tensor | float = momentum
             if self.momentum is None and self.num_batches_tracked is not None:
-                # A tensor: so the host does not wait for the counter.
+                # The step stays a tensor, so that the host does not wait for the counter.
                 step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
-            # As torch does it. Not by `lerp_`, which makes NaN of an infinite variance if the momentum is one.
+            # As torch computes it. `lerp_` would make NaN of an infinite variance if the momentum is one.
             buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
 
 
 class BatchStatistics:
-    """The statistics of the batch of all replicas, and processes, outside of the graph.
+    """The batch statistics of all replicas and processes, outside of the graph.
 
-    The backend makes them; the master adds its place, the count, eps, and what it sends to each place. The count is an
-    int, or a tensor where several processes have added theirs up: then the host does not wait for it.
+    The backend makes them; the master sets its place, the count and eps, and fills `at`. The count is an int, or a
+    tensor if several processes have added up their counts: then the host does not wait for it.
 
     Args:
-        mean: ``(C,)``, as all the other vectors at the place of the master.
-        var: biased; None where the backend made the inverse standard deviation alone.
-        invstd: None where there is no eps, or it is still to be made.
+        mean: ``(C,)``, at the place of the master, like all the other vectors.
+        var: biased; None if the backend made only the inverse standard deviation.
+        invstd: None if there is no eps, or if it is not computed yet.
         updated: whether the backend has updated the running statistics already.
     """
 
     master: Place
     count: int | Tensor  # elements per channel
-    eps: float  # as it enters `invstd`
-    clamped: Tensor | None = None  # where eps has taken the place of the variance, if it does so
+    eps: float  # as used in `invstd`
+    clamped: Tensor | None = None  # where eps has replaced a smaller variance; None if eps is added
 
     def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, updated: bool = False) -> None:
         self.mean, self.var, self.invstd, self.updated = mean, var, invstd, updated
-        # What the node returns for each place: mean and inverse standard deviation, or without eps
-        # mean and variance.
+        # The pair that the node returns for each place: mean and inverse standard deviation; without eps, mean and
+        # variance.
         self.at: dict[Place, tuple[Tensor, Tensor]] = {}
 
     def update(self, running: RunningStatistics, place: Place) -> None:
         """Update `running`, whose buffers are at `place`, with these statistics."""
-        # A replica may use its buffers on another stream than the one on which it has called.
+        # A replica may use its buffers on another stream than the one that was current in its call.
         source = place if place in self.at else next(other for other in self.at if other.device == place.device)
         mean, invstd = self.at[source]
         if source != place:
@@ -218,14 +218,14 @@ class BatchStatistics:
 
 
 class ReplicaGradients:
-    """One replica in a backward: what it gives, and the gradients that it gets.
+    """One replica in a backward: its tensors, and the gradients that are computed for it.
 
     Args:
         place: where it computes.
         grad_output: the gradient of its output; None if the output does not enter the loss.
         input: ``(N, C, +)``.
         weight: ``(C,)`` or None.
-        wanted: of which of its tensors gradients are asked for: "input", "weight", "bias".
+        wanted: the names of the tensors whose gradients are needed: "input", "weight", "bias".
     """
 
     __slots__ = ("grad_output", "grads", "input", "kept", "place", "wanted", "weight")
@@ -234,29 +234,29 @@ class ReplicaGradients:
         self, place: Place, grad_output: Tensor | None, input: Tensor, weight: Tensor | None, wanted: set[str]
     ) -> None:
         self.place, self.grad_output, self.input, self.weight, self.wanted = place, grad_output, input, weight, wanted
-        self.grads: dict[str, Tensor | None] = {}  # also some that are not asked for
-        self.kept: Any = None  # what a backend keeps between the two steps
+        self.grads: dict[str, Tensor | None] = {}  # may also hold gradients that are not wanted
+        self.kept: Any = None  # what a backend keeps from `gradient_sums` for `input_gradient`
 
 
 class Backward(NamedTuple):
     """One backward of a call."""
 
     replicas: Sequence[ReplicaGradients]  # those that this backward reaches
-    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of mean and invstd, or mean and variance, ``(2, C)``
+    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of the pairs that the node has returned, ``(2, C)``
     batch: BatchStatistics
-    at: dict[Place, tuple[Tensor, Tensor]]  # as that of `batch`; in the graph, if one is recorded
+    at: dict[Place, tuple[Tensor, Tensor]]  # like `batch.at`; in the graph, if one is recorded
     streams: Streams
-    has_eps: bool  # whether the second of each pair is the inverse standard deviation
-    own_weights: bool  # whether the replicas of all processes may have different weights
-    of_all: bool  # whether it reaches all replicas
-    reduce: Callable[[Tensor], Tensor]  # adds up over processes
+    has_eps: bool  # whether the second vector of each pair is the inverse standard deviation
+    own_weights: bool  # whether weights may differ between replicas, also of other processes
+    of_all: bool  # whether `replicas` are all replicas of the call
+    reduce: Callable[[Tensor], Tensor]  # adds up a tensor over all processes
 
     def scaled_by_weight(self, vector: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the sum of a replica as it counts for the inputs of all, if replicas have weights of their own."""
+        """Return `vector`, a sum over one replica, multiplied by its weight if replicas may have different weights."""
         return vector * weight if self.own_weights and weight is not None else vector
 
     def without_clamped(self, totals: Tensor) -> Tensor:
-        """Return ``(2, C)`` totals, where that by invstd is zero if the variance has no effect."""
+        """Return the totals ``(2, C)``, with zero for the gradient of invstd where eps has replaced the variance."""
         if self.batch.clamped is None:
             return totals
         return torch.stack((totals[0], totals[1].masked_fill(self.batch.clamped, 0)))
@@ -265,39 +265,39 @@ class Backward(NamedTuple):
 class Backend:
     """The operations of batch normalization on one kind of device.
 
-    Those that have no body here are what a backend must bring. All of them run at the place of their tensors.
+    A backend must implement the methods that have no body here. All methods run at the place of their tensors.
     """
 
-    merge_dtype: torch.dtype | None = None  # in which moments are merged; None for that of the statistics
-    pair_dtype: torch.dtype | None = None  # of mean and inverse standard deviation; None for that of the statistics
-    takes_invstd = False  # whether `part_statistics` makes the inverse standard deviation, if eps is to be added
-    joined: Joined | None = None  # how small inputs of all replicas are normalized as one batch, if they are
+    merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
+    pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
+    takes_invstd = False  # whether `part_statistics` can return invstd instead of the variance, if eps is added
+    joined: Joined | None = None  # normalizes small inputs of all replicas as one batch; None if no backend does
 
     def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
         """Return the statistics of `input`.
 
         Args:
             input: ``(N, C, +)``, with elements.
-            eps: what will be added to the variance.
+            eps: added to the variance later.
             takes_invstd: whether to make ``1 / sqrt(var + eps)`` instead of the variance.
 
         Returns:
-            The statistics; and, if there is any, memory that is of no more use, as `memory_for_output` takes it.
+            The statistics; and memory that can be reused for the output, see `memory_for_output`, or None.
         """
         raise NotImplementedError
 
     def nothing(self, input: Tensor) -> PartStatistics:
-        """Return what stands for the statistics of an input without elements."""
+        """Return the statistics of an input without elements: zeros, with a count of zero."""
         zeros = input.new_zeros(1, input.shape[1], dtype=statistics_dtype(input.dtype))
         return PartStatistics(zeros, zeros, None, 0)
 
     def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
-        """Return the statistics of all `parts`, which are on one device; in their order, those without elements too.
+        """Merge the statistics of all `parts`, in their order. They are on one device; some may have no elements.
 
         Args:
             parts: at least one.
-            eps: what a backend that `takes_invstd` adds.
-            running: what such a backend may move at once: then the result says that it has.
+            eps: added to the variance by a backend that `takes_invstd`.
+            running: such a backend may update it, and then says so by `updated` in the result.
         """
         parts = [part.unpacked() for part in parts if part.elements] or parts[:1]
         means, variances, _, elements, _ = zip(*parts, strict=True)
@@ -312,7 +312,7 @@ class Backend:
     def normalizer(
         self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
     ) -> Any:
-        """Return what `normalize` takes for inputs of `dtype`, made by the master, from mean and invstd."""
+        """Return the `normalizer` for `normalize` and inputs of `dtype`; the master makes it from mean and invstd."""
         return statistics
 
     def normalize(
@@ -322,7 +322,7 @@ class Backend:
         raise NotImplementedError
 
     def gradients(self, backward: Backward) -> None:
-        """Make the gradients that `backward` asks for, in the `grads` of its replicas."""
+        """Compute the gradients that `backward` asks for, and put them into the `grads` of its replicas."""
         totals = self.sums(backward)
         if not any("input" in replica.wanted for replica in backward.replicas):
             return
@@ -343,9 +343,9 @@ class Backend:
                     replica.grads["input"] = self.input_gradient(replica, rest_at[place], backward)
 
     def sums(self, backward: Backward) -> Tensor | None:
-        """Make the gradients of weights and biases; return the sums over the elements of all replicas.
+        """Compute the gradients of weights and biases; return the sums over the elements of all replicas.
 
-        Each replica gets its own: hooks on its parameters see it, and `torch.autograd.grad` may be asked for it.
+        Each replica gets its own gradients: its hooks see them, and `torch.autograd.grad` may ask for them.
 
         Returns:
             ``(2, C)``, as `gradient_sums` makes them, at the place of the master; None if nothing was summed.
@@ -362,10 +362,10 @@ class Backend:
         return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Make the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
+        """Compute the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
 
-        They are what `rest` takes, added up: as a rule those of ``dy`` and ``dy * (x - mean)``, with the weight if
-        replicas have weights of their own.
+        `rest` takes the totals of these sums over all replicas. Unless a backend says otherwise, they are those of
+        ``dy`` and ``dy * (x - mean)``, multiplied by the weight if replicas may have different weights.
         """
         raise NotImplementedError
 
@@ -374,7 +374,7 @@ class Backend:
         raise NotImplementedError
 
     def again(self, rest: Any) -> Any:
-        """Return `rest` for one more use: a view where gradients are differentiated, see `general.py`."""
+        """Return `rest` for one more use: a view of it if gradients are differentiated again, see `general.py`."""
         return rest
 
     def input_gradient(self, replica: ReplicaGradients, rest: Any, backward: Backward) -> Tensor:

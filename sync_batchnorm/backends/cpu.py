@@ -1,14 +1,14 @@
 """Batch normalization on the CPU.
 
-NOTE [fast and exact statistics]: One operator makes the statistics of an input in one pass. Its variance is good to
-1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica looks at
-what it has found, and where that is not `precise` makes the exact statistics: those of the input minus the mean that
-was found, which are good to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
-the square of a mean of means is no larger than the mean of their squares, and the variances count fully. Nothing is
-remembered: the statistics of a batch depend on the batch and eps alone, also in a run that is resumed.
+NOTE [fast and exact statistics]: One operator computes the statistics of an input in one pass. Its variance is accurate
+to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica
+checks whether these fast statistics are `precise`. If not, it computes the exact ones, from the input minus the fast
+mean, which are accurate to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
+the square of a mean of means is at most the mean of their squares, and the variances count fully. No state is kept: the
+statistics of a batch depend on the batch and eps alone, also in a run that is resumed.
 
-Vectors are tiny: the merge, mean and inverse standard deviation are in float64. The factors and offsets that a pass
-over the input needs are rounded once, such that their errors cancel.
+Vectors are small: the merge, mean and inverse standard deviation are in float64. The factors and offsets of a pass over
+the input are rounded once, such that their rounding errors cancel.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__: list[str] = []
 # The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see numerics.md.
 LARGEST_RATIO = 256.0
 
-# The operator for channels that lie side by side adds up rows one after the other. If the input is viewed as fewer and
-# wider rows, fewer digits are lost.
+# The operator for inputs with innermost channels adds up the rows one after the other. It loses fewer digits if the
+# input is viewed as fewer and wider rows, of at most this many elements.
 WIDTH = 2048
 
 batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
@@ -57,10 +57,10 @@ class Affine(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What the gradient of an input is made of, beside the gradient of its output."""
+    """What the gradient of an input is computed from, beside the gradient of its output."""
 
     linear: Affine
-    factor: Tensor | None  # weight * invstd, if all replicas have the same
+    factor: Tensor | None  # weight * invstd, if it is the same in all replicas
 
 
 class Cpu(Backend):
@@ -68,7 +68,7 @@ class Cpu(Backend):
 
     def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
         moments, memory = fast_moments(input)
-        # First each part for itself: two calls, which are enough for nearly every input.
+        # First check each part by itself: this takes two operators, and is enough for nearly every input.
         mean, var, elements = moments
         if not precise(mean, var, eps) and not precise(*merge_moments(mean.double(), var, None), eps):
             mean, var, elements = exact_moments(input, mean, memory)
@@ -77,7 +77,7 @@ class Cpu(Backend):
     def normalizer(
         self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
     ) -> Affine:
-        # The offset is made from the rounded slope and the unrounded mean, so that it cancels it to the last digit.
+        # The offset is made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
         mean, invstd = statistics
         dtype = statistics_dtype(dtype)
         slope = (invstd if weight is None else invstd * weight).to(dtype)
@@ -90,7 +90,7 @@ class Cpu(Backend):
         multiply_add(input, *normalizer, out=out)
 
     def sums(self, backward: Backward) -> Tensor | None:
-        """Do so for all replicas at once, in fewer operators; the second is that of ``dy * (x - mean) * invstd``."""
+        """Do this for all replicas in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""
         replicas = [replica for replica in backward.replicas if replica.grad_output is not None]
         if not replicas:
             return None
@@ -101,7 +101,7 @@ class Cpu(Backend):
         for replica in replicas:
             vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)  # type: ignore[arg-type]
         sums = torch.stack(vectors).double()  # (2 * R, C)
-        # What the rounding of the mean has added to all normalized values.
+        # Correct the sums for the rounding of the mean, which has shifted all normalized values.
         sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)
         set_parameter_gradients(replicas, sums.to(dtype, copy=True))
         sums = sums.view(len(replicas), 2, -1)
@@ -112,16 +112,16 @@ class Cpu(Backend):
         return sums.sum(0)
 
     def rest(self, totals: Tensor, backward: Backward) -> Rest:
-        """Return what is linear in the input.
+        """Return the term of the gradient that is linear in the input, and the factor of the output gradient.
 
-        It is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
+        The term is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
         """
         first, (mean, invstd) = backward.replicas[0], backward.at[backward.batch.master]
         dtype = statistics_dtype(first.input.dtype)
         factor = None if backward.own_weights else _factor(invstd, first.weight, dtype)
         scaled = backward.without_clamped(totals) * (invstd if factor is None else factor)
         offset, second = scaled.div_(-backward.batch.count).unbind()
-        # Rounded as it will be used, so that the offset cancels the mean to the last digit.
+        # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
         slope = (second * invstd).to(dtype)
         return Rest(Affine(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)), factor)
 
@@ -140,7 +140,7 @@ class Cpu(Backend):
 
 
 def set_parameter_gradients(replicas: Sequence[ReplicaGradients], sums: Tensor) -> None:
-    """Take the rows ``(2 * R, C)`` of `sums` as the gradients of bias and weight of each of R replicas."""
+    """Set the gradients of bias and weight of each of R replicas to the rows of `sums`, ``(2 * R, C)``."""
     rows = sums.unbind()
     for i, replica in enumerate(replicas):
         replica.grads.update(bias=rows[2 * i], weight=rows[2 * i + 1])
@@ -154,15 +154,15 @@ Moments = tuple[Tensor, Tensor, int]  # mean and biased variance of equal parts,
 
 
 def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments:
-    """Return the exact moments of `input`, from the fast means and their memory, which is overwritten."""
-    # What is not finite would spoil what is.
+    """Return the exact moments of `input`, given its fast means and their memory, which is overwritten."""
+    # A mean that is not finite is not subtracted, since it would make finite values non-finite.
     shift = torch.nan_to_num(mean.mean(0), 0.0, 0.0, 0.0)
     room = memory if memory is not None and memory.dtype == shift.dtype else None
     mean, var, elements = fast_moments(torch.sub(input, per_channel(shift, input), out=room))[0]
     mean = mean.double() + shift
     overflown = ~(mean.isfinite() & var.isfinite()).all(0)
     if bool(overflown.any()):
-        # As torch: the mean of what is Inf is Inf; if only squares are too large, the variance alone is.
+        # As in torch: the mean is Inf if a value is; if only the squares overflow, only the variance is Inf.
         values = input[:, overflown].double()
         dims, count = reduced_dims(values), channel_count(values.shape)
         mean[:, overflown] = values.sum(dims) / count
@@ -172,7 +172,7 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
 
 
 def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
-    """Return the fast moments of `input`, and memory for the output."""
+    """Return the fast moments of `input`, and memory that can be reused for the output, or None."""
     size, channels = input.shape[:2]
     half = input.dtype in (torch.float16, torch.bfloat16)
     if input.dim() == 2 or not input.is_contiguous():
@@ -181,12 +181,12 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             rows = input.numel() // channels
             split = _split(rows, channels)
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
-            # Half inputs get statistics in float32 where the running ones are: these are thrown away.
+            # Half inputs get float32 statistics if the running ones are float32; these are discarded.
             unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
             mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
             return (mean.view(split, channels), var.view(split, channels), rows // split), None
         input = input.contiguous()
-    # Each channel of each sample is a group. Half inputs get statistics in float32 where weight and bias are.
+    # Each channel of each sample is a group. Half inputs get float32 statistics if weight and bias are float32.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     bias = torch.zeros_like(weight) if weight is not None else None
@@ -196,7 +196,7 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _split(rows: int, channels: int) -> int:
-    """Return in how many equal parts to cut `rows` of `channels`: as many as fit beside each other."""
+    """Return into how many equal parts to cut `rows` of `channels`: as many as fit side by side in `WIDTH`."""
     return next((parts for parts in range(min(rows, WIDTH // channels), 1, -1) if rows % parts == 0), 1)
 
 
@@ -217,7 +217,7 @@ def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``input * slope + offset``, in the dtype and memory format of `input`, in one pass.
 
-    `out` is memory for the result, or None to take some.
+    `out` is memory for the result, or None to allocate it.
     """
     if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
@@ -237,7 +237,7 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():
-        # Of two formats that differ in the strides of sizes of one, the operator makes wrong sums (torch 2.13.0).
+        # The operator makes wrong sums if formats differ in the strides of dimensions of size one (torch 2.13.0).
         plain = input.is_contiguous() or not looks_channels_last(input)
         memory_format = torch.contiguous_format if plain else CHANNELS_LAST[input.dim()]
         grad_output = grad_output.contiguous(memory_format=memory_format)

@@ -39,7 +39,7 @@ class Cuda(Backend):
         return PartStatistics(mean[None], var[None], None, count), None
 
     def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
-        """Merge, and update the running statistics, in one operator, if there are inverse standard deviations."""
+        """Merge and update the running statistics with one operator, if the parts have inverse standard deviations."""
         vectors: list[Tensor] = []
         counts: tuple[int, ...] = ()
         for part in parts:
@@ -51,7 +51,7 @@ class Cuda(Backend):
         stacked = torch.cat(vectors).view(2 * len(counts), -1)
         means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
         momentum, buffers, updated = 0.0, (None, None), False
-        # The operator takes the counts in the dtype of the buffers, where half precision has no room for them.
+        # The operator takes the counts in the dtype of the buffers, and half precision cannot hold large counts.
         if (
             running is not None
             and running.momentum is not None
@@ -81,7 +81,7 @@ class Cuda(Backend):
             nothing = torch.zeros_like(mean)
             replica.grads.update(weight=nothing, bias=nothing)
             return nothing, nothing
-        # Without a weight, the operator does not know the dtype of these gradients.
+        # Without a weight, the operator does not know the dtype of the gradients of weight and bias.
         wants = [weight is not None and name in wanted for name in ("weight", "bias")]
         sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
             grad_output, input, mean, invstd, weight, True, *wants
@@ -90,7 +90,7 @@ class Cuda(Backend):
         return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
 
     def rest(self, totals: Tensor, backward: Backward) -> Tensor:
-        """Return the totals; divided by the count, if that is a tensor: then they count as those of one element."""
+        """Return the totals; if the count is a tensor, divided by it, and `input_gradient` passes a count of one."""
         count, totals = backward.batch.count, backward.without_clamped(totals)
         return totals / count if isinstance(count, Tensor) else totals
 
@@ -102,12 +102,12 @@ class Cuda(Backend):
             grad_output = torch.zeros_like(input)
         elif backward.own_weights and weight is not None:
             grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
-        if not input.is_contiguous() and looks_channels_last(input):  # or the operator returns a contiguous gradient
+        if not input.is_contiguous() and looks_channels_last(input):  # or the gradient would be contiguous
             grad_output = grad_output.contiguous(memory_format=CHANNELS_LAST[input.dim()])
         mean, invstd = backward.at[replica.place]
         if backward.own_weights:
             weight = None
-        elif weight is not None and weight.dtype != mean.dtype:  # which this operator wants for contiguous inputs
+        elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
             weight = weight.to(mean.dtype)
         count = backward.batch.count if isinstance(backward.batch.count, int) else 1
         (counts,) = _counts(replica.place, (count,), torch.int32)
@@ -116,8 +116,8 @@ class Cuda(Backend):
 
 @cached_constants
 def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor]:
-    """Return `counts` as a vector on the device of `place`, for use in its stream alone."""
-    # Filled by kernels: from a list, the host would have to copy it, and wait.
+    """Return `counts` as a vector on the device of `place`, for use on its stream alone."""
+    # Kernels fill it: to copy a list to the device, the host would have to wait.
     if len(set(counts)) == 1:
         return (torch.full((len(counts),), counts[0], dtype=dtype, device=place.device),)
     return (torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts]),)

@@ -1,8 +1,8 @@
 """Batch normalization on any device, in operators that every device has and that autograd can differentiate.
 
-These are also the gradients of every device where a backward is differentiated once more, see NOTE [gradients of
-gradients] in `autograd.py`. In a second backward, the threads of several devices add up the gradients of one tensor in
-any order. With views of it, no more than two gradients arrive at any tensor: then the order changes no digit.
+Every device uses these gradients if a backward will be differentiated again, see NOTE [gradients of gradients] in
+`autograd.py`. In a second backward, the threads of several devices add up the gradients of one tensor in any order. So
+each further use of a tensor takes a view: then at most two gradients arrive at a tensor, in either order the same sum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class General(Backend):
         return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
 
     def rest(self, totals: Tensor, backward: Backward) -> Tensor:
-        """Return what every element gets of the gradients of mean and variance: a constant, and ``x - mean`` times."""
+        """Return ``(a, b)``: the statistics add ``a + b * (x - mean)`` to the gradient of every element ``x``."""
         grad_mean, grad_var = totals
         batch = backward.batch
         if backward.has_eps:  # from the inverse standard deviation to the variance
@@ -77,6 +77,6 @@ class General(Backend):
         else:
             centered, direct = replica.kept
         grad_mean, grad_var = rest
-        # The first operand decides on the memory format: that of the input.
+        # The first operand determines the memory format: that of the input.
         grad_input = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
         return (grad_input if direct is None else grad_input + direct).to(input.dtype)

@@ -1,8 +1,8 @@
-"""Batch normalization of small inputs on the CPU: those of all replicas as one batch, by the master.
+"""Batch normalization of small inputs on the CPU: the master normalizes those of all replicas as one batch.
 
-With small inputs, calls of operators cost more than what they compute; even more so in several threads, since each call
-releases the GIL and takes it back. So the master makes the calls for all replicas, on the joined batch in float64, with
-one operator of torch.
+For small inputs, calling operators costs more than their arithmetic; even more so in several threads, since each call
+releases the GIL and takes it again. So the master joins the inputs of all replicas into one batch, and normalizes it in
+float64 with one operator of torch.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from sync_batchnorm.backends.cpu import Cpu, batch_norm_backward, gradient_sums,
 
 __all__: list[str] = []
 
-# Up to this number of elements in each replica, and in a backward in all together. Measured on two cores, torch 2.13.0.
+# Most elements: of each replica in a forward, of all together in a backward. Measured on two cores, torch 2.13.0.
 JOINED = 32768
 
 
 class Joined(Cpu):
     def takes(self, input: Tensor) -> bool:
-        """Return whether an input is small enough: then the master makes its statistics."""
+        """Return whether an input is small enough to be joined; the master then computes its statistics."""
         return 0 < input.numel() <= JOINED
 
     def takes_all(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether small inputs can be joined: they are of one shape but for their N, and of one layout."""
+        """Return whether small inputs can be joined: their shapes and strides are equal except in dimension 0."""
         return len({(input.shape[1:], input.stride()[1:]) for input in inputs}) == 1
 
     def normalize_all(
         self, inputs: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Sequence[Tensor], BatchStatistics]:
-        """Return the outputs of all replicas, which have one weight, and their statistics."""
+        """Return the outputs of all replicas, which have the same weight and bias, and the statistics of the batch."""
         joined = torch.cat(tuple(inputs))
         weight = None if weight is None else weight.double()
         bias = None if bias is None else bias.double()
         output, mean, invstd = torch.native_batch_norm(joined.double(), weight, bias, None, None, True, 0.0, eps)
-        # Not views of one tensor: those could not be changed in place.
+        # The outputs are not views of one tensor, which could not be changed in place.
         outputs = torch.unsafe_split_with_sizes(output.to(joined.dtype), [input.shape[0] for input in inputs])
         return outputs, BatchStatistics(mean, None, invstd)
 
     def gradients(self, backward: Backward) -> None:
-        """Compute on the joined batch in float64, with the operator of torch, if it is small and has all replicas.
+        """Compute on the joined batch in float64, with operators of torch, if it is small and contains all replicas.
 
-        A backward runs in one thread, where calls cost less than in several: it is not worth it up to the same size.
+        The limit is lower than in a forward: a backward runs in one thread, where calls of operators cost less.
         """
         replicas = backward.replicas
         if not backward.of_all or sum(replica.input.numel() for replica in replicas) > JOINED:
@@ -67,7 +67,7 @@ class Joined(Cpu):
             )
         if any("input" in replica.wanted for replica in replicas):
             weight = replicas[0].weight
-            # Without eps, which invstd contains already.
+            # The eps passed here is zero: invstd already contains it.
             grad_input, _, _ = batch_norm_backward(
                 dy,
                 x,
