@@ -159,16 +159,17 @@ class _SynchronizedBatchNorm(BatchNormBase):
             if self._sync_pending:
                 self._catch_up(self._sync_pending)
             return BatchNormBase.forward(self, input)  # `super()` may be a user's class, see `convert_model`
-        if self._sync_pipe is None and is_in_replica():
-            raise_foreign_layer(self)
-        group = self._active_group()
-        if self._sync_pipe is None and group is None:
-            self._warn_if_replica()
-            return BatchNormBase.forward(self, input)
-        return self._forward_synchronized(input, group)
+        if self._sync_pipe is None:
+            if is_in_replica():
+                raise_foreign_layer(self)
+            if self._active_group() is None:
+                self._warn_if_replica()
+                return BatchNormBase.forward(self, input)
+        return self._forward_synchronized(input)
 
     @uncompiled
-    def _forward_synchronized(self, input: Tensor, group: distributed.Group | None) -> Tensor:
+    def _forward_synchronized(self, input: Tensor) -> Tensor:
+        group = self._active_group()  # no argument: the compiler of torch 2.12 cannot pass a group
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)

@@ -773,7 +773,9 @@ TOOLS = "What to give `parallel.module` to"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+)
 @pytest.mark.parametrize("recipe", [(TOOLS, "torch")], indirect=True)
 def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
     plain = revert_model(copy.deepcopy(recipe.net))
