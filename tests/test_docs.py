@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+from conftest import FREE_THREADED
 
 import sync_batchnorm
 
@@ -130,6 +131,7 @@ def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(FREE_THREADED, reason="the program shows how torch 2.12 crashes without the GIL")
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.watchdog(240)
 def test_long_loop_runs_to_its_end(monkeypatch: pytest.MonkeyPatch):
