@@ -27,7 +27,7 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],
-    packages=["sync_batchnorm", "sync_batchnorm.backends"],
+    packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.parallel"],
     package_data={"sync_batchnorm": ["py.typed"]},
     python_requires=">=3.10",
     # The lower bound is the oldest torch that the whole test suite has passed on.

@@ -12,11 +12,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
         f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
         f"({sys.executable}); run it with a newer Python"
     )
-if __name__ != "sync_batchnorm":
-    raise ImportError(
-        f"expected sync_batchnorm {__version__} at the top of the path of Python, but got {__name__}; install it, or "
-        "move its folder out of the package that it is in, and import it as sync_batchnorm"
-    )
 if find_spec("torch") is None:
     raise ImportError(
         f"expected torch 2.8 or newer for sync_batchnorm {__version__}, but got a Python without torch "
@@ -31,21 +26,19 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
         f"({torch.__file__}); run: pip install --upgrade 'torch>=2.8'"
     )
 
-from sync_batchnorm.batchnorm import (
+from .check import assert_synchronized
+from .comm import SlavePipe, SyncMaster
+from .conversion import convert_model, patch_sync_batchnorm, revert_model
+from .errors import ReplicaSyncError
+from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
-    assert_synchronized,
-    convert_model,
-    patch_sync_batchnorm,
-    revert_model,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.errors import ReplicaSyncError
-from sync_batchnorm.functional import merge_messages, sync_moments
-from sync_batchnorm.replicate import (
+from .moments import merge_messages, sync_moments
+from .replicate import (
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from sync_batchnorm.check import assert_synchronized
-from sync_batchnorm.conversion import _mixed as _mixed
-from sync_batchnorm.conversion import convert_model, patch_sync_batchnorm, revert_model
-from sync_batchnorm.layers import (
+from .check import assert_synchronized
+from .conversion import _mixed as _mixed
+from .conversion import convert_model, patch_sync_batchnorm, revert_model
+from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.layers import (
-    _LayerMaster as _LayerMaster,
-)
-from sync_batchnorm.layers import (
-    _SynchronizedBatchNorm as _SynchronizedBatchNorm,
-)
+from .layers import _SynchronizedBatchNorm as _SynchronizedBatchNorm
 
 __all__ = [
     "SynchronizedBatchNorm",

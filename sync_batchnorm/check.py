@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import distributed
-from sync_batchnorm.layers import _SynchronizedBatchNorm
-from sync_batchnorm.replicate import _Callbacks
-from sync_batchnorm.torch_private import BatchNormBase
+from .layers import _SynchronizedBatchNorm
+from .replicate import _Callbacks
+from .torch_private import BatchNormBase
 
 __all__ = ["assert_synchronized"]
 
@@ -59,7 +58,7 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn
     for wrapper in wrappers:
         if not isinstance(wrapper, _Callbacks):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
-    among_processes = layer.group_size is None and distributed.active_group(layer.process_group) is not None
+    among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     return None

@@ -8,68 +8,69 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from sync_batchnorm.coordinator import MASTER, Coordinator, MasterCallback, SyncGroup
+from .coordinator import MASTER, Coordinator, MasterCallback, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
 
 
-class _Joining(NamedTuple):
+@dataclass
+class _Joining:
+    """The replication callback that runs in this thread: in which forward, for which replica, of which layer."""
+
     coordinator: Coordinator
-    replica_id: int
-    name: str
+    replica_id: int = 0
+    name: str = ""
 
 
 _joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", default=None)
 
 
 @contextmanager
-def joining(coordinator: Coordinator, replica_id: int, name: str) -> Iterator[None]:
-    """Let masters and slaves that are made in the body belong to a replica of `coordinator`, for the layer `name`."""
-    token = _joining.set(_Joining(coordinator, replica_id, name))
+def joining(coordinator: Coordinator) -> Iterator[_Joining]:
+    """Let masters and slaves that are made in the body belong to a forward, as the object that is yielded says."""
+    here = _Joining(coordinator)
+    token = _joining.set(here)
     try:
-        yield
+        yield here
     finally:
         _joining.reset(token)
 
 
 class _End:
-    """The base class of master and slave: a member of a `SyncGroup`."""
+    """The base class of master and slave: a member of a `Rendezvous`."""
 
     _coordinator: Coordinator
-    _sync_group: SyncGroup
+    _rendezvous: Rendezvous
     identifier: Hashable
+    remembered: list[Any]  # of the calls in this forward, for activation checkpointing; see `checkpoint.py`
 
     @property
     def where(self) -> str:
         """The layer and the replica that this end belongs to, as errors name them."""
-        return f"{self._sync_group.name}, replica {self._sync_group.members[self.identifier]}"
+        return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
-    def _exchange(self, message: Any, callback: MasterCallback | None) -> Any:
-        coordinator, sync_group = self._coordinator, self._sync_group
-        try:
-            return coordinator.exchange(sync_group, self.identifier, message, callback)
-        except BaseException as error:
-            # A replica that fails here gets no result, so its peers must not wait for it, even if no wrapper handles
-            # the error.
-            coordinator.interrupt(sync_group.members[self.identifier], error)
-            raise
+    def _interrupt(self, error: BaseException) -> None:
+        """Release the peers: a replica that fails in an exchange gets no answer, even if no wrapper handles this."""
+        self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 
 
 class SlavePipe(_End):
-    """The end that a slave holds: it sends a message to its `SyncMaster` and receives the result.
+    """The end that a slave holds: it sends a message to its `SyncMaster` and receives the answer.
 
     Made by `SyncMaster.register_slave`. It belongs to one forward: a pickle or copy of it is ``None``.
     """
 
-    def __init__(self, coordinator: Coordinator, sync_group: SyncGroup, identifier: Hashable) -> None:
+    def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
         self._coordinator = coordinator
-        self._sync_group = sync_group
+        self._rendezvous = rendezvous
         self.identifier = identifier
+        self.remembered = []
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.identifier!r}, {self._sync_group.name})"
+        return f"{type(self).__name__}({self.identifier!r}, {self._rendezvous.name})"
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -82,24 +83,31 @@ class SlavePipe(_End):
         Raises:
             ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
         """
-        return self._exchange(msg, None)
+        try:
+            return self._coordinator.send(self._rendezvous, self.identifier, msg)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+
+    run = run_slave
 
 
 class SyncMaster(_End):
-    """The end that the master holds: it collects the messages of all replicas and sends each its result.
+    """The end that the master holds: it collects the messages of all replicas and sends each its answer.
 
     Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. It
-    then belongs to that forward: if the forward of one replica ends, the others no longer wait for it. A `SyncMaster`
-    that a module keeps for several forwards starts anew when the first slave registers in a new forward. Its pickle
-    holds only the callback.
+    then belongs to that forward: if the forward of one replica ends, the others no longer wait for it. A module may
+    also keep a `SyncMaster`: one that a callback puts into its context begins anew, with the replica of that callback
+    as the master. Its pickle holds only the callback.
 
     Args:
         master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
             the master, whose identifier is 0, then those of the slaves, in the order in which they registered. It
-            returns a list of ``(identifier, result)`` with one for each.
+            returns a list of ``(identifier, answer)`` with one for each.
     """
 
     identifier = MASTER
+    _may_be_kept = True  # by a module, from forward to forward
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
@@ -110,7 +118,7 @@ class SyncMaster(_End):
             self._begin(here.coordinator, here.name, here.replica_id)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._sync_group.name}, {self.nr_slaves} slaves)"
+        return f"{type(self).__name__}({self._rendezvous.name}, {self.nr_slaves} slaves)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
@@ -118,15 +126,27 @@ class SyncMaster(_End):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    def _begin(self, coordinator: Coordinator, name: str, master: int) -> None:
+    def _begin(self, coordinator: Coordinator, name: str, replica_id: int) -> None:
         self._coordinator = coordinator
-        self._sync_group = SyncGroup(name)
-        coordinator.admit(self._sync_group, MASTER, master)
+        self._rendezvous = Rendezvous(name)
+        self.remembered = []
+        coordinator.admit(self._rendezvous, MASTER, replica_id)
+
+    def join(self) -> None:
+        """Make this the master of the replica whose callback runs, in its forward: a module may have kept it."""
+        here = _joining.get()
+        if here is not None and self._coordinator is not here.coordinator:
+            self._begin(here.coordinator, here.name, here.replica_id)
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that have registered for this forward."""
-        return len(self._sync_group.members) - 1
+        return len(self._rendezvous.members) - 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no slave can call: none has registered, or this was kept by a module that now runs by itself."""
+        return not self.nr_slaves or (self._may_be_kept and self._coordinator.is_over)
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.
@@ -136,24 +156,41 @@ class SyncMaster(_End):
 
         Raises:
             ValueError: if the identifier is taken.
+            RuntimeError: in a callback, if this object belongs to another forward.
         """
         here = _joining.get()
         if here is None:
-            if self._sync_group.is_used:  # Start anew: forget the slaves, and how their exchanges ended.
-                self._begin(Coordinator(), self._sync_group.name, 0)
-        elif here.coordinator is not self._coordinator or self._sync_group.is_used:
-            self._begin(here.coordinator, here.name, 0)
-        self._coordinator.admit(self._sync_group, identifier, self.nr_slaves + 1 if here is None else here.replica_id)
-        return SlavePipe(self._coordinator, self._sync_group, identifier)
+            if self._rendezvous.is_used or self._coordinator.is_over:  # Forget the slaves, and how that ended.
+                self._begin(Coordinator(), self._rendezvous.name, 0)
+        elif here.coordinator is not self._coordinator:
+            raise RuntimeError(
+                f"expected a SyncMaster that belongs to this forward, but got one of another ({here.name}, replica "
+                f"{here.replica_id}); put it into the context in the callback of its replica, as in "
+                "ctx.sync_master = self.sync_master"
+            )
+        replica_id = self.nr_slaves + 1 if here is None else here.replica_id
+        self._coordinator.admit(self._rendezvous, identifier, replica_id)
+        return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:
-        """Collect the messages of all slaves, run the callback on them and `msg`, and return the master's result.
+        """Collect the messages of all slaves, run the callback on them and `msg`, and return the master's answer.
 
         Blocks the calling thread until all registered slaves have called as often as the master.
 
         Raises:
             ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
-            RuntimeError: if the callback does not return one result for each identifier.
+            RuntimeError: if the callback does not return one answer for each identifier.
             BaseException: what the callback raises; the slaves are released.
         """
-        return self._exchange(msg, self._master_callback)
+        coordinator, rendezvous, callback = self._coordinator, self._rendezvous, self._master_callback
+        if self.is_alone:
+            return coordinator.merged(rendezvous, callback, [(MASTER, msg)])[MASTER]
+        try:
+            answers = coordinator.merged(rendezvous, callback, coordinator.collect(rendezvous, msg))
+            coordinator.answer(rendezvous, answers)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        return answers[MASTER]
+
+    run = run_master

@@ -8,20 +8,21 @@ for another class: such a layer is not converted, and a warning names it.
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from sync_batchnorm.layers import (
+from .glue import Derived, swap_class, warn
+from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -29,20 +30,14 @@ from sync_batchnorm.layers import (
     SyncOptions,
     _SynchronizedBatchNorm,
 )
-from sync_batchnorm.local_parallel import as_device, needs_own_parallel
-from sync_batchnorm.replicate import (
-    DataParallelWithCallback,
-    Derived,
-    _Callbacks,
-    patch_replication_callback,
-    swap_class,
-)
-from sync_batchnorm.torch_private import BatchNormBase, infer_parameters
-from sync_batchnorm.warning import warn
+from .parallel.data_parallel import as_device, needs_own_parallel
+from .replicate import DataParallelWithCallback, _Callbacks, patch_replication_callback
+from .torch_private import BatchNormBase, infer_parameters
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # synchronized classes, by the classes that they replace
 
 _SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
     nn.BatchNorm1d: SynchronizedBatchNorm1d,
@@ -54,10 +49,6 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-_FORMER_GROUP = "_former_process_group"  # of an `nn.SyncBatchNorm` to which `convert_model` gave another group
-_FORMER_CLASS = "_former_class"  # of a layer that was converted by the `classes` of `convert_model`
-# The attributes that a synchronized layer needs from a layer of another class; some may be None.
-_NEEDED = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps", "momentum", "num_features")
 # The methods by which a layer computes, is copied and is pickled. A class that has its own version of one cannot be
 # swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
@@ -66,7 +57,7 @@ _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__
 def convert_model(
     module: ModuleT,
     *,
-    classes: Mapping[type[nn.Module], type[nn.Module]] | None = None,
+    classes: Classes | None = None,
     eps_mode: str | None = None,
     group_size: int | None = None,
     process_group: Any = None,
@@ -93,8 +84,8 @@ def convert_model(
 
     Raises:
         TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized one, or has the forward of only one of them, and if
-            a layer lacks an attribute of a synchronized one, like `num_batches_tracked`.
+            from both the class that it replaces and a synchronized one, or has the forward of only one of them. To see
+            that, its forward is called once with a copy of each layer, on the CPU.
 
     Warns:
         UserWarning: one warning that names every layer which was not converted, why, and what to do about it: layers
@@ -103,21 +94,19 @@ def convert_model(
     modules = _named_modules(module)
     options = SyncOptions(eps_mode, group_size, process_group)
     options.check()
-    classes = dict(classes or {})
+    classes = classes or {}
     _check_classes(classes, modules)
     skipped: dict[str, list[str]] = {}
     for name, child in modules:
+        reason = None
         if isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
-        elif _is_scripted(child):
-            why = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-            skipped.setdefault(why, []).append(name)
-        elif type(child) in classes or (
-            isinstance(child, BatchNormBase) and not isinstance(child, _SynchronizedBatchNorm)
-        ):
+        elif isinstance(child, torch.jit.ScriptModule) and "BatchNorm" in child.original_name:
+            reason = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+        elif type(child) in classes or isinstance(child, BatchNormBase):
             reason = _make_synchronized(child, classes, options)
-            if reason:
-                skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
+        if reason is not None:
+            skipped.setdefault(reason, []).append(name)
     _warn_of(skipped, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
@@ -137,16 +126,10 @@ def revert_model(module: ModuleT) -> ModuleT:
     """
     skipped: dict[str, list[str]] = {}
     for name, child in _named_modules(module):
-        if isinstance(child, _Callbacks):
-            reverted = _revert_parallel(child)
-        elif isinstance(child, _SynchronizedBatchNorm):
-            reverted = _revert_layer(child)
-        else:
-            continue
-        if not reverted:
-            reason = "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
-            if is_parametrized(child):
-                reason = "is parametrized; remove its parametrizations first"
+        reason = None
+        if isinstance(child, (_SynchronizedBatchNorm, _Callbacks)):
+            reason = _revert(child)
+        if reason is not None:
             skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
     _warn_of(skipped, "revert_model left modules as they are, which need sync_batchnorm")
     return module
@@ -166,90 +149,87 @@ def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
         warn(f"{what}, {sum(map(len, skipped.values()))} in all:\n" + "\n".join(lines))
 
 
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name
-
-
-def _check_classes(classes: dict[type[nn.Module], type[nn.Module]], modules: list[tuple[str, nn.Module]]) -> None:
+def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
+    """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
     for plain, ours in classes.items():
         plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
-        if not isinstance(plain, type) or not isinstance(ours, type) or not issubclass(ours, _SynchronizedBatchNorm):
+        are_types = isinstance(plain, type) and isinstance(ours, type)
+        if not are_types or plain is ours or not (issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)):
             raise TypeError(
-                f"expected a synchronized class to stand for {plain_name}, but got {our_name}; derive one, as in "
-                f"class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
+                f"expected a synchronized subclass of {plain_name} to stand for it, but got {our_name}; derive one, as "
+                f"in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
-        if plain is ours or not issubclass(ours, plain):
-            raise TypeError(
-                f"expected a subclass of {plain_name} to stand for it, but got {our_name}; derive it from both, as in "
-                f"class {our_name}({plain_name}, SynchronizedBatchNorm2d)"
-            )
-        computing = [cls for cls in ours.__mro__ if "forward" in vars(cls)]
-        if computing[0] is _SynchronizedBatchNorm and plain.forward is not BatchNormBase.forward:
+        if ours.forward is _SynchronizedBatchNorm.forward and plain.forward is not BatchNormBase.forward:
             raise TypeError(
                 f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
                 f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
             )
-        for cls in computing:
-            if cls is _SynchronizedBatchNorm or not issubclass(plain, cls):
-                break  # what a user has written for a synchronized class
-            code = getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", None)
-            if code is not None and "__class__" not in code.co_freevars:
-                plain_name = cls.__name__
-                raise TypeError(
-                    f"expected a class that synchronizes, but got {our_name} with the forward of {plain_name}, which "
-                    "never calls super().forward(input); write a forward that computes the same from "
-                    "SynchronizedBatchNorm2d.forward(self, input)"
-                )
-    for name, child in modules:
-        missing = [needed for needed in _NEEDED if type(child) in classes and not hasattr(child, needed)]
-        if missing:
-            plain_name = type(child).__name__
+        if not all(_calls_synchronized(layer, ours) for _, layer in modules if type(layer) is plain):
             raise TypeError(
-                f"expected {missing[0]} in every layer of {plain_name}, but got none in "
-                f"{name or 'the module itself'}; leave this class out"
+                f"expected a class that synchronizes, but got {our_name}, whose forward never calls that of a "
+                "synchronized layer; write a forward that computes the same from "
+                "SynchronizedBatchNorm2d.forward(self, input)"
             )
 
 
-def _make_synchronized(
-    layer: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], options: SyncOptions
-) -> str | None:
-    """Convert one layer, or return why it cannot be converted."""
-    given = classes.get(type(layer)) or _of_timm(type(layer))
-    reason = _reason_to_leave(layer, given is not None)
-    if reason:
-        return reason
+def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
+    """Return whether the forward of `ours` calls the synchronized one, by calling it with a copy of `layer`.
+
+    A forward that fails with this copy on the CPU, and one small input, counts as one that does.
+    """
+    inputs: list[Tensor] = []
+
+    def synchronized(input: Tensor) -> Tensor:
+        inputs.append(input)
+        return input
+
+    sizes = [4] * (1 if issubclass(ours, nn.BatchNorm1d) else 3 if issubclass(ours, nn.BatchNorm3d) else 2)
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
+        trial: Any = copy.deepcopy(layer).cpu().train()
+        swap_class(trial, ours)
+        trial.__dict__.update(_sync_pipe=inputs, _forward_synchronized=synchronized)  # as if it were in a replica
+        dtype = None if trial.weight is None else trial.weight.dtype
+        ours.forward(trial, torch.ones(4, trial.num_features, *sizes, dtype=dtype))
+        return bool(inputs)
+    return True
+
+
+def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions) -> str | None:
+    """Convert one layer, unless it is synchronized already; return why if it cannot be converted."""
+    cls = type(layer)
+    if isinstance(layer, _SynchronizedBatchNorm) and cls not in classes:
+        return None
+    ours = classes.get(cls) or _of_timm(cls)
+    reason = _reason_to_leave(layer, ours is not None)
+    if reason is not None:
+        return f"{cls.__name__} {reason}"
     if isinstance(layer, LazyModuleMixin):
         # A state dict has given this lazy layer its parameters, but only its first forward would make it an ordinary
         # one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
         infer_parameters(layer, layer, (torch.empty(0),))
-    cls = type(layer)
-    try:
-        swap_class(layer, given or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
-    except Exception as error:  # whatever a metaclass or `__init_subclass__` of the user's own may raise
-        return f"does not take a synchronized subclass ({error}); derive its class from a synchronized one"
+        cls = type(layer)
+    swap_class(layer, ours or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
     if options.process_group is not None and cls is nn.SyncBatchNorm:
-        layer.__dict__[_FORMER_GROUP] = layer.process_group
+        layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:
-        layer.__dict__[_FORMER_CLASS] = cls
+        layer.__dict__.update(_former_class=cls)
     layer.__dict__.update(options.given())
     return None
 
 
 def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the synchronized class for timm's `BatchNormAct2d`, or None for any other class."""
-    if cls.__name__ != "BatchNormAct2d" or cls.__module__.partition(".")[0] != "timm":
+    if (cls.__module__, cls.__name__) != ("timm.layers.norm_act", "BatchNormAct2d"):
         return None
-    try:
-        from sync_batchnorm.timm import SynchronizedBatchNormAct2d
-    except ImportError:  # a timm from before `timm.layers`
-        return None
-    return SynchronizedBatchNormAct2d if issubclass(SynchronizedBatchNormAct2d, cls) else None
+    from .timm import SynchronizedBatchNormAct2d
+
+    return SynchronizedBatchNormAct2d
 
 
 def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
     cls = type(layer)
-    if isinstance(layer, LazyModuleMixin) and (infer_parameters is None or layer.has_uninitialized_params()):
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         return "is lazy and has seen no input; run one batch through the model, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
@@ -258,56 +238,30 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     own = next((name for name in _COMPUTES if name in vars(layer)), None)
     if own is not None:
         return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
-    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not _of_torch(cls, name)), None)
+    base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
+    # Python 3.10 has no `__getstate__` to inherit.
+    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not getattr(base, name, None)), None)
     if own is not None and not has_class:
-        nearest = next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), SynchronizedBatchNorm)
-        ours = f"Synchronized{cls.__name__}"
+        ours, kind = f"Synchronized{cls.__name__}", _kind_of(cls) or SynchronizedBatchNorm
         return (
-            f"has a {own} of its own; write class {ours}({cls.__name__}, {nearest.__name__}) and call "
+            f"has a {own} of its own; write class {ours}({cls.__name__}, {kind.__name__}) and call "
             f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
         )
-    expected = {"process_group", "convert_sync_batchnorm"} if cls is nn.SyncBatchNorm else set()
+    expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
     clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
 
 
-def _of_torch(cls: type[nn.Module], name: str) -> Any:
-    # Python 3.10 has no `__getstate__` to inherit.
-    return getattr(nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase, name, None)
-
-
-def _revert_layer(layer: _SynchronizedBatchNorm) -> bool:
-    plain = layer.__dict__.get(_FORMER_CLASS) or _PLAIN.get(type(layer)) or vars(type(layer)).get("_original")
-    if plain is None or is_parametrized(layer):
-        return False
-    swap_class(layer, plain)
-    former = layer.__dict__.pop(_FORMER_GROUP, layer.__dict__.get("process_group"))
-    for name in (*_RESERVED, _FORMER_CLASS):
-        layer.__dict__.pop(name, None)
-    if plain is nn.SyncBatchNorm:
-        layer.process_group = former
-    return True
-
-
-def _revert_parallel(parallel: _Callbacks) -> bool:
-    ours = type(parallel) is DataParallelWithCallback
-    plain = nn.DataParallel if ours else vars(type(parallel)).get("_original")
-    if plain is None:
-        return False
-    swap_class(parallel, plain)
-    parallel.__dict__.pop("_sync_timeout", None)
-    devices = [as_device(device) for device in parallel.device_ids]
-    if needs_own_parallel(devices):
-        parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
-    return True
+def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
+    """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
+    return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
 
 
 @functools.lru_cache(maxsize=256)
 def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
     """Return the synchronized subclass of `cls`, a class with the forward of torch."""
-    kinds = [_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED]
     namespace = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
@@ -315,17 +269,42 @@ def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
         "_original": cls,
         "_derive": staticmethod(_mixed),
     }
-    bases = (Derived, *(kinds[:1] or [_SynchronizedBatchNorm]), cls)
+    bases = (Derived, _kind_of(cls) or _SynchronizedBatchNorm, cls)
     return types.new_class(f"Synchronized{cls.__name__}", bases, {}, lambda ns: ns.update(namespace))
 
 
+def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:
+    """Give a module its former class; return why if that is not possible."""
+    cls = type(module)
+    plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_original")
+    if isinstance(module, _SynchronizedBatchNorm):
+        plain = module._former_class or plain
+    if is_parametrized(module):
+        return "is parametrized; remove its parametrizations first"
+    if plain is None:
+        return "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
+    swap_class(module, plain)
+    state = module.__dict__
+    if isinstance(module, nn.DataParallel):
+        state.pop("_sync_timeout", None)
+        devices = [as_device(device) for device in module.device_ids]
+        if needs_own_parallel(devices):
+            module.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+        return None
+    group = state.get("_former_process_group", state.get("process_group"))
+    for name in _RESERVED:
+        state.pop(name, None)
+    if plain is nn.SyncBatchNorm:
+        state["process_group"] = group
+    return None
+
+
 class _Patch:
-    """The state of `patch_sync_batchnorm`: how many contexts are open, and what to restore when none is."""
+    """The state of `patch_sync_batchnorm`: how many contexts are open, and what the last one restores."""
 
     lock = threading.Lock()
     depth = 0
-    before: ClassVar[dict[type[BatchNormBase], Any]] = {}
-    skipped: ClassVar[dict[str, int]] = {}  # the number of layers that were not converted, by the reason
+    init: Callable[..., None]
 
 
 @contextmanager
@@ -333,36 +312,24 @@ def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
     Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
-    the class as a default argument. Only the `__init__` of the three classes is replaced, in the whole process, and
+    the class as a default argument. Only the `__init__` of their base class is replaced, in the whole process, and
     restored when the last of nested or concurrent contexts closes, also by an exception.
 
     Warns:
-        UserWarning: when the last context closes: one warning that names the classes of layers which were not
-            converted, and why.
+        UserWarning: where a layer is built that cannot be converted; it says why.
     """
     with _Patch.lock:
         if not _Patch.depth:
-            for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-                _Patch.before[cls] = vars(cls).get("__init__")
-                cls.__init__ = _synchronizing(cls.__init__)  # type: ignore[method-assign]
+            _Patch.init = BatchNormBase.__init__
+            BatchNormBase.__init__ = _synchronizing(_Patch.init)  # type: ignore[method-assign]
         _Patch.depth += 1
-    skipped: dict[str, int] = {}
     try:
         yield
     finally:
         with _Patch.lock:
             _Patch.depth -= 1
             if not _Patch.depth:
-                for patched, init in _Patch.before.items():
-                    if init is not None:
-                        patched.__init__ = init  # type: ignore[method-assign]
-                    elif "__init__" in vars(patched):  # unless other code has removed it
-                        del patched.__init__
-                _Patch.before.clear()
-                skipped, _Patch.skipped = _Patch.skipped, {}
-    if skipped:
-        reasons = "".join(f"\n- {number} layers: {why}" for why, number in skipped.items())
-        warn(f"patch_sync_batchnorm left BatchNorm layers as they are, which do not synchronize:{reasons}")
+                BatchNormBase.__init__ = _Patch.init  # type: ignore[method-assign]
 
 
 def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
@@ -370,11 +337,9 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
-        if _Patch.depth and not isinstance(self, _SynchronizedBatchNorm):
+        if _Patch.depth and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             reason = _make_synchronized(self, {}, SyncOptions())
-            if reason:
-                why = f"{type(self).__name__} {reason}"
-                with _Patch.lock:
-                    _Patch.skipped[why] = _Patch.skipped.get(why, 0) + 1
+            if reason is not None:
+                warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
     return __init__

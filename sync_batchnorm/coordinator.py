@@ -3,96 +3,67 @@
 This is the only file that blocks, and it knows nothing of tensors. Replicas wait in one method only,
 `Coordinator._wait`, each on a mailbox of its own.
 
-NOTE [who may break an exchange]: The lock of a coordinator guards all state of its forward. A coordinator breaks at
-most once. The thread in which one of these conditions becomes true breaks it at once:
+NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward. A coordinator breaks at most
+once, at once, in the thread in which one of these conditions becomes true:
 
-1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits for the
-   replicas (`abort`);
+1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits (`abort`);
 2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
-3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): an exchange needs
-   all its members, so a cycle in the wait-for graph can never be resolved;
-4. the wait of a replica reaches the timeout (`Coordinator._wait`).
+3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): a call needs all
+   members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
+4. the wait of a replica reaches the timeout (`_wait`).
 
 Breaking empties `_waiting` and puts one item, ``(delivered, value)``, into the mailbox of each replica that was in it.
-Delivering a result removes the replica from `_waiting` under the same lock. So until a break, a mailbox never holds
-more than one item. A replica that got its result before the break returns it, and all replicas get the error in their
-next exchange at the latest. A broken coordinator stays broken: the next forward makes its own.
-
-NOTE [rounds]: A user may call `replicate` once, and then run the replicas several times, in rounds. A replica in its
-second round may wait for a peer that has ended its first round, and not begun its second. So an ended replica counts as
-gone only for replicas that have begun no more rounds than it has.
+Delivering an answer removes the replica from `_waiting` under the same lock. So until a break, a mailbox never holds
+more than one item. A replica that got its answer before the break returns it, and all replicas get the error in their
+next call at the latest. A broken coordinator stays broken: the next forward makes its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from threading import Lock
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
-from sync_batchnorm import errors
-from sync_batchnorm.errors import CapturedError, ReplicaSyncError, ReplicaTimeoutError
+from .errors import CapturedError, ReplicaSyncError, ReplicaTimeoutError, add_note, is_caused_by
 
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 300.0
 MASTER = 0  # the identifier of every master
 
-MasterCallback = Callable[[list[tuple[Hashable, Any]]], Sequence[tuple[Hashable, Any]]]
+Messages = list[tuple[Hashable, Any]]  # by identifier
+MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
-def no_span(name: str) -> AbstractContextManager[Any]:
-    """Return a context that does nothing."""
-    return _NO_SPAN
+class Rendezvous:
+    """Where the replicas of one forward meet in one layer: its members, and what they have sent in the present call.
 
-
-class Exchange:
-    """One call of one layer: which replicas have called, and their messages."""
-
-    __slots__ = ("members", "messages", "name", "number")
-
-    def __init__(self, name: str, number: int, members: dict[Hashable, int]) -> None:
-        self.name = name
-        self.number = number
-        self.members = members
-        self.messages: dict[Hashable, Any] = {}
-
-    def __str__(self) -> str:
-        return f"{self.name}, call {self.number}"
-
-    def needed(self) -> list[int]:
-        """Return the replicas that the exchange waits for: those that have not called, or the master that merges."""
-        missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
-        return missing or [self.members[MASTER]]
-
-
-class SyncGroup:
-    """The replicas that exchange through one `SyncMaster` during one forward. The first member is the master."""
+    All members must call before any of them gets a result, so there is never more than one call at a time.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {}  # identifier -> replica
-        self.calls: dict[Hashable, int] = {}
-        self.exchanges: dict[int, Exchange] = {}  # the incomplete ones, by number of the call
+        self.members: dict[Hashable, int] = {}  # identifier -> replica; the first is the master
+        self.messages: dict[Hashable, Any] = {}
+        self.call = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}, call {self.call}"
 
     @property
     def is_used(self) -> bool:
         """Whether a member has called."""
-        return any(self.calls.values())
+        return self.call > 1 or bool(self.messages)
 
-    def add(self, identifier: Hashable, replica_id: int) -> None:
-        """Make `replica_id` a member, under the name `identifier`."""
-        if identifier in self.members:
-            raise ValueError(
-                f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
-                "register each slave once a forward, and leave 0 to the master"
-            )
-        self.members[identifier] = replica_id
-        self.calls[identifier] = 0
+    def awaited(self) -> list[int]:
+        """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
+        missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
+        return missing or [self.members[MASTER]]
 
 
 class Coordinator:
@@ -101,196 +72,205 @@ class Coordinator:
     Args:
         devices: the device of each replica, as text for messages. Replicas that are not listed may be admitted later.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
-        span: returns the context of a forward, wait or merge for its name, as a profile shows it.
+        span: returns the context of a run, wait or merge for its name, as a profile shows it.
     """
 
     def __init__(
         self,
         devices: Sequence[str] = (),
         timeout: float = DEFAULT_TIMEOUT,
-        span: Callable[[str], AbstractContextManager[Any]] = no_span,
+        span: Callable[[str], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.timeout = timeout
         self._span = span
+        self.is_over = False  # whether all replicas have ended
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
             replica: SimpleQueue() for replica in self._devices
         }
-        self._rounds: dict[int, int] = {}  # how many each replica has begun, see NOTE [rounds]
-        self._inside: set[int] = set()
-        self._waiting: dict[int, Exchange] = {}
-        self._left: dict[int, str] = {}
+        self._running: set[int] = set()
+        self._waiting: dict[int, Rendezvous] = {}
+        self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
-        self._swallowed = True  # whether no caller got an error yet: replicas may have caught the break
-        self._departures: SimpleQueue[int] = SimpleQueue()  # the replicas that ended after the break
-        self._failures: list[tuple[bool, int, CapturedError]] = []
-
-    def __repr__(self) -> str:
-        states = ", ".join(f"{replica} {self._state(replica)}" for replica in self._mailboxes)
-        return f"{type(self).__name__}({states or 'no replicas'}{'; broken' if self._broken else ''})"
+        self._released: set[int] = set()  # the replicas that got the error of the break
+        self._failures: dict[int, tuple[bool, CapturedError]] = {}  # of replicas; whether the break has caused it
 
     def who(self, replica_id: int) -> str:
         """Return the name of a replica in messages."""
         device = self._devices.get(replica_id)
         return f"replica {replica_id} on device {device}" if device else f"replica {replica_id}"
 
-    def admit(self, sync_group: SyncGroup, identifier: Hashable, replica_id: int) -> None:
-        """Make a replica, which may be one that is not listed, a member of `sync_group` under the name `identifier`."""
-        with self._lock:
-            sync_group.add(identifier, replica_id)
-            self._mailboxes.setdefault(replica_id, SimpleQueue())
+    # How a forward begins and ends.
 
-    def call(self, replica_ids: Collection[int]) -> None:
+    def admit(self, rendezvous: Rendezvous, identifier: Hashable, replica_id: int) -> None:
+        """Make a replica, which may be one that is not listed, a member of `rendezvous` under the name `identifier`."""
+        if identifier in rendezvous.members:
+            raise ValueError(
+                f"expected an identifier that is not registered yet, but got {identifier!r} twice "
+                f"({rendezvous.name}); register each slave once a forward, and leave 0 to the master"
+            )
+        rendezvous.members[identifier] = replica_id
+        self._mailboxes.setdefault(replica_id, SimpleQueue())
+
+    def expect(self, replica_ids: Collection[int]) -> None:
         """Record that these replicas, and no others, are about to be called."""
         with self._lock:
             for replica_id in self._mailboxes:
-                if replica_id not in replica_ids and replica_id not in self._inside:
-                    self._rounds[replica_id] = self._rounds.get(replica_id, 0) + 1
+                if replica_id not in replica_ids:
                     self._left[replica_id] = "was given no input"
 
-    @contextmanager
-    def forward_of(self, replica_id: int) -> Iterator[None]:
-        """Run the body as the forward of a replica: when it ends, peers that wait for the replica are released at once.
+    def begin(self, replica_id: int) -> AbstractContextManager[Any]:
+        """Record that a replica runs; return the span of its run in the profile.
 
-        If a replica calls itself in its forward, only the end of the outermost call counts.
+        Raises:
+            RuntimeError: if it has run before.
         """
         with self._lock:
-            outermost = replica_id not in self._inside
-            if outermost:
-                self._inside.add(replica_id)
-                self._rounds[replica_id] = self._rounds.get(replica_id, 0) + 1
-                self._left.pop(replica_id, None)
-        try:
-            with self._span(self.who(replica_id)):
-                yield
-        except BaseException as error:
-            if outermost:
-                self.leave(replica_id, error)
-            raise
-        if outermost:
-            self.leave(replica_id)
+            if replica_id in self._left:
+                self._raise_if_broken(replica_id)
+            if replica_id in self._running or replica_id in self._left:
+                raise RuntimeError(
+                    f"expected replicas that run once, but got a second call of {self.who(replica_id)}; "
+                    "call replicate again for each forward"
+                )
+            self._running.add(replica_id)
+        return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
 
     def leave(self, replica_id: int, error: BaseException | None = None) -> None:
-        """Record that a replica has ended, and release all replicas if one would wait for it in vain."""
+        """Record that a replica has ended, and release all replicas if one would wait for it in vain.
+
+        Raises:
+            ReplicaSyncError: if it ends without an error, although it was released from a call: it has caught that.
+        """
+        if error is not None and replica_id in self._failures:
+            return
         # Made without the lock held, since it reads source files, and may run code of the user.
         caught = None if error is None else CapturedError(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
-            self._inside.discard(replica_id)
-            if self._broken is not None:
-                self._departures.put(replica_id)
+            self._running.discard(replica_id)
+            self._left[replica_id] = "left its forward" if error is None else f"failed with {type(error).__name__}"
+            self._find_end()
             if error is not None and caught is not None:
-                self._left[replica_id] = f"failed with {type(error).__name__}"
-                self._failures.append((self._caused(error), replica_id, caught))
-                self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
-                return
-            self._left[replica_id] = "left its forward"
-            for waiting, exchange in self._waiting.items():
-                if replica_id in exchange.needed() and self._is_gone(replica_id, waiting):
-                    return self._break(ReplicaSyncError, self._left_text(replica_id, exchange))
+                caused = self._broken is not None and is_caused_by(error, self._broken[1])
+                self._failures[replica_id] = caused, caught
+                return self._break_by(replica_id, error)
+            swallowed = self.swallowed() if replica_id in self._released else None
+            if swallowed is not None:
+                raise swallowed
+            for rendezvous in self._waiting.values():
+                if replica_id in rendezvous.awaited():
+                    return self._break_by_absence(replica_id, rendezvous)
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release all replicas, because an exception took one of them out of an exchange.
-
-        `leave` records the rest when the forward of that replica ends.
-        """
+        """Release all replicas, because an exception took one of them out of a rendezvous; `leave` records the rest."""
         with self._lock:
-            self._break(ReplicaSyncError, errors.failed_text(self.who(replica_id), error))
+            self._break_by(replica_id, error)
 
-    def abort(self, error: BaseException) -> None:
-        """Release all replicas, because the thread that started them no longer waits for them."""
+    def abort(self, error: BaseException, seconds: float) -> None:
+        """Release all replicas, because their caller no longer waits; give them `seconds` to notice that."""
         with self._lock:
-            self._swallowed = False
-            self._break(ReplicaSyncError, errors.aborted_text(error))
-
-    def drain(self, seconds: float) -> None:
-        """Wait up to `seconds` for the running replicas to notice that they were released; then abandon them."""
-        deadline = monotonic() + seconds
-        with suppress(Empty):
-            while self._inside:
-                self._departures.get(timeout=max(0.0, deadline - monotonic()))
-
-    def raise_if_swallowed(self) -> None:
-        """Raise the error that broke this coordinator, if replicas have caught it and returned.
-
-        Raises:
-            ReplicaSyncError: if they have.
-        """
-        with self._lock:
-            if self._broken is None or not self._swallowed:
-                return
-            self._swallowed = False
-            error_type, text = self._broken
-        raise error_type(errors.swallowed_text(text))
-
-    def has_caused(self, error: BaseException) -> bool:
-        """Return whether `error` is the error of the break, or was raised while that one was handled."""
-        with self._lock:
-            return self._caused(error)
-
-    def failure(self) -> CapturedError | None:
-        """Return the failure to raise, or None, and forget all failures.
-
-        An original failure comes before those that it has caused, and then that of the lowest replica comes first.
-        """
-        with self._lock:
-            shown = min(self._failures, key=lambda item: item[:2])[2] if self._failures else None
-            self._failures.clear()
-        return shown
-
-    def exchange(
-        self, sync_group: SyncGroup, identifier: Hashable, message: Any, callback: MasterCallback | None
-    ) -> Any:
-        """Exchange `message` with the other members of `sync_group`; block until the result is there.
-
-        The master passes the `callback`, which runs in its thread once all members have called.
-        """
-        replica_id = sync_group.members[identifier]
-        with self._span(f"{sync_group.name}, waiting"):
-            with self._lock:
-                exchange = self._arrive(sync_group, identifier, message)
-                complete = len(exchange.messages) == len(sync_group.members)
-                if complete:
-                    del sync_group.exchanges[exchange.number]
-                    if callback is None:
-                        self._deliver(sync_group.members[MASTER], None)
-                if callback is None or not complete:
-                    self._waiting[replica_id] = exchange
-                    if not complete:
-                        self._find_deadlock(replica_id, exchange)
-            if callback is None:
-                return self._wait(replica_id)
-            if not complete:
-                self._wait(replica_id)
-        messages = [(member, exchange.messages[member]) for member in sync_group.members]
-        try:
-            with self._span(f"{sync_group.name}, merging"):
-                results = dict(callback(messages))
-        except Exception as error:
-            errors.add_note(error, f"Raised in the exchange of {exchange}.")
-            raise
-        if results.keys() != sync_group.members.keys():
-            raise RuntimeError(
-                f"expected the master callback to return one result for each of {list(sync_group.members)}, "
-                f"but got results for {list(results)} ({exchange}); return a list of (identifier, result)"
+            for replica_id in self._mailboxes:
+                if replica_id not in self._running:
+                    self._left.setdefault(replica_id, "was not called")
+            self._find_end()
+            self._break(
+                ReplicaSyncError,
+                f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
+                "this replica was only released",
             )
-        with self._lock:
-            self._raise_if_broken()
-            for member, replica in sync_group.members.items():
-                if member != identifier:
-                    self._deliver(replica, results[member])
-        return results[identifier]
+        deadline = monotonic() + seconds
+        while self._running and monotonic() < deadline:
+            sleep(0.01)
 
-    def _wait(self, replica_id: int) -> Any:
-        mailbox = self._mailboxes[replica_id]
+    def failure(self, returned: bool = False) -> BaseException | None:
+        """Return the error of the replicas for their caller, or None if none has failed; forget all failures.
+
+        An original failure comes before those that it has caused, and then that of the lowest replica comes first. If
+        all replicas have `returned`, they may have caught the error of a broken forward.
+        """
+        with self._lock:
+            failures, self._failures = self._failures, {}
+        if not failures:
+            return self.swallowed() if returned else None
+        first = min(failures, key=lambda replica_id: (failures[replica_id][0], replica_id))
+        return failures[first][1].rebuild()
+
+    def swallowed(self) -> ReplicaSyncError | None:
+        """Return the error for replicas that have all returned, although they were released; None if they were not."""
+        if self._broken is None:
+            return None
+        error_type, text = self._broken
+        return error_type(
+            "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one "
+            "and went on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error "
+            f"that they caught: {text}"
+        )
+
+    # One call of a layer: the way of a slave, and that of the master.
+
+    def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
+        """Send the message of a slave; block until the master has answered, and return the answer."""
+        replica_id = rendezvous.members[identifier]
+        with self._lock:
+            self._arrive(rendezvous, identifier, message)
+            self._waiting[replica_id] = rendezvous
+            if len(rendezvous.messages) == len(rendezvous.members):
+                self._deliver(rendezvous.members[MASTER], None)
+            else:
+                self._find_deadlock(replica_id, rendezvous)
+        return self._wait(replica_id, rendezvous)
+
+    def collect(self, rendezvous: Rendezvous, message: Any) -> Messages:
+        """Block the master until all members have called; return their messages, by identifier."""
+        replica_id = rendezvous.members[MASTER]
+        with self._lock:
+            self._arrive(rendezvous, MASTER, message)
+            complete = len(rendezvous.messages) == len(rendezvous.members)
+            if not complete:
+                self._waiting[replica_id] = rendezvous
+                self._find_deadlock(replica_id, rendezvous)
+        if not complete:
+            self._wait(replica_id, rendezvous)
+        messages = rendezvous.messages
+        return [(member, messages[member]) for member in rendezvous.members]
+
+    def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
+        """Deliver the answers of the master to the slaves, which ends the call."""
+        with self._lock:
+            self._raise_if_broken(rendezvous.members[MASTER])
+            rendezvous.messages = {}
+            rendezvous.call += 1
+            for member, replica_id in rendezvous.members.items():
+                if member != MASTER:
+                    self._deliver(replica_id, answers[member])
+
+    def merged(self, rendezvous: Rendezvous, callback: MasterCallback, messages: Messages) -> dict[Hashable, Any]:
+        """Return the answers that the `callback` of a master makes of `messages`, by identifier."""
         try:
-            delivered, value = mailbox.get(timeout=self.timeout)
-        except Empty:
-            with self._lock:
-                # An item may have been put after the wait ended and before the lock was taken.
-                if replica_id in self._waiting:
-                    self._break(ReplicaTimeoutError, self._timeout_text(self._waiting[replica_id]))
-            delivered, value = mailbox.get()
+            with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, merging"):
+                answers = dict(callback(messages))
+        except Exception as error:
+            add_note(error, f"Raised in the exchange of {rendezvous}.")
+            raise
+        if len(answers) != len(messages) or not all([identifier in answers for identifier, _ in messages]):
+            raise RuntimeError(
+                f"expected the master callback to return one result for each of {[member for member, _ in messages]}, "
+                f"but got results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
+            )
+        return answers
+
+    def _wait(self, replica_id: int, rendezvous: Rendezvous) -> Any:
+        mailbox = self._mailboxes[replica_id]
+        with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, waiting"):
+            try:
+                delivered, value = mailbox.get(timeout=self.timeout)
+            except Empty:
+                with self._lock:
+                    # An item may have been put after the wait ended and before the lock was taken.
+                    if replica_id in self._waiting:
+                        self._break_by_timeout(rendezvous)
+                delivered, value = mailbox.get()
         if not delivered:
             error_type, text = value
             raise error_type(text)
@@ -298,22 +278,30 @@ class Coordinator:
 
     # All methods below are called with the lock held.
 
-    def _arrive(self, sync_group: SyncGroup, identifier: Hashable, message: Any) -> Exchange:
-        self._raise_if_broken()
-        replica_id = sync_group.members[identifier]
-        if replica_id in self._waiting:
-            text = errors.second_thread_text(self.who(replica_id), str(self._waiting[replica_id]), sync_group.name)
-            raise RuntimeError(text)
-        number = sync_group.calls[identifier] = sync_group.calls[identifier] + 1
-        exchange = sync_group.exchanges.get(number)
-        if exchange is None:
-            exchange = sync_group.exchanges[number] = Exchange(sync_group.name, number, sync_group.members)
-        exchange.messages[identifier] = message
-        return exchange
+    def _arrive(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> None:
+        replica_id = rendezvous.members[identifier]
+        self._raise_if_broken(replica_id)
+        is_busy = replica_id in self._waiting or identifier in rendezvous.messages
+        if is_busy or not self._mailboxes[replica_id].empty():  # an answer that another thread has not taken yet
+            raise RuntimeError(
+                f"expected one thread of a replica to exchange at a time, but got {self.who(replica_id)} calling "
+                f"{rendezvous.name} while it waits in {self._waiting.get(replica_id, rendezvous)}; call synchronized "
+                "layers from one thread of each replica"
+            )
+        rendezvous.messages[identifier] = message
 
     def _deliver(self, replica_id: int, value: Any) -> None:
+        self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
         del self._waiting[replica_id]
-        self._mailboxes[replica_id].put((True, value))
+
+    def _find_end(self) -> None:
+        self.is_over = bool(self._devices) and len(self._left) == len(self._mailboxes)
+
+    def _raise_if_broken(self, replica_id: int) -> None:
+        if self._broken is not None:
+            self._released.add(replica_id)
+            error_type, text = self._broken
+            raise error_type(text)
 
     def _break(self, error_type: type[ReplicaSyncError], text: str) -> None:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
@@ -321,57 +309,62 @@ class Coordinator:
             self._broken = (error_type, text)
         for replica_id in list(self._waiting):
             self._mailboxes[replica_id].put((False, self._broken))
+            self._released.add(replica_id)
             del self._waiting[replica_id]
 
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            error_type, text = self._broken
-            raise error_type(text)
-
-    def _caused(self, error: BaseException) -> bool:
-        return self._broken is not None and errors.is_caused_by(error, self._broken[1])
-
-    def _is_gone(self, peer: int, replica_id: int) -> bool:
-        """Return whether `peer` has ended and will not call where `replica_id` waits, see NOTE [rounds]."""
-        return peer in self._left and self._rounds.get(peer, 0) >= self._rounds.get(replica_id, 0)
-
-    def _find_deadlock(self, replica_id: int, exchange: Exchange) -> None:
-        """Break if the wait that `replica_id` begins in `exchange` can never end."""
-        if not self._left and len(self._waiting) == len(exchange.messages):
-            return  # No replica has ended, and all that wait are in this exchange.
+    def _find_deadlock(self, replica_id: int, rendezvous: Rendezvous) -> None:
+        """Break if the wait that `replica_id` begins can never end."""
+        if not self._left and len(self._waiting) == len(rendezvous.messages):
+            return  # No replica has ended, and all that wait are here.
+        todo = rendezvous.awaited()
+        for peer in todo:
+            if peer in self._left:
+                return self._break_by_absence(peer, rendezvous)
         seen: set[int] = set()
-        todo = exchange.needed()
-        gone = next((peer for peer in todo if self._is_gone(peer, replica_id)), None)
-        if gone is not None:
-            return self._break(ReplicaSyncError, self._left_text(gone, exchange))
         while todo:
             peer = todo.pop()
             if peer == replica_id:
-                return self._break(ReplicaSyncError, errors.deadlock_text(self._places(self._waiting)))
+                places = ", ".join(f"{self.who(one)} in {self._waiting[one]}" for one in sorted(self._waiting))
+                return self._break(
+                    ReplicaSyncError,
+                    f"expected all replicas to reach the same layer, but got {places}; make every replica call the "
+                    "synchronized layers in the same order",
+                )
             if peer in self._waiting and peer not in seen:
                 seen.add(peer)
-                todo += self._waiting[peer].needed()
+                todo += self._waiting[peer].awaited()
 
-    # The texts of the messages.
+    def _break_by(self, replica_id: int, error: BaseException) -> None:
+        self._break(
+            ReplicaSyncError,
+            f"expected all replicas to finish, but got {type(error).__name__} in {self.who(replica_id)}; "
+            "fix that error, this replica was only released",
+        )
+
+    def _break_by_absence(self, replica_id: int, rendezvous: Rendezvous) -> None:
+        self._break(
+            ReplicaSyncError,
+            f"expected every replica to call {rendezvous.name} equally often, but got {self.who(replica_id)}, which "
+            f"{self._left[replica_id]}, while {self._wait_text(rendezvous)} ({rendezvous}); make every replica call "
+            "every synchronized layer in every forward",
+        )
+
+    def _break_by_timeout(self, rendezvous: Rendezvous) -> None:
+        late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in rendezvous.awaited())
+        self._break(
+            ReplicaTimeoutError,
+            f"expected all replicas within {self.timeout:g} seconds, but got a timeout while "
+            f"{self._wait_text(rendezvous)} for {late} ({rendezvous}); pass a longer timeout if it is only slow, and "
+            "run replicas in threads of their own: one after another in one thread they can never exchange",
+        )
 
     def _state(self, replica_id: int) -> str:
         if replica_id in self._left:
             return self._left[replica_id]
         if replica_id in self._waiting:
             return f"waits in {self._waiting[replica_id]}"
-        return "is running" if replica_id in self._rounds else "has not started"
+        return "is running" if replica_id in self._running else "has not started"
 
-    def _places(self, replica_ids: Collection[int]) -> str:
-        return ", ".join(f"{self.who(replica)} in {self._waiting[replica]}" for replica in sorted(replica_ids))
-
-    def _wait_text(self, exchange: Exchange) -> str:
-        waiting = sorted(replica for replica, other in self._waiting.items() if other is exchange)
+    def _wait_text(self, rendezvous: Rendezvous) -> str:
+        waiting = sorted(replica for replica, other in self._waiting.items() if other is rendezvous)
         return f"{' and '.join(map(self.who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
-
-    def _left_text(self, replica_id: int, exchange: Exchange) -> str:
-        who, how = self.who(replica_id), self._left[replica_id]
-        return errors.left_text(exchange.name, who, how, self._wait_text(exchange), str(exchange))
-
-    def _timeout_text(self, exchange: Exchange) -> str:
-        late = " and ".join(f"{self.who(replica)}, which {self._state(replica)}" for replica in exchange.needed())
-        return errors.timeout_text(self.timeout, self._wait_text(exchange), late, str(exchange))

@@ -1,4 +1,4 @@
-"""What goes wrong between replicas: the exception classes, their wording, and how an exception reaches the caller."""
+"""The errors of replicas: their classes, and how an exception goes from the thread of a replica to the caller."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class CapturedError:
     """
 
     def __init__(self, error: BaseException, replica_id: int, device: str) -> None:
-        self.replica_id = replica_id
         self._type = type(error)
         try:
             original = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -57,7 +56,7 @@ class CapturedError:
         `torch.nn.parallel.parallel_apply`.
         """
         if self._twin is not None:
-            return _without_frames(self._twin)  # a new copy: the raised one holds frames that hold this object
+            return self._twin
         text = _KeyErrorText(self._text) if issubclass(self._type, KeyError) else self._text
         try:
             rebuilt = self._type(text)
@@ -94,64 +93,3 @@ def is_caused_by(error: BaseException | None, text: str) -> bool:
         seen.add(id(link))
         todo += [link.__cause__, link.__context__]
     return False
-
-
-# The wording: `<expected>, but got <actual> (<where>); <what to do>`. docs/troubleshooting.md explains every text.
-
-
-def failed_text(who: str, error: BaseException) -> str:
-    """Return the text for the peers of a replica that failed."""
-    return (
-        f"expected all replicas to finish, but got {type(error).__name__} in {who}; "
-        "fix that error, this replica was only released"
-    )
-
-
-def aborted_text(error: BaseException) -> str:
-    """Return the text for replicas for which their caller no longer waits."""
-    return (
-        f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
-        "this replica was only released"
-    )
-
-
-def swallowed_text(text: str) -> str:
-    """Return the text for replicas that have caught the error of an exchange, and returned."""
-    return (
-        "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one and "
-        "went on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error that they "
-        f"caught: {text}"
-    )
-
-
-def left_text(layer: str, who: str, how: str, waiting: str, exchange: str) -> str:
-    """Return the text for replicas that wait in a layer for one that has ended."""
-    return (
-        f"expected every replica to call {layer} equally often, but got {who}, which {how}, while {waiting} "
-        f"({exchange}); make every replica call every synchronized layer in every forward"
-    )
-
-
-def deadlock_text(places: str) -> str:
-    """Return the text for replicas that wait for each other in different layers or calls."""
-    return (
-        f"expected all replicas to reach the same layer, but got {places}; "
-        "make every replica call the synchronized layers in the same order"
-    )
-
-
-def timeout_text(timeout: float, waiting: str, late: str, exchange: str) -> str:
-    """Return the text for a timeout, which names the replicas that wait, and those that are late."""
-    return (
-        f"expected all replicas within {timeout:g} seconds, but got a timeout while {waiting} for {late} ({exchange}); "
-        "pass a longer timeout if it is only slow, and run replicas in threads of their own: one after another in one "
-        "thread they can never exchange"
-    )
-
-
-def second_thread_text(who: str, exchange: str, layer: str) -> str:
-    """Return the text for two threads of one replica that exchange at the same time."""
-    return (
-        f"expected one thread of a replica to exchange at a time, but got {who} calling {layer} while it waits "
-        f"in {exchange}; call synchronized layers from one thread of each replica"
-    )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sync_batchnorm import distributed
-from sync_batchnorm.autograd import Settings
-from sync_batchnorm.backends.base import BatchStatistics, RunningStatistics
-from sync_batchnorm.comm import SyncMaster
-from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.functional import Pipe, merge_messages, sync_batch_norm
-from sync_batchnorm.places import current_place
-from sync_batchnorm.replica import is_in_replica, raise_foreign_layer
-from sync_batchnorm.replicate import CallbackContext
-from sync_batchnorm.torch_private import BatchNormBase
-from sync_batchnorm.warning import ModuleSet, warn
+from . import distributed
+from .backends.base import RunningStatistics
+from .comm import SlavePipe, SyncMaster
+from .exchange import Settings, merge_requests, sync_batch_norm
+from .glue import ModuleSet, in_transform_error, uncompiled, warn
+from .replica import is_in_replica, raise_foreign_layer
+from .torch_private import BatchNormBase, in_transform
 
 __all__ = [
     "SynchronizedBatchNorm",
@@ -28,13 +24,6 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-# In a pickle of a whole model, a layer of the older library holds a `SyncMaster`, which holds a method of the layer:
-# loading looks up its name. The attributes by which such a layer synchronizes are dropped.
-_STATE_OF_OLDER = ("_sync_master", "_is_parallel", "_parallel_id", "_slave_pipe")
-
-MOST_PENDING = 16  # the most calls of a replica whose statistics are not yet in its buffers; arbitrary
 
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
@@ -94,8 +83,11 @@ class SyncOptions(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-class _LayerMaster(SyncMaster):
+class LayerMaster(SyncMaster):
     """The `SyncMaster` of a layer: it belongs to one forward, and a copy or pickle is None, as of a `SlavePipe`."""
+
+    device: torch.device | None = None  # where it merges, if known
+    _may_be_kept = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -112,12 +104,14 @@ class _SynchronizedBatchNorm(BatchNormBase):
     eps_mode: str | None = None
     group_size: int | None = None
     process_group: Any = None
-    _sync_pipe: Pipe | None = None
+    _sync_pipe: LayerMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
-    _sync_pending: list[BatchStatistics | None] | None = None
     _sync_master_device: torch.device | None = None
+    _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
+    _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
-    _data_parallel_master: None = None  # looked up by old pickles, see `_STATE_OF_OLDER`
+    # In a pickle of a whole model, a layer of the older library holds a `SyncMaster`, which holds this method.
+    _data_parallel_master: None = None
 
     def __init__(
         self,
@@ -140,24 +134,22 @@ class _SynchronizedBatchNorm(BatchNormBase):
         options.check()
         self.__dict__.update(options.given())
 
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
-        first = 0 if self.group_size is None else copy_id - copy_id % self.group_size
-        if copy_id == first:
-            ctx.sync_master = _LayerMaster(merge_messages)
-            tensor = self.weight if self.running_mean is None else self.running_mean
-            ctx.master_device = None if tensor is None else tensor.device
         state = self.__dict__  # set directly, which is faster than `nn.Module.__setattr__`
-        state["_sync_pipe"] = ctx.sync_master if copy_id == first else ctx.sync_master.register_slave(copy_id)
-        state["_sync_master_device"] = ctx.master_device
+        if copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0:
+            ctx.sync_master = state["_sync_pipe"] = LayerMaster(merge_requests)
+            tensor = self.weight if self.running_mean is None else self.running_mean
+            ctx.sync_master.device = None if tensor is None else tensor.device
+        else:
+            state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
+        state["_sync_master_device"] = ctx.sync_master.device
         state["_sync_updates_running_stats"] = copy_id == 0
-        if copy_id and self.track_running_stats:
-            state["_sync_pending"] = []
+        if copy_id == 1 and self.training and self._active_group() is not None:
+            raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            if self._sync_pending:
-                self._catch_up(self._sync_pending)
             return BatchNormBase.forward(self, input)  # `super()` may be a user's class, see `convert_model`
         if self._sync_pipe is None:
             if is_in_replica():
@@ -169,42 +161,23 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     @uncompiled
     def _forward_synchronized(self, input: Tensor) -> Tensor:
-        group = self._active_group()  # no argument: the compiler of torch 2.12 cannot pass a group
+        pipe = self._sync_pipe
+        if in_transform():
+            raise in_transform_error(type(self).__name__)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
-        running = None
-        if self.track_running_stats and (self._sync_pipe is None or self._sync_updates_running_stats):
+        group = running = None
+        if pipe is None:
+            group = self._active_group()  # no argument: the compiler of torch 2.12 cannot pass a group
+        if self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        pending = self._sync_pending
-        if pending is not None and len(pending) >= MOST_PENDING:
-            self._catch_up(pending)
+        # A module may compute weights in its forward; torch lists those that it has given to a replica.
+        given = self.__dict__.get("_former_parameters", {})
+        weight_of_module = given.get("weight") is weight and given.get("bias") is bias
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
-        settings = Settings(self.eps, clamps, group, running, self._has_weight_of_module(), self._sync_master_device)
-        return sync_batch_norm(input, weight, bias, self._sync_pipe, settings, self, pending)
-
-    @uncompiled
-    def _catch_up(self, pending: list[BatchStatistics | None]) -> None:
-        """Update the buffers of this replica, which are copies, with the statistics of the calls of this forward.
-
-        This happens only when the buffers are used, in eval mode, since most forwards do not do so after a call in
-        training mode; and after `MOST_PENDING` calls, in replicas that are kept.
-        """
-        running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        for batch in pending:
-            if batch is None or running.mean is None:
-                running.count_call()
-            else:
-                batch.update(running, current_place(running.mean.device))
-        pending.clear()
-
-    def _has_weight_of_module(self) -> bool:
-        """Return whether weight and bias are the parameters of the wrapped module, which torch gives to all replicas.
-
-        A module may compute others in its forward. `_former_parameters` lists what torch has given to a replica.
-        """
-        former = self.__dict__.get("_former_parameters", {})
-        return former.get("weight") is self.weight and former.get("bias") is self.bias
+        settings = Settings(self.eps, clamps, group, running, weight_of_module, self._sync_master_device)
+        return sync_batch_norm(input, weight, bias, pipe, settings)
 
     def _active_group(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -223,13 +196,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
             )
         return None
 
-    @classmethod
-    def convert_sync_batchnorm(cls, module: ModuleT, process_group: Any = None) -> ModuleT:
-        """Call `convert_model`; `torch.nn.SyncBatchNorm` has a method of this name."""
-        from sync_batchnorm.conversion import convert_model
-
-        return convert_model(module, process_group=process_group)
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if state.get("process_group") is not None:
@@ -237,7 +203,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = {name: value for name, value in state.items() if name not in _STATE_OF_OLDER}
+        # The pickle of a layer of the older library holds a `SyncMaster`.
+        state = {name: value for name, value in state.items() if not isinstance(value, SyncMaster)}
         shared = state.get("process_group")
         if isinstance(shared, distributed.SharedGroup):
             state["process_group"] = shared.group

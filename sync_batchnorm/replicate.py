@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from operator import attrgetter
-from time import monotonic
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from sync_batchnorm import distributed, profiling
-from sync_batchnorm.comm import joining
-from sync_batchnorm.compilation import uncompiled
-from sync_batchnorm.coordinator import DEFAULT_TIMEOUT, Coordinator
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel, DeviceId
-from sync_batchnorm.replica import CallerState, OwnCall, Watch, is_in_replica, raise_foreign_layer, watch_of
-from sync_batchnorm.torch_private import (
-    BatchNormBase,
-    compiled_module_type,
-    in_transform,
-    refuse_other_calls,
-)
-from sync_batchnorm.warning import ModuleSet, warn
+from .comm import SyncMaster, joining
+from .coordinator import DEFAULT_TIMEOUT, Coordinator
+from .glue import Derived, ModuleSet, in_transform_error, spans_of_forward, swap_class, uncompiled, warn
+from .glue import _bare as _bare  # looked up by older pickles
+from .parallel.data_parallel import AnyDeviceDataParallel, DeviceId
+from .replica import CallerModes, Replica, Run, is_in_replica, raise_foreign_layer
+from .torch_private import BatchNormBase, compiled_module_type, in_transform
 
 __all__ = [
     "CallbackContext",
@@ -42,20 +32,24 @@ __all__ = [
     "patch_replication_callback",
 ]
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
 
 
 class CallbackContext:
     """What the copies of one submodule share during one forward; set any attribute on it.
 
-    `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with.
+    `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with. A
+    `SyncMaster` that is put here belongs to this forward, and its master is the replica of the callback that runs.
     """
 
     if TYPE_CHECKING:  # Any attribute may be set, with any type.
 
         def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, SyncMaster):
+            value.join()
+        object.__setattr__(self, name, value)
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
@@ -69,28 +63,24 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         modules: the replicas of one module, in the order of their copy ids.
     """
     _refuse_training_in_replica(modules[0], modules[0])
-    _execute_callbacks(modules, Coordinator(span=profiling.spans_of_forward()))
+    _execute_callbacks(modules, Coordinator(span=spans_of_forward()))
 
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
     # This walks through the first replica only; in the others, it looks up the modules that have a callback.
     contexts = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
-    for copy_id, replica in enumerate(modules):
-        for name, ctx in contexts:
-            module: Any = _submodule(replica, name)
-            with joining(coordinator, copy_id, name or type(module).__name__):
-                module.__data_parallel_replicate__(ctx, copy_id)
+    with joining(coordinator) as here:
+        for here.replica_id, replica in enumerate(modules):
+            for name, ctx in contexts:
+                module: Any = attrgetter(name)(replica) if name else replica
+                here.name = name or type(module).__name__
+                module.__data_parallel_replicate__(ctx, here.replica_id)
     return bool(contexts)
 
 
 def _is_called_back(module: nn.Module) -> bool:
     return hasattr(type(module), "__data_parallel_replicate__")
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module:
-    submodule: nn.Module = attrgetter(name)(module) if name else module
-    return submodule
 
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
@@ -99,80 +89,16 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
         raise_foreign_layer(wrapper)
 
 
-def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
-    """Return an object without attributes, which unpickling or copying then sets.
-
-    Its class is ``derive(cls)``, or `cls` in pickles of version 1.1 that hold a replica, which have no `derive`.
-    """
-    cls = cls if derive is None else derive(cls)
-    return cls.__new__(cls)
-
-
-class Derived(nn.Module):
-    """The base of all classes that are derived here from a class of the user's.
-
-    A pickle names the user's class, and loading derives from it again.
-    """
-
-    _original: type[nn.Module]
-    _derive: Callable[[Any], type[nn.Module]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = tuple(super().__reduce_ex__(protocol))
-        return _bare, (self._original, self._derive), *rest
-
-
-def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make `cls` the class of `module`, also if `module.__setattr__` sets attributes of another module."""
-    object.__setattr__(module, "__class__", cls)
-
-
-class _Unregistered(nn.Module):
-    """The base of classes that are made here. It skips the user's `__init_subclass__`, which may register them."""
-
-    def __init_subclass__(cls) -> None:
-        pass
-
-
-# Seconds that an interrupted caller waits for its replicas: arbitrary, longer than most operations take. The program
-# probably ends then, and it would abort if a daemon thread were inside of torch ("terminate called without an active
-# exception").
-_PATIENCE = 1.0
-
-
-def _give_up(coordinators: Sequence[Coordinator], error: BaseException) -> None:
-    """Release the replicas, because their caller no longer waits for them."""
-    for coordinator in coordinators:
-        coordinator.abort(error)
-    if not isinstance(error, Exception):
-        deadline = monotonic() + _PATIENCE
-        for coordinator in coordinators:
-            coordinator.drain(max(0.0, deadline - monotonic()))
-
-
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
-    """Raise an error for a module that cannot be replicated, before anything is changed.
-
-    Raises:
-        RuntimeError: naming the submodules; also inside of a transform of `torch.func`, which is active in its own
-            thread only.
-    """
+    """Raise an error that names the submodules which cannot be replicated, before anything is changed."""
     if in_transform():
-        raise RuntimeError(
-            "expected replicas outside of the transforms of torch.func, but got a call of "
-            f"{type(wrapper).__name__} inside of one, such as grad or vmap; use torch.autograd.grad, with "
-            "create_graph=True for gradients of gradients, or call the wrapped module itself"
-        )
+        raise in_transform_error(type(wrapper).__name__)
     compiled_type = compiled_module_type()
     compiled = []
     for name, child in module.named_modules():
         if isinstance(child, compiled_type):
             compiled.append(name or "the module itself")
-        elif (
-            isinstance(child, DataParallel)
-            and len(child.device_ids) > 1
-            and type(child).forward is not _Callbacks.forward
-        ):
+        elif isinstance(child, DataParallel) and len(child.device_ids) > 1 and not hasattr(child, "_sync_timeout"):
             raise RuntimeError(
                 f"expected one wrapper around the replicas, but got {name or 'the module itself'!r} "
                 f"({type(child).__name__}) inside of a {type(wrapper).__name__}; put its .module in its place, or "
@@ -183,38 +109,6 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
         raise RuntimeError(
             f"expected modules that can be replicated, but got {compiled} from torch.compile (their attribute "
             "_orig_mod is the module); put the module back in its place, and compile functions that its forward calls"
-        )
-
-
-def _detach_from_originals(module: nn.Module, replicas: Sequence[nn.Module]) -> None:
-    """Bind methods that are attributes, as in ``self.forward = self.forward_quick``, to the modules of each replica.
-
-    A replica has the attributes of the original, and a bound method among them would run the original. A compiled call
-    would do so too, and is removed with a warning.
-    """
-    names = {child: name for name, child in module.named_modules()}
-    compiled = []
-    for child, name in names.items():
-        bound = {
-            key: (value.__func__, names[value.__self__])
-            for key, value in child.__dict__.items()
-            if type(value) is MethodType and isinstance(value.__self__, nn.Module) and value.__self__ in names
-        }
-        if child.__dict__.get("_compiled_call_impl") is not None:  # of `Module.compile`: a closure over the original
-            compiled.append(name or "the module itself")
-            for replica in replicas:
-                _submodule(replica, name).__dict__["_compiled_call_impl"] = None
-        for replica in replicas if bound else ():
-            for key, (function, owner) in bound.items():
-                copy, itself = _submodule(replica, name), _submodule(replica, owner)
-                method = MethodType(function, itself)
-                # A method of another module may have been bound before the class of that module was converted.
-                copy.__dict__[key] = method if copy is itself else getattr(itself, function.__name__, method)
-    if compiled:
-        warn(
-            f"expected modules that replicas can run as they are, but got {compiled} compiled by Module.compile(), "
-            "which holds for the original alone, so replicas run them uncompiled; put @torch.compile on functions "
-            "that their forward calls"
         )
 
 
@@ -233,8 +127,10 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
         )
 
 
-# The coordinators of the call of a wrapper that runs in this thread.
-_coordinators: ContextVar[list[Coordinator]] = ContextVar("sync_batchnorm_coordinators")
+# Seconds that an interrupted caller waits for its replicas: arbitrary, longer than most operations take. The program
+# probably ends then, and it would abort if a daemon thread were inside of torch ("terminate called without an active
+# exception").
+_PATIENCE = 1.0
 
 
 class _Callbacks(DataParallel[Any]):
@@ -245,82 +141,59 @@ class _Callbacks(DataParallel[Any]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
             return self.module(*inputs, **kwargs)
+        if len(self.device_ids) > 1:
+            return self._forward_in_replicas(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
     @uncompiled
+    def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs)
+
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
-        if len(device_ids) == 1 and not (distributed.has_peers() and torch.is_grad_enabled()):
-            # With peers, a single chunk runs as a replica too: see NOTE [order of a backward] in `distributed.py`.
+        if len(device_ids) == 1:
             return [module]
-        refuse_other_calls()
         _refuse_training_in_replica(self, module)
         _refuse_what_cannot_be_replicated(self, module)
-        replicas: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[arg-type]
-        _detach_from_originals(module, replicas)
-        devices = [str(device) for device in device_ids]
-        coordinator = Coordinator(devices, self._sync_timeout, profiling.spans_of_forward())
-        _coordinators.get([]).append(coordinator)
-        if not _execute_callbacks(replicas, coordinator):
-            _warn_of_plain_layers(self, module)
-        replicas = [r if type(r).__call__ is nn.Module.__call__ else OwnCall(r) for r in replicas]
-        state = CallerState()
-        for replica_id, replica in enumerate(replicas):
-            watch = Watch(module, replica, coordinator, replica_id, state)
-            replica.__dict__["_compiled_call_impl"] = watch
-        return replicas
-
-    @uncompiled
-    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
-        watches = [watch for watch in map(watch_of, replicas) if watch is not None]
-        if not watches:
-            return super().parallel_apply(replicas, inputs, kwargs)
-        state = CallerState()
-        for watch in watches:
-            watch.state, watch.raises = state, True
-        coordinator = watches[0].coordinator
-        coordinator.call([watch.replica_id for watch in watches])
+        replicas = super().replicate(module, device_ids)  # type: ignore[arg-type]
+        coordinator = Coordinator(list(map(str, device_ids)), self._sync_timeout, spans_of_forward())
         try:
-            with profiling.recorded_in_part():
-                outputs: list[Any] = super().parallel_apply(replicas, inputs, kwargs)
+            has_callbacks = _execute_callbacks(replicas, coordinator)
         except BaseException as error:
-            if coordinator in _coordinators.get([]):
-                coordinator.abort(error)  # and `__call__` waits for the replicas
-            else:
-                _give_up([coordinator], error)
-            # Any other exception was raised in this thread while replicas ran, as by Ctrl-C: see `Watch`.
-            failure = coordinator.failure() if isinstance(error, Exception) else None
+            coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
+            raise
+        if not has_callbacks:
+            _warn_of_plain_layers(self, module)
+        modes = CallerModes()
+        return [Replica(replica, Run(module, coordinator, i, modes)) for i, replica in enumerate(replicas)]
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
+        modes = CallerModes()
+        watched = [replica for replica in replicas if isinstance(replica, Replica)]
+        if not watched:  # the module itself, for a single chunk, or replicas that the user has made
+            coordinator = Coordinator(list(map(str, self.device_ids[: len(replicas)])), self._sync_timeout)
+            watched = [Replica(replica, Run(replica, coordinator, i, modes)) for i, replica in enumerate(replicas)]
+            replicas = watched
+        coordinator = watched[0]._sync_run.coordinator
+        coordinator.expect([replica._sync_run.replica_id for replica in watched])
+        for replica in watched:
+            replica._sync_run.modes = modes
+        try:
+            outputs: list[Any] = super().parallel_apply(replicas, *args, **kwargs)
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            failure = None if interrupted else coordinator.failure()  # asked before replicas fail because of the abort
+            coordinator.abort(error, _PATIENCE if interrupted else 0.0)
             if failure is None:
                 raise
         else:
-            coordinator.raise_if_swallowed()
-            distributed.count_all_calls()  # before the nodes that gather the outputs
-            return outputs
-        finally:
-            for watch in watches:
-                watch.raises = False
-        raise failure.rebuild()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A user's own `forward` may run the replicas without `parallel_apply`. However it ends, the replicas are
-        # released, and the original error is raised instead of one that is only its consequence.
-        coordinators: list[Coordinator] = []
-        token = _coordinators.set(coordinators)
-        try:
-            output = super().__call__(*args, **kwargs)
-            for coordinator in coordinators:
-                coordinator.raise_if_swallowed()
-            return output
-        except BaseException as error:
-            failure = None
-            _give_up(coordinators, error)
-            for coordinator in coordinators:
-                if failure is None and coordinator.has_caused(error):
-                    failure = coordinator.failure()
+            failure = coordinator.failure(returned=True)
             if failure is None:
-                raise
+                return outputs
+        try:
+            raise failure
         finally:
-            _coordinators.reset(token)
-        raise failure.rebuild()
+            del failure  # or it and this frame would hold each other
 
 
 class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
@@ -330,9 +203,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
     or ends while others wait for it, they are released at once and the caller gets the original exception.
 
-    If a batch makes a single chunk, the module itself runs: no replicas, no threads, no callbacks. Only if several
-    processes of `torch.distributed` train together does it run in a replica, as with larger batches. A wrapper inside
-    of a replica runs its module directly too; the outer wrapper calls the callbacks in it.
+    If a batch makes a single chunk, the module itself runs: no replicas, no threads, no callbacks. A wrapper inside of
+    a replica runs its module directly too; the outer wrapper calls the callbacks in it.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -348,8 +220,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, or if a replica trains a synchronized layer that does not belong to it, also in another
-            wrapper.
+            replicated, if a replica trains a synchronized layer that does not belong to it, also in another wrapper,
+            or if `torch.distributed` has several processes and a replica trains a layer that synchronizes them.
         ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:
@@ -402,7 +274,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
     names = {"__module__": cls.__module__, "_original": cls, "_derive": staticmethod(_patched)}
-    return type(cls.__name__, (_Unregistered, Derived, _Callbacks, cls), names)
+    return type(cls.__name__, (Derived, _Callbacks, cls), names)
 
 
 def _checked_timeout(timeout: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from timm.layers import BatchNormAct2d
 from torch import Tensor
 
-from sync_batchnorm.layers import SynchronizedBatchNorm2d
+from .layers import SynchronizedBatchNorm2d
 
 __all__ = ["SynchronizedBatchNormAct2d"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-from sync_batchnorm.local_parallel import needs_own_parallel
+from sync_batchnorm.parallel.data_parallel import needs_own_parallel
 
 
 def skip_module_without(*packages: str) -> None:
@@ -119,6 +119,8 @@ needs_bias_argument = pytest.mark.skipif(not WITHOUT_BIAS, reason="the layers of
 
 # What tests ignore that train a model which nobody has converted, to see that a comparison tells it.
 WARNING_OF_BASELINES = "ignore:expected batch norms that synchronize:UserWarning"
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float64: 1e-10,

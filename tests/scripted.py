@@ -12,8 +12,9 @@ from helpers import assert_equal
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
-from sync_batchnorm.local_parallel import as_device, replicate
-from sync_batchnorm.scatter_gather import gather, scatter
+from sync_batchnorm.parallel.copies import replicate
+from sync_batchnorm.parallel.data_parallel import as_device
+from sync_batchnorm.parallel.scatter_gather import gather, scatter
 
 R = 3  # replicas of most tests; every replica gets two rows
 

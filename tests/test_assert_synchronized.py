@@ -23,7 +23,6 @@ from sync_batchnorm import (
     patch_replication_callback,
 )
 from sync_batchnorm.layers import _warned
-from sync_batchnorm.local_parallel import replicate
 
 
 def _net() -> nn.Sequential:
@@ -137,53 +136,34 @@ WARNING = (
 )
 
 
-def _warnings(model: nn.Module, forwards: int = 3) -> list[warnings.WarningMessage]:
-    wrapper = TorchStyle(model, 3)
+def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(forwards):
-            wrapper(torch.randn(6, 4))
-    return caught
+            parallel(torch.randn(6, 4))
+    return [str(warning.message) for warning in caught]
 
 
-def test_stock_wrapper_warns_with_the_fix():
-    with pytest.warns(UserWarning, match=WARNING):
-        TorchStyle(SynchronizedBatchNorm1d(4), 2)(torch.randn(4, 4))
-
-
-def test_stock_wrapper_around_ours_warns_with_the_fix():
-    (warning,) = _warnings(DataParallelWithCallback(SynchronizedBatchNorm1d(4), ["cpu"] * 2))
-    assert re.match(WARNING, str(warning.message))
-
-
-def test_warning_comes_once_for_each_layer():
-    model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), SynchronizedBatchNorm1d(4))
-    assert len(_warnings(model)) == 2
-    assert len(_warnings(model)) == 0
-
-
-def test_copy_of_a_layer_warns_for_itself():
-    model = SynchronizedBatchNorm1d(4)
-    assert len(_warnings(model)) == 1
-    assert len(_warnings(copy.deepcopy(model))) == 1
-
-
-def test_warning_leaves_nothing_on_the_module():
-    model = SynchronizedBatchNorm1d(4)
-    before = set(model.__dict__)
-    _warnings(model)
-    assert set(model.__dict__) == before
+def test_stock_wrapper_warns_with_the_fix_once_for_each_layer_and_copy():
+    model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
+    before = [set(vars(layer)) for layer in model]
+    texts = _caught(TorchStyle(model, 3))
+    assert len(texts) == 2
+    assert all(re.match(WARNING, text) for text in texts)
+    assert not _caught(TorchStyle(model, 3))
+    assert len(_caught(TorchStyle(copy.deepcopy(model), 3))) == 2
+    assert [set(vars(layer)) for layer in model] == before
 
 
 def test_warned_layers_are_forgotten_with_their_module():
     gc.collect()
-    before = len(_warned)
+    before = len(_warned._found)
     model = SynchronizedBatchNorm1d(4)
-    _warnings(model)
-    assert len(_warned) == before + 1
+    _caught(TorchStyle(model, 3))
+    assert len(_warned._found) == before + 1
     del model
     gc.collect()
-    assert len(_warned) == before
+    assert len(_warned._found) == before
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.eval, lambda model: model], ids=["eval", "unwrapped"])
@@ -205,14 +185,6 @@ PLAIN = (
 
 def _plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
-
-
-def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(forwards):
-            parallel(torch.randn(6, 4))
-    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -272,18 +244,10 @@ def test_model_that_need_not_be_converted_does_not_warn(model):
 
 def test_warning_does_not_depend_on_who_comes_first():
     layer = SynchronizedBatchNorm1d(4)
-    replicas = replicate(layer, [torch.device("cpu")] * 4, False)
-    barrier = threading.Barrier(4)
+    barrier = threading.Barrier(3)
 
-    def run(replica: nn.Module) -> None:
-        barrier.wait()
-        replica(torch.randn(4, 4))
+    def meet(*_: object) -> None:
+        barrier.wait(5.0)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        threads = [threading.Thread(target=run, args=(replica,)) for replica in replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(caught) == 1
+    layer.register_forward_pre_hook(meet)
+    assert len(_caught(TorchStyle(layer, 3), forwards=1)) == 1

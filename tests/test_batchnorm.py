@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import KERNELS, device_lists
+from conftest import device_lists
 from helpers import (
     TwoLayers,
     as_devices,
@@ -27,11 +27,11 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
-    SyncMaster,
     convert_model,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.local_parallel import AnyDeviceDataParallel
+from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.parallel.data_parallel import AnyDeviceDataParallel
 
 LAYERS = {
     SynchronizedBatchNorm1d: nn.BatchNorm1d,
@@ -53,9 +53,8 @@ def outcome(function):
 @pytest.fixture
 def exchanges(monkeypatch):
     """A list that gets one item for each exchange of replicas."""
-    counted = []
-    run_master = SyncMaster.run_master
-    monkeypatch.setattr(SyncMaster, "run_master", lambda self, msg: (counted.append(self), run_master(self, msg))[1])
+    counted, collect = [], Coordinator.collect
+    monkeypatch.setattr(Coordinator, "collect", lambda self, *args: (counted.append(self), collect(self, *args))[1])
     return counted
 
 
@@ -317,7 +316,9 @@ def test_moving_and_casting_between_forwards_works(devs):
 
 
 def test_public_names_of_the_file_are_those_of_the_package():
-    assert set(sync_batchnorm.batchnorm.__all__) <= set(sync_batchnorm.__all__)
+    from sync_batchnorm import batchnorm
+
+    assert set(batchnorm.__all__) <= set(sync_batchnorm.__all__)
 
 
 class Transposing(nn.Module):
@@ -350,13 +351,14 @@ class Deciding(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
-@pytest.mark.usefixtures("kernel")
-def test_eps_of_the_master_holds_for_all(devices, first):
+def test_replicas_of_different_eps_are_refused_with_both(devices, first):
     _, parallel = twins(Deciding().double(), devices)
-    expected = copy.deepcopy(parallel)
+    before = copy.deepcopy(parallel.module)
     data, numbers = doubles(6, 4, 3, 3, devices=devices), torch.zeros(len(devices), 1)
     numbers[first] = 1
     rows = numbers.repeat_interleave(6 // len(devices), 0).to(data.device)
-    assert_equal(parallel(data, rows), expected(data, torch.full_like(rows, float(first == 0))))
-    assert_same_state(parallel, expected.module)
+    text = rf"layers of one eps and eps_mode, but got .*\(eps=7.0, clamp\) in replica {first}"
+    with pytest.raises(ValueError, match=text) as raised:
+        parallel(data, rows)
+    assert f"(eps=1e-05) in replica {1 - first}" in str(raised.value)
+    assert_same_state(parallel, before)

@@ -7,8 +7,17 @@ import pickle
 import threading
 
 import pytest
+from scripted import WRAPPERS, TorchStyle
+from torch import nn, stack, tensor
 
-from sync_batchnorm import ReplicaSyncError, SlavePipe, SyncMaster
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SlavePipe,
+    SyncMaster,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
 from sync_batchnorm.comm import joining
 from sync_batchnorm.coordinator import Coordinator
 
@@ -52,9 +61,16 @@ def test_calls_are_matched_by_their_number():
     assert [messages for _, messages in results[0]] == [[(0, -i), (1, i)] for i in range(200)]
 
 
-def test_master_alone_meets_nobody():
-    master = SyncMaster(everything)
+def test_master_alone_exchanges_with_nobody_even_after_a_failure():
+    def merge(messages):
+        if messages[0][1] is None:
+            raise ArithmeticError
+        return everything(messages)
+
+    master = SyncMaster(merge)
     assert master.nr_slaves == 0
+    with pytest.raises(ArithmeticError):
+        master.run_master(None)
     assert master.run_master("own") == (0, [(0, "own")])
 
 
@@ -90,20 +106,27 @@ def test_registering_after_use_begins_anew(used):
     )
 
 
-def test_reduction_that_fails_is_raised_by_the_master_and_releases_the_slaves():
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_merge_that_fails_or_is_interrupted_is_raised_by_the_master_and_releases_the_slaves(error):
     def fails(messages):
-        raise ArithmeticError("the reduction")
+        raise error("the merge")
 
     master = SyncMaster(fails)
     slaves = [master.register_slave(i) for i in (1, 2)]
-    *released, raised = together(*[lambda s=s: s.run_slave(0) for s in slaves], lambda: master.run_master(0))
-    assert isinstance(raised, ArithmeticError)
-    assert all(isinstance(error, ReplicaSyncError) for error in released)
-    assert all("got ArithmeticError in replica 0; fix that error" in str(error) for error in released)
+    released = []
+    threads = [threading.Thread(target=lambda s=s: released.extend(together(lambda: s.run_slave(0)))) for s in slaves]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(error, match="the merge"):
+        master.run_master(0)
+    for thread in threads:
+        thread.join()
+    assert [type(other) for other in released] == [ReplicaSyncError] * 2
+    assert all(f"got {error.__name__} in replica 0; fix that error" in str(other) for other in released)
 
 
-@pytest.mark.parametrize("results", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)]])
-def test_reduction_that_does_not_answer_everybody_is_refused(results):
+@pytest.mark.parametrize("results", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)], [(0, 1), (2, 1)]])
+def test_merge_that_does_not_answer_everybody_is_refused(results):
     master = SyncMaster(lambda messages: results)
     slave = master.register_slave(1)
     released, raised = together(lambda: slave.run_slave(0), lambda: master.run_master(0))
@@ -116,54 +139,25 @@ def test_reduction_that_does_not_answer_everybody_is_refused(results):
 def test_broken_exchange_stays_broken():
     master = SyncMaster(everything)
     slave = master.register_slave(1)
-    slave._coordinator.abort(OSError())
+    slave._coordinator.interrupt(1, OSError())
     for _ in range(2):
-        with pytest.raises(ReplicaSyncError, match="got OSError in its thread; this replica was only released"):
-            slave.run_slave(0)
-        with pytest.raises(ReplicaSyncError, match="got OSError in its thread"):
-            master.run_master(0)
+        for run in (slave.run_slave, master.run_master):
+            with pytest.raises(ReplicaSyncError, match="got OSError in replica 1; fix that error, this replica was on"):
+                run(0)
 
 
-def test_names_of_a_forward_are_taken_where_it_is_made():
+def test_names_of_a_forward_are_taken_where_it_is_made_and_end_with_it():
     coordinator = Coordinator(["cpu", "cpu"], timeout=0.01)
-    with joining(coordinator, 0, "layer"):
+    with joining(coordinator) as here:
+        here.name = "layer"
         master = SyncMaster(everything)
-    with joining(coordinator, 1, "layer"):
+        here.replica_id = 1
         slave = master.register_slave(1)
     assert repr(master) == "SyncMaster(layer, 1 slaves)"
     assert repr(slave) == "SlavePipe(1, layer)"
     with pytest.raises(TimeoutError, match=r"replica 1 on device cpu waits for replica 0 on .*\(layer, call 1\)"):
         slave.run_slave(0)
-
-
-def test_names_of_a_forward_end_with_it():
-    with joining(Coordinator(), 0, "layer"):
-        pass
     assert repr(SyncMaster(everything)) == "SyncMaster(a SyncMaster of its own, 0 slaves)"
-
-
-def test_registering_after_use_begins_anew_in_the_same_forward_too():
-    coordinator = Coordinator(["cpu", "cpu"])
-    with joining(coordinator, 0, "layer"):
-        master = SyncMaster(everything)
-    for _ in range(2):
-        with joining(coordinator, 1, "layer"):
-            slave = master.register_slave(1)
-        together(lambda slave=slave: slave.run_slave("slave"), lambda: master.run_master("own"))
-    assert repr(master) == "SyncMaster(layer, 1 slaves)"
-
-
-def test_master_kept_from_forward_to_forward_takes_the_slaves_of_each():
-    master = SyncMaster(everything)  # made in the constructor of a module
-    for number in (4, 2, 3):
-        coordinator = Coordinator(["cpu"] * number)
-        slaves = []
-        for replica in range(1, number):
-            with joining(coordinator, replica, "layer"):
-                slaves.append(master.register_slave(replica))
-        results = together(lambda: master.run_master(0), *[lambda s=s: s.run_slave(s.identifier) for s in slaves])
-        assert [identifier for identifier, _ in results] == list(range(number))
-        assert all(messages == [(i, i) for i in range(number)] for _, messages in results)
 
 
 def test_pickled_master_keeps_its_callback_only():
@@ -181,8 +175,148 @@ def test_pickled_pipe_is_none():
     assert copy.deepcopy({"pipe": pipe}) == {"pipe": None}
 
 
-def test_messages_of_a_completed_call_are_not_kept():
-    master = SyncMaster(everything)
-    slave = master.register_slave(1)
-    together(lambda: [slave.run_slave(i) for i in range(3)], lambda: [master.run_master(i) for i in range(3)])
-    assert master._sync_group.exchanges == {}
+def mean_of_all(messages):
+    mean = stack([message for _, message in messages]).mean()
+    return [(identifier, mean) for identifier, _ in messages]
+
+
+class KeepsMasters(nn.Module):
+    """Keeps a `SyncMaster` for each group of copies, as modules do that were written for other libraries."""
+
+    def __init__(self, group_size):
+        super().__init__()
+        self.group_size = group_size
+        self.masters = [SyncMaster(mean_of_all) for _ in range(4)]
+        self.pipe = None
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        group, place = divmod(copy_id, self.group_size)
+        if place == 0:
+            setattr(ctx, f"master_{group}", self.masters[group])
+            self.pipe = self.masters[group]
+        else:
+            self.pipe = getattr(ctx, f"master_{group}").register_slave(copy_id)
+
+    def forward(self, x):
+        return x * 0 + (self.pipe or self.masters[0]).run(x.mean())
+
+
+def assert_groups_get_their_means(parallel, number, group_size):
+    x = tensor([[1.0], [10.0], [100.0], [1000.0]])[:number]
+    expected = [x[i // group_size * group_size :][:group_size].mean() for i in range(number)]
+    assert parallel(x).flatten().tolist() == pytest.approx([float(mean) for mean in expected])
+
+
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_kept_master_serves_every_number_of_chunks(name):
+    parallel = WRAPPERS[name](KeepsMasters(4))
+    for number in (2, 1, 3, 1, 1, 2, 3):
+        assert_groups_get_their_means(parallel, number, 4)
+
+
+def test_kept_masters_of_two_groups_serve_every_forward():
+    parallel = DataParallelWithCallback(KeepsMasters(2), ["cpu"] * 4)
+    for number in (4, 4, 3, 1, 2, 4):
+        for _ in range(5):
+            assert_groups_get_their_means(parallel, number, 2)
+
+
+def test_kept_masters_of_two_groups_release_each_other():
+    class Fails(KeepsMasters):
+        def forward(self, x):
+            if self.pipe is not None and float(x) == 1000.0 and self.training:
+                raise LookupError("the cause")
+            return super().forward(x)
+
+    parallel = DataParallelWithCallback(Fails(2), ["cpu"] * 4)
+    for _ in range(3):
+        with pytest.raises(LookupError, match=r"(?s)in replica 3 on device cpu.*the cause"):
+            parallel.train()(tensor([[1.0], [10.0], [100.0], [1000.0]]))
+        assert_groups_get_their_means(parallel.eval(), 4, 2)
+        assert_groups_get_their_means(parallel, 1, 2)
+
+
+def test_kept_master_may_be_put_into_the_context_by_every_copy():
+    class Repeats(KeepsMasters):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            ctx.master_0 = self.masters[0]
+            super().__data_parallel_replicate__(ctx, copy_id)
+
+    parallel = DataParallelWithCallback(Repeats(3), ["cpu"] * 3)
+    for number in (3, 1, 2):
+        assert_groups_get_their_means(parallel, number, 3)
+
+
+def test_kept_master_that_is_not_put_into_the_context_is_refused():
+    class Forgets(KeepsMasters):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            if copy_id:
+                self.pipe = self.masters[0].register_slave(copy_id)
+
+    parallel = DataParallelWithCallback(Forgets(2), ["cpu"] * 2)
+    text = (
+        r"expected a SyncMaster that belongs to this forward, but got one of another \(Forgets, replica 1\); put it "
+        r"into the context in the callback of its replica, as in ctx\.sync_master = self\.sync_master"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        parallel(tensor([[1.0], [10.0]]))
+
+
+class NeverRuns(TorchStyle):
+    """Fails before the last replica begins, with an error of its own."""
+
+    def __init__(self, module, begun):
+        super().__init__(module, 2)
+        self.begun = begun
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        if len(replicas) == 1:
+            return super().parallel_apply(replicas, inputs, kwargs)
+        threads = [threading.Thread(target=together, args=(lambda: replicas[0](*inputs[0]),))] * self.begun
+        for thread in threads:
+            thread.start()
+        try:
+            raise OSError("can't start new thread")
+        finally:
+            self.threads = threads
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_kept_master_serves_one_chunk_after_a_forward_that_never_ran(begun):
+    parallel = patch_replication_callback(NeverRuns(KeepsMasters(2), begun))
+    with pytest.raises(OSError, match="can't start new thread"):
+        parallel(tensor([[1.0], [10.0]]))
+    for thread in parallel.threads:
+        thread.join()
+    assert_groups_get_their_means(parallel, 1, 2)
+
+
+def test_kept_master_serves_one_chunk_after_callbacks_that_failed():
+    class Fails(nn.Module):
+        def __data_parallel_replicate__(self, ctx, copy_id):
+            raise OSError("the callback")
+
+    keeps = KeepsMasters(2)
+    parallel = DataParallelWithCallback(nn.Sequential(keeps, Fails()), ["cpu"] * 2)
+    with pytest.raises(OSError, match="the callback"):
+        parallel(tensor([[1.0], [10.0]]))
+    assert_groups_get_their_means(keeps, 1, 2)
+
+
+def test_slaves_may_register_by_hand_after_a_forward_that_did_not_call():
+    keeps = KeepsMasters(2)
+    parallel = DataParallelWithCallback(nn.Sequential(keeps), ["cpu"] * 2)
+    keeps.forward = lambda x: x
+    parallel(tensor([[1.0], [10.0]]))
+    slave = keeps.masters[0].register_slave(1)
+    results = together(lambda: slave.run(tensor(1.0)), lambda: keeps.masters[0].run(tensor(3.0)))
+    assert results == [2.0, 2.0]
+
+
+def test_kept_master_serves_replicas_that_the_user_runs():
+    keeps = KeepsMasters(2)
+    for _ in range(2):
+        replicas = [copy.copy(keeps) for _ in range(2)]
+        execute_replication_callbacks(replicas)
+        results = together(*[lambda r=r, i=i: float(r(tensor(float(i)))) for i, r in enumerate(replicas)])
+        assert results == [0.5, 0.5]

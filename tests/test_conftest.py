@@ -115,7 +115,7 @@ def test_whole_suite_is_spread_and_named_files_are_not(monkeypatch, named, cores
         ({"kernel": "exact", "devices": ["cpu"]}, True),
         ({"kernel": "exact", "devs": ["cpu"] * 2}, False),
         ({"kernel": "exact", "devs": ["cpu"] * 2, "training": False}, True),
-        ({"kernel": "joined", "devs": ["cpu"]}, False),
+        ({"kernel": "fast", "devs": ["cpu"]}, False),
         ({"devs": ["cpu"]}, False),
     ],
 )

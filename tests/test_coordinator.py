@@ -1,81 +1,63 @@
-"""The coordinator alone: what breaks a wait, at which moment, and what it says."""
+"""The coordinator alone: what breaks a forward, what it says then, and whom it names.
+
+Every order of threads is tried in `test_interleavings.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import sys
 import threading
 import time
-from queue import SimpleQueue
 
 import pytest
 
-from sync_batchnorm import ReplicaSyncError
-from sync_batchnorm.coordinator import MASTER, Coordinator, SyncGroup
+from sync_batchnorm import ReplicaSyncError, SyncMaster
+from sync_batchnorm.comm import joining
+from sync_batchnorm.coordinator import MASTER, Coordinator, Rendezvous
 
-TAKE_ALL = lambda messages: [(identifier, messages) for identifier, _ in messages]  # noqa: E731
 
-
-def group_of(coordinator, name="layer", replicas=(0, 1)):
-    sync_group = SyncGroup(name)
+def layer_of(coordinator, name="layer", replicas=(0, 1)):
+    rendezvous = Rendezvous(name)
     for replica in replicas:
-        coordinator.admit(sync_group, MASTER if replica == replicas[0] else replica or "replica 0", replica)
-    return sync_group
+        coordinator.admit(rendezvous, MASTER if replica == replicas[0] else replica or "replica 0", replica)
+    return rendezvous
+
+
+def call(coordinator, rendezvous, replica):
+    """Call as `replica`; each gets all messages."""
+    identifier = next(key for key, member in rendezvous.members.items() if member == replica)
+    if identifier != MASTER:
+        return coordinator.send(rendezvous, identifier, f"from {replica}")
+    messages = coordinator.collect(rendezvous, f"from {replica}")
+    coordinator.answer(rendezvous, dict.fromkeys(rendezvous.members, messages))
+    return messages
 
 
 class Waiting:
-    """A replica that waits in an exchange, in a thread of its own."""
+    """A replica that waits in a layer, in a thread of its own."""
 
-    def __init__(self, coordinator, sync_group, replica):
-        self.error = None
-        self.result = None
-        identifier = next(key for key, member in sync_group.members.items() if member == replica)
-
+    def __init__(self, coordinator, rendezvous, replica):
         def run():
             try:
-                callback = TAKE_ALL if identifier == MASTER else None
-                self.result = coordinator.exchange(sync_group, identifier, f"from {replica}", callback)
+                self.outcome_ = call(coordinator, rendezvous, replica)
             except ReplicaSyncError as error:
-                self.error = error
+                self.outcome_ = error
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        while f"{replica} waits in" not in repr(coordinator) and self.thread.is_alive():
+        while replica not in coordinator._waiting and self.thread.is_alive():
             time.sleep(0)  # give way
 
     def outcome(self):
         self.thread.join()
-        return self.result if self.error is None else self.error
-
-
-def test_replica_is_admitted_while_nobody_else_changes_the_lists():
-    coordinator, sync_group = Coordinator(["cpu"] * 2), SyncGroup("layer")
-    thread = threading.Thread(target=coordinator.admit, args=(sync_group, MASTER, 0))
-    with coordinator._lock:
-        thread.start()
-        thread.join(0.05)
-        assert not sync_group.members
-    thread.join()
-    assert sync_group.members == {MASTER: 0}
-
-
-def test_repr_says_what_everybody_does():
-    coordinator = Coordinator(["cpu"] * 4)
-    sync_group = group_of(coordinator)
-    waiting = Waiting(coordinator, sync_group, 0)
-    coordinator.leave(2)
-    assert (
-        repr(coordinator)
-        == "Coordinator(0 waits in layer, call 1, 1 has not started, 2 left its forward, 3 has not started)"
-    )
-    coordinator.leave(3, OSError())
-    assert repr(coordinator).endswith("3 failed with OSError; broken)")
-    assert "waits" not in repr(coordinator)
-    assert isinstance(waiting.outcome(), ReplicaSyncError)
-    assert repr(Coordinator()) == "Coordinator(no replicas)"
+        return self.outcome_
 
 
 def test_replica_that_leaves_releases_who_waits():
     coordinator = Coordinator(["cpu", "cuda:0"])
-    waiting = Waiting(coordinator, group_of(coordinator), 0)
+    waiting = Waiting(coordinator, layer_of(coordinator), 0)
     coordinator.leave(1)
     assert str(waiting.outcome()) == (
         "expected every replica to call layer equally often, but got replica 1 on device cuda:0, which left its "
@@ -84,36 +66,34 @@ def test_replica_that_leaves_releases_who_waits():
     )
 
 
-def test_replica_that_waits_for_one_that_left_is_told_at_once():
+def test_replica_that_waits_for_one_without_an_input_is_told_at_once():
     coordinator = Coordinator(["cpu"] * 2)
-    coordinator.leave(1)
-    assert "replica 1 on device cpu, which left" in str(Waiting(coordinator, group_of(coordinator), 0).outcome())
+    coordinator.expect([0])
+    with pytest.raises(
+        ReplicaSyncError, match="got replica 1 on device cpu, which was given no input, while replica 0"
+    ):
+        call(coordinator, layer_of(coordinator), 0)
 
 
-def test_only_those_who_wait_for_the_one_that_left_are_named():
+def test_groups_are_told_of_their_own_members_only():
     coordinator = Coordinator(["cpu"] * 4)
-    waiting = [Waiting(coordinator, group_of(coordinator, "layer", pair), pair[0]) for pair in ((0, 1), (2, 3))]
-    coordinator.leave(1)
-    for replica in waiting:
-        assert "which left its forward, while replica 0 on device cpu waits (layer" in str(replica.outcome())
-
-
-def test_replica_that_leaves_after_its_last_call_breaks_nothing():
-    coordinator = Coordinator(["cpu"] * 2)
-    sync_group = group_of(coordinator)
-    waiting = Waiting(coordinator, sync_group, 1)
-    assert coordinator.exchange(sync_group, MASTER, "from 0", TAKE_ALL) == [(0, "from 0"), (1, "from 1")]
-    assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
-    coordinator.leave(0)
-    coordinator.leave(1)
-    assert coordinator.failure() is None
-    assert "broken" not in repr(coordinator)
+    layers = [layer_of(coordinator, "layer", pair) for pair in ((0, 1), (2, 3))]
+    first = Waiting(coordinator, layers[0], 0)
+    coordinator.leave(3)  # which replica 0 does not wait for
+    call(coordinator, layers[0], 1)
+    assert first.outcome() == [(0, "from 0"), (1, "from 1")]
+    waiting = Waiting(coordinator, layers[0], 0)
+    with pytest.raises(
+        ReplicaSyncError, match=r"replica 3 .*, which left its forward, while replica 2 on device cpu wa"
+    ):
+        call(coordinator, layers[1], 2)
+    assert "replica 3" in str(waiting.outcome())
 
 
 def test_cycle_over_three_layers_is_found():
     coordinator = Coordinator(["cpu"] * 3)
-    sync_groups = [group_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
-    waiting = [Waiting(coordinator, sync_groups[i], i) for i in range(3)]
+    layers = [layer_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
+    waiting = [Waiting(coordinator, layers[i], i) for i in range(3)]
     texts = {str(replica.outcome()) for replica in waiting}
     assert texts == {
         "expected all replicas to reach the same layer, but got replica 0 on device cpu in a, call 1, "
@@ -122,42 +102,21 @@ def test_cycle_over_three_layers_is_found():
     }
 
 
-def test_chain_of_waiting_replicas_is_no_cycle():
-    coordinator = Coordinator(["cpu"] * 3)
-    first, second = group_of(coordinator, "a", (0, 1)), group_of(coordinator, "b", (1, 2))
-    waiting = [Waiting(coordinator, first, 0), Waiting(coordinator, second, 1)]
-    assert "broken" not in repr(coordinator)
-    coordinator.exchange(second, 2, "from 2", None)
-    assert waiting[1].outcome() == [(0, "from 1"), (2, "from 2")]
-    coordinator.exchange(first, 1, "from 1", None)
-    assert waiting[0].outcome() == [(0, "from 0"), (1, "from 1")]
-
-
-def test_callback_that_meets_those_who_wait_for_it_is_a_cycle():
+def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
-    outer, inner = group_of(coordinator, "outer"), group_of(coordinator, "inner")
+    outer, inner = layer_of(coordinator, "outer"), layer_of(coordinator, "inner")
     waiting = Waiting(coordinator, outer, 1)
+    coordinator.collect(outer, None)
     with pytest.raises(ReplicaSyncError, match=r"to reach the same layer, but got replica 0 .* in inner, call 1, "):
-        coordinator.exchange(outer, MASTER, 0, lambda messages: coordinator.exchange(inner, MASTER, 0, TAKE_ALL))
+        coordinator.collect(inner, None)
     assert isinstance(waiting.outcome(), ReplicaSyncError)
-
-
-def test_groups_do_not_wait_for_each_other():
-    coordinator = Coordinator(["cpu"] * 4)
-    sync_groups = [group_of(coordinator, "layer", pair) for pair in ((0, 1), (2, 3))]
-    waiting = Waiting(coordinator, sync_groups[0], 0)
-    for replica in (2, 3):
-        coordinator.leave(replica)
-    assert "broken" not in repr(coordinator)
-    coordinator.exchange(sync_groups[0], 1, "from 1", None)
-    assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
 
 
 def test_second_thread_of_a_replica_is_refused():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, group_of(coordinator, "stem"), 1)
+    waiting = Waiting(coordinator, layer_of(coordinator, "stem"), 1)
     with pytest.raises(RuntimeError) as caught:
-        coordinator.exchange(group_of(coordinator, "head"), 1, None, None)
+        call(coordinator, layer_of(coordinator, "head"), 1)
     assert str(caught.value) == (
         "expected one thread of a replica to exchange at a time, but got replica 1 on device cpu calling head while it "
         "waits in stem, call 1; call synchronized layers from one thread of each replica"
@@ -166,29 +125,51 @@ def test_second_thread_of_a_replica_is_refused():
     assert isinstance(waiting.outcome(), ReplicaSyncError)
 
 
+def test_second_thread_of_the_master_is_refused_while_the_first_merges():
+    coordinator = Coordinator(["cpu"] * 2)
+    layer = layer_of(coordinator)
+    waiting = Waiting(coordinator, layer, 1)
+    coordinator.collect(layer, None)
+    with pytest.raises(RuntimeError, match=r"replica 0 on device cpu calling layer while it waits in layer, call 1;"):
+        coordinator.collect(layer, None)
+    coordinator.answer(layer, {1: "the answer"})
+    assert waiting.outcome() == "the answer"
+
+
+def test_second_thread_of_a_replica_does_not_take_the_answer_of_the_first():
+    coordinator = Coordinator(["cpu"] * 2)
+    coordinator._mailboxes[1].put((True, "for the first thread, which has not woken yet"))
+    with pytest.raises(RuntimeError, match="expected one thread of a replica to exchange at a time"):
+        call(coordinator, layer_of(coordinator), 1)
+
+
 def test_timeout_names_who_came_and_who_did_not():
     coordinator = Coordinator(["cpu"] * 3, timeout=0.01)
-    with coordinator.forward_of(2), pytest.raises(TimeoutError) as caught:
-        coordinator.exchange(group_of(coordinator, "layer", (0, 1, 2)), MASTER, None, TAKE_ALL)
+    coordinator.begin(2)
+    with pytest.raises(TimeoutError) as caught:
+        call(coordinator, layer_of(coordinator, "layer", (0, 1, 2)), 0)
     assert str(caught.value).startswith(
         "expected all replicas within 0.01 seconds, but got a timeout while replica 0 on device cpu waits for replica "
         "1 on device cpu, which has not started and replica 2 on device cpu, which is running (layer, call 1); "
     )
 
 
-def test_first_reason_is_the_one_that_everybody_gets():
-    coordinator = Coordinator(["cpu"] * 2)
-    coordinator.leave(0, ValueError())
-    coordinator.abort(OSError())
-    with pytest.raises(ReplicaSyncError, match="got ValueError in replica 0"):
-        coordinator.exchange(group_of(coordinator), 1, None, None)
+def test_timeout_names_a_replica_that_waits_elsewhere():
+    coordinator = Coordinator(["cpu"] * 3)
+    waiting = Waiting(coordinator, layer_of(coordinator, "stem", (1, 2)), 1)
+    coordinator.timeout = 0.01
+    with pytest.raises(
+        TimeoutError, match=r"for replica 1 on device cpu, which waits in stem, call 1 \(head, call 1\)"
+    ):
+        call(coordinator, layer_of(coordinator, "head"), 0)
+    assert isinstance(waiting.outcome(), TimeoutError)
 
 
 def test_break_that_was_interrupted_is_finished_by_the_next():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, group_of(coordinator), 0)
+    waiting = Waiting(coordinator, layer_of(coordinator), 0)
     coordinator._broken = (ReplicaSyncError, "the first reason")  # Ctrl-C came right after this
-    coordinator.abort(KeyboardInterrupt())
+    coordinator.abort(KeyboardInterrupt(), 0.0)
     assert str(waiting.outcome()) == "the first reason"
 
 
@@ -196,12 +177,10 @@ def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_hig
     coordinator = Coordinator(["cpu"] * 4)
     coordinator.leave(3, ValueError("original"))
     with pytest.raises(ReplicaSyncError) as caught:
-        coordinator.exchange(group_of(coordinator), MASTER, None, TAKE_ALL)
+        call(coordinator, layer_of(coordinator), 0)
     coordinator.leave(0, caught.value)
     coordinator.leave(2, ValueError("another original"))
-    failure = coordinator.failure()
-    assert failure is not None
-    assert failure.replica_id == 2
+    assert "ValueError in replica 2" in str(coordinator.failure())
     assert coordinator.failure() is None
 
 
@@ -209,138 +188,15 @@ def test_first_of_several_failures_of_one_replica_is_shown():
     coordinator = Coordinator(["cpu"] * 2)
     for text in ("first", "second"):
         coordinator.leave(1, ValueError(text))
-    assert "first" in str(coordinator.failure().rebuild())
+    assert "first" in str(coordinator.failure())
 
 
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
     coordinator = Coordinator(["cpu"] * 2)
-    coordinator.abort(OSError())
+    coordinator.abort(OSError(), 0.0)
     coordinator.leave(1, ReplicaSyncError("of an inner wrapper"))
     coordinator.leave(0, ReplicaSyncError(coordinator._broken[1]))
-    assert coordinator.failure().replica_id == 1
-
-
-def test_replica_that_begins_its_next_round_does_not_miss_one_that_has_not_begun_it():
-    coordinator = Coordinator(["cpu"] * 2)
-    sync_group = group_of(coordinator)
-    for replica in (0, 1):
-        with coordinator.forward_of(replica):
-            pass
-    with coordinator.forward_of(0):
-        waiting = Waiting(coordinator, sync_group, 0)
-        assert "broken" not in repr(coordinator)
-        with coordinator.forward_of(1):
-            coordinator.exchange(sync_group, 1, "from 1", None)
-        assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
-
-
-def test_replica_that_leaves_its_first_round_is_waited_for_in_the_second():
-    coordinator = Coordinator(["cpu"] * 2)
-    sync_group = group_of(coordinator)
-    with coordinator.forward_of(0):
-        pass
-    with coordinator.forward_of(1), coordinator.forward_of(0):
-        waiting = Waiting(coordinator, sync_group, 0)
-    assert "1 left its forward" in repr(coordinator)
-    assert "broken" not in repr(coordinator)
-    with coordinator.forward_of(1):
-        coordinator.exchange(sync_group, 1, "from 1", None)
-    assert waiting.outcome() == [(0, "from 0"), (1, "from 1")]
-
-
-def test_replica_that_is_still_inside_when_others_are_called_again_has_not_left():
-    coordinator = Coordinator(["cpu"] * 2)
-    with coordinator.forward_of(1):
-        coordinator.call([0])
-        assert "1 is running" in repr(coordinator)
-        waiting = Waiting(coordinator, group_of(coordinator), 0)
-        assert "broken" not in repr(coordinator)
-        coordinator.abort(OSError())
-    assert isinstance(waiting.outcome(), ReplicaSyncError)
-
-
-def test_inner_call_of_a_replica_does_not_let_it_leave():
-    coordinator = Coordinator(["cpu"] * 2)
-    with coordinator.forward_of(0):
-        with coordinator.forward_of(0):
-            assert "0 is running" in repr(coordinator)
-        assert "0 is running" in repr(coordinator)
-    assert "0 left its forward" in repr(coordinator)
-
-
-def test_caught_error_of_an_inner_call_is_no_failure():
-    coordinator = Coordinator(["cpu"] * 2)
-    with coordinator.forward_of(0), pytest.raises(ValueError, match="inner"), coordinator.forward_of(0):
-        raise ValueError("inner")
-    assert coordinator.failure() is None
-
-
-def test_drain_waits_for_those_inside_but_not_for_ever():
-    coordinator = Coordinator(["cpu"] * 2)
-    with coordinator.forward_of(1):
-        waiting = Waiting(coordinator, group_of(coordinator), 0)
-        coordinator.abort(KeyboardInterrupt())
-        waiting.outcome()
-        coordinator.drain(0.01)
-    coordinator.drain(10.0)
-    assert "1 left its forward" in repr(coordinator)
-
-
-def test_drain_ends_when_the_last_of_those_inside_has_left():
-    coordinator = Coordinator(["cpu"] * 2)
-    inside, leave = threading.Barrier(3), [threading.Event() for _ in range(2)]
-
-    class Departures(SimpleQueue):
-        """Lets the last replica leave when the drain asks for a second departure."""
-
-        asked = 0
-
-        def get(self, timeout):
-            self.asked += 1
-            if self.asked == 2:
-                leave[1].set()
-            return super().get(timeout=timeout)
-
-    def stays(replica):
-        with coordinator.forward_of(replica):
-            inside.wait()
-            leave[replica].wait()
-
-    threads = [threading.Thread(target=stays, args=(replica,)) for replica in range(2)]
-    for thread in threads:
-        thread.start()
-    inside.wait()
-    coordinator._departures = Departures()
-    coordinator.abort(KeyboardInterrupt())
-    leave[0].set()
-    threads[0].join()
-    coordinator.drain(1000.0)  # Much longer than the watchdog waits: it is the departures that end it.
-    left = "1 left its forward" in repr(coordinator)
-    leave[1].set()
-    threads[1].join()
-    assert left
-
-
-def test_departures_are_noted_from_the_break_on():
-    coordinator = Coordinator(["cpu"])
-    for _ in range(10):
-        with coordinator.forward_of(0):
-            pass
-    assert coordinator._departures.empty()  # which would grow with every round
-
-
-def test_result_that_comes_after_the_break_reaches_nobody():
-    coordinator = Coordinator(["cpu"] * 2)
-    sync_group = group_of(coordinator)
-    waiting = Waiting(coordinator, sync_group, 1)
-
-    def merges_too_late(messages):
-        coordinator.abort(OSError())
-        return TAKE_ALL(messages)
-
-    with pytest.raises(ReplicaSyncError, match="got OSError in its thread"):
-        coordinator.exchange(sync_group, MASTER, "from 0", merges_too_late)
-    assert isinstance(waiting.outcome(), ReplicaSyncError)
+    assert "of an inner wrapper" in str(coordinator.failure())
 
 
 def test_error_that_takes_long_to_print_does_not_hold_up_the_others():
@@ -352,4 +208,101 @@ def test_error_that_takes_long_to_print_does_not_hold_up_the_others():
             return "slow"
 
     coordinator.leave(1, Slow())
-    assert "2 left its forward" in repr(coordinator)
+    with pytest.raises(ReplicaSyncError, match="got Slow in replica 1"):
+        call(coordinator, layer_of(coordinator), 0)
+
+
+def test_replica_runs_once():
+    coordinator = Coordinator(["cpu"] * 2)
+    text = "run once, but got a second call of replica 1 on device cpu; call replicate again for each forward"
+    coordinator.begin(1)
+    with pytest.raises(RuntimeError, match=text):
+        coordinator.begin(1)
+    coordinator.leave(1)
+    with pytest.raises(RuntimeError, match=text):
+        coordinator.begin(1)
+
+
+def test_abort_waits_for_those_that_run_but_not_for_ever():
+    coordinator = Coordinator(["cpu"] * 2)
+    coordinator.begin(0)
+    coordinator.abort(KeyboardInterrupt(), 0.02)
+    thread = threading.Thread(target=coordinator.abort, args=(KeyboardInterrupt(), 1000.0))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    coordinator.leave(0, KeyboardInterrupt())
+    thread.join()
+
+
+class ControlC:
+    """Interrupts its thread before a given line of `coordinator.py` and `comm.py`.
+
+    Not before what a ``with`` does: it takes and gives back a lock, and Python handles no signal in between.
+    """
+
+    def __init__(self, line):
+        self.lines_left = line
+
+    def trace(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if not name.endswith(("sync_batchnorm/coordinator.py", "sync_batchnorm/comm.py")):
+            return None
+        if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
+            self.lines_left -= 1
+            if not self.lines_left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *args):
+        sys.settrace(None)
+
+
+class Pair:
+    """Two replicas that exchange once, each in a thread of its own."""
+
+    def __init__(self):
+        self.coordinator, self.errors = Coordinator(["cpu"] * 2), []
+        with joining(self.coordinator) as here:
+            master = SyncMaster(lambda messages: messages)
+            here.replica_id = 1
+            self.ends = [master, master.register_slave(1)]
+
+    def run(self, replica):
+        """Do what a wrapper does that runs a replica."""
+        try:
+            self.coordinator.begin(replica)
+            try:
+                self.ends[replica].run(replica)
+            except BaseException as error:
+                self.coordinator.leave(replica, error)
+                raise
+            self.coordinator.leave(replica)
+        except BaseException as error:
+            self.coordinator.abort(error, 0.0)
+            self.errors.append(type(error))
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("comes_last", [True, False])
+def test_control_c_at_any_line_of_an_exchange_releases_the_peer(replica, comes_last):
+    for line in itertools.count(1):
+        pair = Pair()
+        peer = threading.Thread(target=pair.run, args=(1 - replica,))
+        peer.start()
+        while comes_last and not pair.coordinator._waiting:
+            time.sleep(0)  # give way
+        with ControlC(line) as control_c:
+            pair.run(replica)
+        peer.join()
+        if control_c.lines_left > 0:
+            assert pair.errors == []
+            break
+        assert KeyboardInterrupt in pair.errors
+        assert set(pair.errors) <= {KeyboardInterrupt, ReplicaSyncError}
+    assert line > 20

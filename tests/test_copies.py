@@ -1,122 +1,309 @@
-"""Copies, pickles and checkpoints: nothing tells a synchronized layer, used or new, from that of torch."""
-
-import copy
-import io
-import pickle
+"""What replicas consist of: shared parameters, buffers of which the first are the module's, and modules of any kind."""
 
 import pytest
 import torch
-from conftest import device_lists
-from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
+from conftest import CUDA_COUNT, device_lists
+from helpers import as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from simulated_gpus import is_simulated
 from torch import nn
 
-from sync_batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("used", ["never", "trained", "failed"])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_copies_train_on_by_themselves(devices, used, copied):
-    plain, parallel = twins(TwoLayers().double(), devices)
-    if used != "never":
-        assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
-    if used == "failed":
-        with pytest.raises(RuntimeError):
-            parallel(doubles(4, 2, 6, 6, devices=devices))
-    twin, before = copied(parallel), copy.deepcopy(parallel.state_dict())
-    for module in (plain, twin):
-        module.zero_grad()
-    assert_same_step(plain, twin, doubles(4, 3, 6, 6, devices=devices))
-    assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
-    plain.load_state_dict(parallel.module.state_dict())
-    for module in (plain, parallel):
-        module.zero_grad()
-    assert_same_step(plain, parallel, doubles(5, 3, 6, 6, devices=devices))
+from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm.parallel.copies import replicate
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_training_goes_on_from_a_checkpoint(devices):
-    batches = [doubles(4, 3, 6, 6, devices=devices) for _ in range(5)]
-
-    def train(parallel, optimizer, batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            parallel(batch).square().mul(batch[:, :1, :2, :2]).sum().backward()
-            optimizer.step()
-
-    def start():
-        parallel = twins(TwoLayers().double(), devices)[1]
-        return parallel, torch.optim.SGD(parallel.parameters(), 0.01, momentum=0.9)
-
-    whole, optimizer = start()
-    first, first_optimizer = start()
-    first.load_state_dict(whole.state_dict())
-    train(whole, optimizer, batches)
-    train(first, first_optimizer, batches[:2])
-    file = io.BytesIO()
-    torch.save({"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "object": first}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    last, last_optimizer = start()
-    last.load_state_dict(saved["model"])
-    last_optimizer.load_state_dict(saved["optimizer"])
-    train(last, last_optimizer, batches[2:])
-    assert_same_state(last, whole.module)
-    first.zero_grad()  # A pickle holds no gradients.
-    assert_same_state(saved["object"].module, first.module)
+def test_replicas_share_parameters_and_only_the_first_has_the_buffers(devices):
+    _, parallel = twins(nn.BatchNorm1d(3), devices)
+    first, second = parallel.replicate(parallel.module, parallel.device_ids)
+    assert first.weight.data_ptr() == parallel.module.weight.data_ptr()
+    assert first.running_mean.data_ptr() == parallel.module.running_mean.data_ptr()
+    assert second.running_mean.data_ptr() != parallel.module.running_mean.data_ptr()
+    if first.weight.device == second.weight.device:
+        assert second.weight.data_ptr() == parallel.module.weight.data_ptr()
+    for replica in (first, second):
+        assert not list(replica.parameters())
+        assert replica.weight.grad_fn is not None
 
 
-def test_pickles_hold_nothing_of_a_forward():
-    _, parallel = twins(TwoLayers(), ["cpu"] * 2)
-    fresh = pickle.dumps(parallel)
+@pytest.mark.cuda
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+def test_replicas_that_share_one_of_several_gpus_share_its_parameters():
+    replicas = replicate(nn.Linear(2, 2).cuda(), as_devices([0, 1, 0, 1]), False)
+    for first, second in (replicas[::2], replicas[1::2]):
+        assert second.weight.data_ptr() == first.weight.data_ptr()
+
+
+class WithBuffers(nn.Module):
+    """Multiplies by a buffer that takes a gradient and adds one that does not."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", factor)
+        self.register_buffer("offset", torch.ones(3, dtype=factor.dtype, device=factor.device))
+        self.seen = []
+
+    def forward(self, input):
+        self.seen.append((self.factor.requires_grad, self.offset.requires_grad))
+        return input * self.factor.sin() + self.offset
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_buffers_that_require_grad_get_it(devices):
+    def run(factor, input):
+        return DataParallelWithCallback(WithBuffers(factor), devices)(input)
+
+    inputs = [doubles(*shape, devices=devices).requires_grad_() for shape in ((3,), (4, 3))]
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_nothing_in_replicas_requires_grad_under_no_grad(devices):
+    parallel = DataParallelWithCallback(WithBuffers(doubles(3, devices=devices).requires_grad_()), devices)
+    output = parallel(doubles(4, 3, devices=devices))
     with torch.no_grad():
-        parallel(torch.randn(4, 3, 6, 6))
-    assert len(pickle.dumps(parallel)) == len(fresh)
+        parallel(doubles(4, 3, devices=devices))
+    first, last = parallel.module.seen[: len(devices)], parallel.module.seen[len(devices) :]
+    assert output.requires_grad
+    assert first == [(True, False)] * len(devices)
+    # The first replica has the buffers of the module themselves. The replicas note what they see in any order.
+    assert sorted(last, reverse=True) == [(i == 0, False) for i in range(len(devices))]
 
 
-@pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
-def test_checkpoints_go_both_ways(options):
-    plain = randomize(nn.BatchNorm2d(3, **options))
-    plain(torch.randn(4, 3, 2, 2))
-    ours = SynchronizedBatchNorm2d(3, **options)
-    ours.load_state_dict(plain.state_dict())
-    assert ours.state_dict()._metadata == plain.state_dict()._metadata
-    assert_same_state(ours, plain)
-    nn.BatchNorm2d(3, **options).load_state_dict(ours.state_dict())
+class Unused(nn.Linear):
+    """Has a parameter, which no replica uses, and none, which stays none."""
+
+    def __init__(self):
+        super().__init__(3, 3, bias=False)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.register_buffer("nothing", None)
+
+    def forward(self, input):
+        assert self.bias is self.nothing is None
+        return super().forward(input)
 
 
-def checkpoint_without(name, version):
-    state = nn.BatchNorm1d(3).state_dict()
-    del state[name]
-    state._metadata[""]["version"] = version
-    return state
+def test_parameter_that_no_replica_uses_has_no_gradient():
+    plain, parallel = twins(Unused().double(), ["cpu"] * 3)
+    assert_same_step(plain, parallel, doubles(6, 3))
+    assert parallel.module.unused.grad is None
 
 
-CHECKPOINTS = {
-    "version 2 without counter": checkpoint_without("num_batches_tracked", 2),
-    "version 1 without counter": checkpoint_without("num_batches_tracked", 1),
-    "other channels": nn.BatchNorm1d(4).state_dict(),
-    "no bias": checkpoint_without("bias", 2),
-    "more": {**nn.BatchNorm1d(3).state_dict(), "extra": torch.zeros(1)},
-}
+class Lists(nn.Module):
+    """Keeps parameters in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([torch.randn(3) for _ in range(2)])
+        self.dict = nn.ParameterDict({"scale": torch.randn(3)})
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input):
+        parameters = [*self.list, self.dict["scale"]]
+        assert all(parameter.requires_grad for parameter in parameters)
+        assert all((parameter.grad_fn is not None) == hasattr(self, "_is_replica") for parameter in parameters)
+        return self.bn(input) * self.list[0] + self.list[1] * self.dict["scale"]
 
 
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not-strict"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpoints_that_do_not_fit_are_treated_as_torch_treats_them(kind, strict):
-    results = []
-    for layer in (nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)):
-        layer.num_batches_tracked.fill_(7)
+class Tied(nn.Module):
+    """Has modules and parameters under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.alias = self.one
+        self.bn = nn.BatchNorm1d(3)
+        self.other.weight, self.other.bias = self.one.weight, self.bn.bias
+
+    def forward(self, input):
+        assert self.alias is self.one
+        return self.bn(self.other(self.alias(input)))
+
+
+class Recurrent(nn.Module):
+    """Has a recurrent layer; not an LSTM, whose kernels simulated GPUs lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.bn = nn.RNN(3, 4, 2, batch_first=True), nn.BatchNorm1d(4)
+
+    def forward(self, input):
+        self.rnn.flatten_parameters()
+        return self.bn(self.rnn(input[:, None])[0].transpose(1, 2)).flatten(1)
+
+
+class Hiding(nn.Module):
+    """Looks attributes that it has not up in its submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+
+    def __getattr__(self, name):
         try:
-            text = str(layer.load_state_dict(copy.deepcopy(CHECKPOINTS[kind]), strict))
-        except RuntimeError as error:
-            text = str(error).replace("Synchronized", "")
-        results.append((text, int(layer.num_batches_tracked)))
-    assert results[0] == results[1]
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, input):
+        return self.inner(input) * self.weight
 
 
-def test_checkpoints_can_be_assigned_to_a_layer_without_storage():
-    plain = randomize(nn.BatchNorm1d(3))
-    ours = SynchronizedBatchNorm1d(3, device="meta")
-    ours.load_state_dict(plain.state_dict(), assign=True)
-    assert_same_state(ours, plain)
+class Empty(nn.Module):
+    """Is false, as an empty container is."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def __len__(self):
+        return 0
+
+    def forward(self, input):
+        return self.bn(input)
+
+
+class Computing(nn.Module):
+    """Has parameters that its forward computes."""
+
+    def __init__(self):
+        super().__init__()
+        linear = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.body = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
+
+    def forward(self, input):
+        return self.body(input)
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
+@pytest.mark.parametrize("net", [Lists, Tied, Recurrent, Hiding, Computing, Empty])
+def test_modules_of_any_kind_train_in_replicas(devs, net):
+    plain, parallel = twins(net().double(), devs)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(parallel, plain)
+
+
+@pytest.mark.skipif(is_simulated(), reason="simulated GPUs have no sparse tensors")
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_sparse_gradients_stay_sparse_and_add_up(devices):
+    plain, parallel = twins(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(4)).double(), devices)
+    indices = torch.randint(5, (6, 4), device=as_devices(devices)[0])
+    grad = doubles(6, 4, 3, devices=devices)
+    for module in (plain, parallel):
+        module(indices).backward(grad)
+    weight = parallel.module[0].weight
+    assert weight.grad.is_sparse
+    assert_equal(weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+class Mirroring(nn.Module):
+    """Has a `__setattr__` of its own, by which alone it knows of its parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("offset", torch.randn(3))
+        self.offset = self.offset + 1
+
+    def __setattr__(self, name, value):
+        if isinstance(value, torch.Tensor):
+            self.__dict__[f"mirrored_{name}"] = value
+        super().__setattr__(name, value)
+
+    def forward(self, input):
+        return self.bn(input * self.mirrored_weight + self.mirrored_offset)
+
+
+def test_modules_may_have_a_setattr_of_their_own(devs):
+    plain, parallel = (Mirroring().double().to(as_devices(devs)[0]) for _ in range(2))
+    parallel.load_state_dict(plain.state_dict())
+    for module in (plain, parallel):  # as replication sets them
+        module.weight, module.offset = module.weight, module.offset
+    parallel = DataParallelWithCallback(convert_model(parallel), devs)
+    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
+
+
+class Tagged(nn.Module):
+    """A base class whose subclasses must give an argument."""
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.tag = tag
+
+
+class TaggedNet(Tagged, tag="net"):
+    """A net of such a base class."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input):
+        return self.bn(input)
+
+
+def test_base_classes_with_rules_for_subclasses_are_no_obstacle():
+    plain, parallel = twins(TaggedNet().double(), ["cpu"] * 2)
+    assert_same_step(plain, parallel, doubles(4, 3))
+
+
+def test_zero_grad_in_a_replica_warns():
+    class Clearing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, input):
+            self.zero_grad()
+            return input
+
+    with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
+        DataParallelWithCallback(Clearing(), ["cpu"] * 2)(torch.zeros(2))
+
+
+def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
+    parallel = DataParallelWithCallback(nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
+        parallel(torch.zeros(4, 2))
+
+
+class Mixed(nn.Module):
+    """Has a submodule in TorchScript."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.first = make(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))).double())
+        self.bn = nn.BatchNorm1d(4).double()
+
+    def forward(self, input):
+        return self.bn(self.first(input))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 4).double())], ids=["script", "trace"]
+)
+def test_scripted_submodules_equal_one_device(devs, make):
+    plain, net = (Mixed(make).to(as_devices(devs)[0]) for _ in range(2))  # A copy's parameters are no leaves.
+    net.load_state_dict(plain.state_dict())
+    parallel = DataParallelWithCallback(convert_model(net), devs)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 4, devices=devs))
+    with torch.no_grad():
+        input = doubles(7, 4, devices=devs)
+        assert_equal(parallel(input), plain(input))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_buffers_of_scripted_modules_change_in_place_and_once():
+    layer = torch.jit.script(nn.BatchNorm1d(4))  # which `convert_model` would leave
+    for net in (nn.Sequential(layer, nn.Linear(4, 4)), layer):
+        before = int(layer.num_batches_tracked)
+        DataParallelWithCallback(net, ["cpu"] * 3)(torch.randn(6, 4))
+        assert layer.num_batches_tracked == before + 1
+    assert layer.running_mean.abs().max() > 0

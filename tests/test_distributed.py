@@ -6,10 +6,12 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -24,13 +26,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import fork
-from helpers import assert_same_step, twins
+from helpers import assert_same_step, randomize, twins
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, distributed
+from sync_batchnorm import SynchronizedBatchNorm, SynchronizedBatchNorm2d, convert_model, distributed
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240.0  # in which a world must have ended
+GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]  # one in torch 2.8
 
 
 class World:
@@ -112,10 +115,6 @@ def outcomes_of(world: World, size: int) -> list[dict[str, str]]:
     return found
 
 
-def checks_for(size: int) -> list[str]:
-    return [name for name, (_, sizes) in distributed_worker.CHECKS.items() if size in sizes]
-
-
 def assert_right(name: str, results: list[dict[str, str]]) -> None:
     for rank, outcomes in enumerate(results):
         outcome = outcomes.get(name, "did not run, because an earlier check broke the world")
@@ -128,7 +127,7 @@ def results_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, s
     return outcomes_of(start(2, tmp_path_factory.mktemp("two"), "quick"), 2)
 
 
-@pytest.mark.parametrize("name", [name for name in checks_for(2) if name not in distributed_worker.SLOW])
+@pytest.mark.parametrize("name", [name for name in distributed_worker.CHECKS if name not in distributed_worker.SLOW])
 def test_in_a_world(name, results_of_two):
     assert_right(name, results_of_two)
 
@@ -150,9 +149,8 @@ def results_of_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("results_of_all", "name"), [(n, name) for n in (2, 3) for name in checks_for(n)], indirect=["results_of_all"]
-)
+@pytest.mark.parametrize("results_of_all", [2, 3], indirect=True)
+@pytest.mark.parametrize("name", distributed_worker.CHECKS)
 def test_thoroughly_in_a_world(name, results_of_all):
     assert_right(name, results_of_all)
 
@@ -166,7 +164,7 @@ def results_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 @pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.parametrize("name", distributed_worker.ON_GPUS)
-def test_on_several_gpus_in_each_process(name, results_on_gpus):
+def test_with_a_gpu_in_each_process(name, results_on_gpus):
     assert_right(name, results_on_gpus)
 
 
@@ -203,7 +201,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def test_world_of_one_has_no_peers(world_of_one, monkeypatch):
-    for name in ("all_gather", "all_reduce"):
+    for name in (*GATHERS, "all_reduce"):
         monkeypatch.setattr(dist, name, None)
     layer, plain = SynchronizedBatchNorm2d(3), nn.BatchNorm2d(3)
     batch = torch.randn(4, 3, 2, 2)
@@ -224,29 +222,34 @@ def test_layer_of_a_world_that_is_gone_is_alone():
     assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
 
 
-def test_channels_that_differ_where_the_backend_lets_them_pass_are_told(monkeypatch):
-    def all_gather(gathered, packed, group):
-        for row, channels in zip(gathered, (3, 4), strict=True):
-            row.copy_(packed)[0] = channels
+@pytest.fixture
+def merged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Merge moments with those of another process, which sends the same but for one number."""
 
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    vectors, peers = torch.randn(2, 3).unbind(), distributed.Peers(None, 2, 1)
-    with pytest.raises(
-        ValueError, match=r"one number of channels in all processes, but got 3 in this one and \[3, 4\]"
-    ):
-        distributed.merge_over_processes(*vectors, 5, peers)
+    def merged(count: int, place: int, other: float, device: str = "cpu") -> Any:
+        def gather(gathered: torch.Tensor, packed: torch.Tensor, group: object) -> None:
+            rows = gathered.view(2, -1)
+            rows.copy_(packed)
+            rows[1, place] = other
+
+        for name in GATHERS:
+            monkeypatch.setattr(dist, name, gather)
+        vectors = torch.randn(2, 3, dtype=torch.float64, device=device).unbind()
+        return distributed.merge_over_processes(*vectors, count, distributed.Peers(None, 2, 1))
+
+    return merged
+
+
+def test_channels_that_differ_where_the_backend_lets_them_pass_are_told(merged):
+    text = r"one number of channels in all processes, but got 3 in this one and \[3, 4\]"
+    with pytest.raises(ValueError, match=text):
+        merged(5, 0, 4)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("counts", "kind"), [((2, 3), torch.Tensor), ((1, 3), int), ((1, 0), int), ((0, 1), int)])
-def test_host_waits_for_the_count_only_where_it_may_be_one(monkeypatch, counts, kind):
-    def all_gather(gathered, packed, group):
-        for row, count in zip(gathered, counts, strict=True):
-            row.copy_(packed)[1] = count
-
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    vectors = torch.randn(2, 3, dtype=torch.float64, device="cuda").unbind()
-    *_, count = distributed.merge_over_processes(*vectors, counts[0], distributed.Peers(None, 2, 1))
+def test_host_waits_for_the_count_only_where_it_may_be_one(merged, counts, kind):
+    *_, count = merged(counts[0], 1, counts[1], "cuda")
     assert type(count) is kind
     assert int(count) == sum(counts)
 
@@ -259,65 +262,81 @@ def test_backend_without_the_collective_ends_with_the_error_of_torch():
     dist.Backend.register_backend("mute", lambda store, rank, size, timeout: _Mute(rank, size), devices=["cpu"])
     dist.init_process_group("mute", store=dist.HashStore(), rank=0, world_size=2)
     try:
-        for devices in (["cpu"], ["cpu"] * 2):
-            parallel = DataParallelWithCallback(SynchronizedBatchNorm2d(3), devices)
-            with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-                parallel(torch.randn(4, 3, 2, 2))
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            SynchronizedBatchNorm2d(3)(torch.randn(4, 3, 2, 2))
     finally:
         dist.destroy_process_group()
-
-
-def test_calls_are_numbered_one_at_a_time(world_of_one):
-    thread = threading.Thread(target=distributed.peers_of_call, args=(dist.group.WORLD,))
-    before = dict(distributed._calls)
-    with distributed._lock:
-        thread.start()
-        thread.join(0.05)
-        assert dict(distributed._calls) == before
-    thread.join()
-    assert dict(distributed._calls) != before
 
 
 def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", None)  # which such a torch does not have
-    assert distributed.active_group(None) is None
-    assert not distributed.has_peers()
+    batch = torch.randn(4, 3, 2, 2)
+    assert torch.equal(SynchronizedBatchNorm2d(3)(batch), nn.BatchNorm2d(3)(batch))
+
+
+# Copies and converters.
+
+
+@pytest.fixture
+def group(world_of_one: None) -> dist.ProcessGroup:
+    return dist.new_group()
+
+
+def test_copies_share_the_group_and_pickles_refuse_it(group):
+    model = nn.Sequential(SynchronizedBatchNorm2d(3, process_group=group))
+    averaged = torch.optim.swa_utils.AveragedModel(model).module
+    for module in (copy.deepcopy(model), copy.copy(model), averaged, model):
+        assert module[0].process_group is group
+    with pytest.raises(TypeError, match="expected a layer without a process_group to pickle"):
+        pickle.dumps(model)
+    for pickled_as_none in (None, dist.group.WORLD):
+        model[0].process_group = pickled_as_none
+        assert pickle.loads(pickle.dumps(model))[0].process_group is None
+        assert copy.deepcopy(model)[0].process_group is pickled_as_none
+
+
+def test_convert_model_takes_the_group(group):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.SyncBatchNorm(2)))
+    assert convert_model(model, process_group=group) is model
+    assert [type(model[0]), type(model[1][0])] == [SynchronizedBatchNorm2d, SynchronizedBatchNorm]
+    assert model[0].process_group is model[1][0].process_group is group
+
+
+def test_converter_of_torch_takes_our_layers_and_the_group(group):
+    model = randomize(nn.Sequential(SynchronizedBatchNorm2d(3, eps=0.5, momentum=0.3)))
+    state = copy.deepcopy(model.state_dict())
+    (converted,) = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    assert type(converted) is nn.SyncBatchNorm
+    assert (converted.eps, converted.momentum, converted.process_group) == (0.5, 0.3, group)
+    for name, value in converted.state_dict(prefix="0.").items():
+        assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize(
+    "make", [SynchronizedBatchNorm2d, lambda _, **options: convert_model(nn.BatchNorm2d(3), **options)]
+)
+def test_group_size_beside_a_group_is_refused(group, make):
+    with pytest.raises(ValueError, match="expected group_size or process_group, but got 2 and"):
+        make(3, group_size=2, process_group=group)
 
 
 EXAMPLE = ["--epochs", "1", "--batch", "96"]
 
 
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
-    """Run the example in this process, with a number of replicas, and return what it prints."""
-    pytest.importorskip("sklearn")
-    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
-    example = importlib.import_module("train_digits_ddp")
-
-    def printed(replicas: int) -> str:
-        example.main([*EXAMPLE, "--replicas", str(replicas)])
-        return capsys.readouterr().out
-
-    return printed
-
-
-@pytest.mark.watchdog(60)
-def test_example_prints_the_same_digits_with_replicas_and_without(printed):
-    alone = printed(1)
-    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
-    assert printed(2) == alone
-
-
 @pytest.mark.slow
 @pytest.mark.watchdog(SECONDS)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_example_prints_the_same_digits_in_two_processes_as_in_one(printed, replicas):
+def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    importlib.import_module("train_digits_ddp").main(EXAMPLE)
+    alone = capsys.readouterr().out
+    assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
     torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE, "--replicas", str(replicas)]
+    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *torchrun, "--nproc-per-node", "2", *example]
     run = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS)
     text = run.stdout.decode() or run.stderr.decode()
-    assert text.endswith(printed(1))  # With torch 2.8, both processes tell first that they are connected.
+    assert text.endswith(alone)  # With torch 2.8, both processes tell first that they are connected.
     assert text.count("epoch 1:") == 1

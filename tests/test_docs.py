@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
-from conftest import FREE_THREADED
 
 import sync_batchnorm
 
@@ -102,41 +101,24 @@ def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 ELSEWHERE = {"frameworks.md"}  # run by test_frameworks.py, with the frameworks
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
-# A loop that takes many seconds, and what the quick suite runs instead.
-LONG, SHORT = "for _ in range(2000):", "for _ in range(20):"
-
-
-def run_blocks_of(page: Path, monkeypatch: pytest.MonkeyPatch, shorten: bool) -> None:
-    """Run the Python blocks of a page, one after the other, as one module."""
-    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
-    for block in blocks_of(page):
-        if block.language == "python":
-            # The empty lines make a traceback name the line of the page.
-            code = "\n" * (block.line - 1) + (block.code.replace(LONG, SHORT) if shorten else block.code)
-            try:
-                exec(compile(code, str(page), "exec"), module.__dict__)
-            except ModuleNotFoundError as error:
-                if str(error.name).partition(".")[0] not in OPTIONAL:
-                    raise
-                pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
-
 
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.watchdog(60)
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name in ELSEWHERE:
         pytest.skip("needs the frameworks that it is about")
-    run_blocks_of(page, monkeypatch, shorten=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(FREE_THREADED, reason="the program shows how torch 2.12 crashes without the GIL")
-@pytest.mark.usefixtures("_clean_room")
-@pytest.mark.watchdog(240)
-def test_long_loop_runs_to_its_end(monkeypatch: pytest.MonkeyPatch):
-    (page,) = [page for page in PAGES if LONG in page.read_text(encoding="utf-8")]
-    run_blocks_of(page, monkeypatch, shorten=False)
+    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
+    for block in blocks_of(page):
+        if block.language == "python":
+            # The empty lines make a traceback name the line of the page.
+            code = "\n" * (block.line - 1) + block.code
+            try:
+                exec(compile(code, str(page), "exec"), module.__dict__)
+            except ModuleNotFoundError as error:
+                if str(error.name).partition(".")[0] not in OPTIONAL:
+                    raise
+                pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
 
 
 def test_blocks_of_a_page_say_what_they_are(page: Path):

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from scripted import WRAPPERS, OneThread, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
+from helpers import assert_equal
+from scripted import (
+    WRAPPERS,
+    OneThread,
+    OwnForward,
+    R,
+    Scripted,
+    TorchStyle,
+    assert_next_forward_is_right,
+    batch,
+    raising,
+    scripted,
+)
 from torch import Tensor, nn
 
-from sync_batchnorm import ReplicaSyncError, SynchronizedBatchNorm, SyncMaster, patch_replication_callback
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SynchronizedBatchNorm,
+    patch_replication_callback,
+)
+from sync_batchnorm.coordinator import Coordinator
 
 
 @pytest.fixture(params=list(WRAPPERS))
@@ -21,14 +40,25 @@ def wrap(request: pytest.FixtureRequest) -> Callable[..., nn.DataParallel]:
     return WRAPPERS[request.param]
 
 
-class NeedsTwo(Exception):
-    def __init__(self, first: str, second: int) -> None:
-        super().__init__(first, second)
+@contextmanager
+def raises(parallel: nn.DataParallel, kind: type[BaseException], replica: int, text: str) -> Iterator[None]:
+    """Expect that an error of a replica reaches the caller as itself.
 
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
+    Where a wrapper starts its threads itself, the caller gets what the user's code raises, which is the error of the
+    lowest replica: it is the original, or it says who failed.
+    """
+    with pytest.raises((kind, ReplicaSyncError)) as caught:
+        yield
+    if not isinstance(parallel, OwnForward):
+        assert type(caught.value) is kind
+        assert re.search(text, str(caught.value))
+        if isinstance(caught.value, Exception):
+            start = f"Caught {kind.__name__} in replica {replica} on device cpu.\nOriginal Traceback"
+            assert str(caught.value).startswith(start)
+    elif isinstance(caught.value, ReplicaSyncError):
+        assert f"but got {kind.__name__} in replica {replica} on device cpu; fix that error" in str(caught.value)
+    else:
+        assert re.search(text, str(caught.value))
 
 
 COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
@@ -38,13 +68,8 @@ COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
 @pytest.mark.parametrize("replica", range(R))
 def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, replica, place):
     parallel = wrap(scripted((replica, place, raising(LookupError("the cause")))))
-    with pytest.raises(LookupError) as caught:
+    with raises(parallel, LookupError, replica, "(?s)in step.*the cause|^the cause"):
         parallel(*batch())
-    assert "the cause" in str(caught.value)
-    if type(parallel).__name__ != "OwnForward":  # An exception that the user's own code raises again is its own.
-        text = str(caught.value)
-        assert text.startswith(f"Caught LookupError in replica {replica} on device cpu.\nOriginal Traceback")
-        assert ", in step" in text
     assert_next_forward_is_right(parallel, COMPLETED[place])
 
 
@@ -62,40 +87,14 @@ def test_exception_raised_while_being_released_gives_way_to_the_original(wrap):
         finally:
             {}["not there"]
 
-    def waits_for_the_others(model: Scripted, x: Tensor) -> None:
-        raise ArithmeticError("the cause")
-
-    parallel = wrap(scripted((0, "before", cleans_up_badly), (2, "before", waits_for_the_others)))
-    with pytest.raises((ArithmeticError, KeyError)) as caught:
-        parallel(*batch())
-    if type(parallel).__name__ != "OwnForward":  # There it is up to the user's code which one it raises.
-        assert "the cause" in str(caught.value)
+    parallel = wrap(scripted((0, "before", cleans_up_badly), (2, "before", raising(ArithmeticError("the cause")))))
+    if isinstance(parallel, OwnForward):  # It raises the error of the lowest replica.
+        with pytest.raises(KeyError, match="not there"):
+            parallel(*batch())
+    else:
+        with raises(parallel, ArithmeticError, 2, "the cause"):
+            parallel(*batch())
     assert_next_forward_is_right(parallel, (0, 0))
-
-
-def test_original_of_the_last_replica_wins_over_a_released_first_one(wrap):
-    parallel = wrap(scripted((R - 1, "between", raising(ArithmeticError("the cause")))))
-    with pytest.raises(ArithmeticError, match="the cause"):
-        parallel(*batch())
-
-
-def test_key_error_keeps_its_line_breaks():
-    parallel = WRAPPERS["wrapper"](scripted((1, "before", raising(KeyError("lost")))))
-    with pytest.raises(KeyError, match=r"Caught KeyError in replica 1 on device cpu\.\nOriginal Traceback"):
-        parallel(*batch())
-
-
-def test_exception_that_needs_two_arguments_still_says_what_it_said():
-    parallel = WRAPPERS["wrapper"](scripted((1, "between", raising(NeedsTwo("first of two", 2)))))
-    with pytest.raises(RuntimeError, match=r"(?s)Caught NeedsTwo in replica 1.*first of two"):
-        parallel(*batch())
-
-
-def test_exception_that_has_no_text_still_names_its_type():
-    parallel = WRAPPERS["wrapper"](scripted((1, "between", raising(Unprintable()))))
-    with pytest.raises(RuntimeError, match="Caught Unprintable in replica 1"):
-        parallel(*batch())
-    assert_next_forward_is_right(parallel, (1, 0))
 
 
 def test_out_of_memory_reaches_the_caller_and_a_smaller_batch_works(wrap):
@@ -104,7 +103,7 @@ def test_out_of_memory_reaches_the_caller_and_a_smaller_batch_works(wrap):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     parallel = wrap(scripted((1, "between", is_too_large)))
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+    with raises(parallel, torch.OutOfMemoryError, 1, "CUDA out of memory"):
         parallel(*batch())
     x, replica = batch()
     assert parallel(x[::2], replica[::2]).shape == (R, 4)
@@ -114,6 +113,7 @@ def test_out_of_memory_reaches_the_caller_and_a_smaller_batch_works(wrap):
 @pytest.mark.parametrize("place", list(COMPLETED))
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads of the user's own
 def test_exception_that_is_no_exception_reaches_the_caller(name, error, place):
     parallel = WRAPPERS[name](scripted((1, place, raising(error))))
     with pytest.raises(type(error)) as caught:
@@ -176,30 +176,41 @@ def test_replicas_that_diverge_are_named_with_their_layers(wrap, what, replica):
 
 
 class Disagreeing(nn.Module):
-    """Hands a layer without parameters another input in the last replica."""
+    """Changes a layer without parameters, or its input, in the last replica."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[SynchronizedBatchNorm, Tensor], Tensor]) -> None:
         super().__init__()
         self.bn = SynchronizedBatchNorm(4, affine=False, track_running_stats=False)
         self.change = change
 
     def forward(self, x: Tensor, replica: Tensor) -> Tensor:
-        return self.bn(self.change(x) if int(replica[0]) == R - 1 else x)
+        return self.bn(self.change(self.bn, x) if int(replica[0]) == R - 1 else x)
+
+
+def _sets(name: str, value: Any) -> Callable[[SynchronizedBatchNorm, Tensor], Tensor]:
+    def change(bn: SynchronizedBatchNorm, x: Tensor) -> Tensor:
+        setattr(bn, name, value)
+        return x
+
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "odd"),
     [
-        (lambda x: x[:, :3], r"\(2, 3\) of torch.float64"),
-        (lambda x: x[..., None], r"\(2, 4, 1\) of torch.float64"),
-        (lambda x: x.float(), r"\(2, 4\) of torch.float32"),
+        (lambda bn, x: x[:, :3], r"\(2, 3\) of torch.float64 \(eps=1e-05\)"),
+        (lambda bn, x: x[..., None], r"\(2, 4, 1\) of torch.float64 \(eps=1e-05\)"),
+        (lambda bn, x: x.float(), r"\(2, 4\) of torch.float32 \(eps=1e-05\)"),
+        (_sets("eps", 0.5), r"\(2, 4\) of torch.float64 \(eps=0.5\)"),
+        (_sets("eps_mode", "clamp"), r"\(2, 4\) of torch.float64 \(eps=1e-05, clamp\)"),
     ],
-    ids=["channels", "dimensions", "dtype"],
+    ids=["channels", "dimensions", "dtype", "eps", "eps_mode"],
 )
-def test_replicas_that_disagree_on_the_input_are_told_what_they_have(wrap, change, odd):
+def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     parallel = wrap(Disagreeing(change))
     text = (
-        rf"(?s)expected inputs of one dtype, .*but got \(2, 4\) of torch.float64 in replica 0.*{odd} in replica 2; give"
+        r"(?s)expected inputs of one dtype, .*but got \(2, 4\) of torch.float64 \(eps=1e-05\) in replica 0.*"
+        rf"{odd} in replica 2; give"
     )
     with pytest.raises(ValueError, match=text) as caught:
         parallel(*batch())
@@ -207,6 +218,9 @@ def test_replicas_that_disagree_on_the_input_are_told_what_they_have(wrap, chang
         assert caught.value.__notes__ == ["Raised in the exchange of bn, call 1."]
     else:
         assert str(caught.value).rstrip().endswith("Raised in the exchange of bn, call 1.")
+    parallel.module.change = lambda bn, x: x
+    x, replica = batch()
+    assert_equal(parallel(x, replica), parallel.module(x, replica), "output of the next forward")
 
 
 @pytest.mark.parametrize(
@@ -219,48 +233,9 @@ def test_input_that_a_layer_refuses_leaves_its_buffers_untouched(wrap, change):
     parallel = wrap(scripted((1, "before", disagrees)))
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
         parallel(*batch())
-    assert not isinstance(caught.value, ReplicaSyncError)
+    is_released = isinstance(caught.value, ReplicaSyncError)  # as the lowest replica, where the user's code picks
+    assert is_released == isinstance(parallel, OwnForward)
     assert_next_forward_is_right(parallel, (0, 0))
-
-
-def test_reduction_that_fails_reaches_the_caller(wrap, monkeypatch):
-    parallel = wrap(scripted())
-
-    def fails(*args: Any) -> None:
-        raise FloatingPointError("the reduction")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sync_batchnorm.functional._merge", fails)
-        with pytest.raises(FloatingPointError, match="the reduction"):
-            parallel(*batch())
-    assert_next_forward_is_right(parallel, (0, 0))
-
-
-@dataclass(frozen=True)
-class Frozen(Exception):
-    text: str
-
-
-def test_error_that_takes_no_attributes_gets_its_note(monkeypatch):
-    def fails(messages: Any) -> None:
-        raise Frozen("not to be changed")
-
-    with pytest.raises(Frozen, match="not to be changed") as caught:
-        SyncMaster(fails).run_master(None)
-    assert caught.value.__notes__ == ["Raised in the exchange of a SyncMaster of its own, call 1."]
-
-
-def test_hook_that_fails_reaches_the_caller(wrap):
-    parallel = wrap(scripted())
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        raise LookupError("the hook")
-
-    handle = parallel.module.stem[0].register_forward_hook(hook)
-    with pytest.raises(LookupError, match="the hook"):
-        parallel(*batch())
-    handle.remove()
-    assert_next_forward_is_right(parallel, (1, 0))
 
 
 def test_tensor_hook_that_fails_in_a_backward_leaves_the_next_step_right(wrap):
@@ -311,3 +286,72 @@ def test_replicas_that_run_one_after_another_are_told_to_use_threads():
     )
     with pytest.raises(TimeoutError, match=text):
         parallel(*batch())
+
+
+class Twice(DataParallelWithCallback):
+    def parallel_apply(self, *args: Any) -> list[Any]:
+        super().parallel_apply(*args)
+        return super().parallel_apply(*args)
+
+
+class TwiceInOwnThreads(TorchStyle):
+    def parallel_apply(self, *args: Any) -> list[Any]:
+        super().parallel_apply(*args)
+        return super().parallel_apply(*args)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda model: Twice(model, ["cpu"] * R), lambda model: patch_replication_callback(TwiceInOwnThreads(model, R))],
+    ids=["wrapper", "own-parallel_apply"],
+)
+def test_replicas_that_are_called_again_are_refused(wrap):
+    text = "expected replicas that run once, but got a second call of replica 0 on device cpu; call replicate again for"
+    with pytest.raises(RuntimeError, match=text):
+        wrap(scripted())(*batch())
+
+
+def test_layer_that_is_called_after_its_forward_is_refused():
+    parallel = WRAPPERS["wrapper"](scripted())
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    inputs = [tuple(rows[2 * i : 2 * i + 2] for rows in batch()) for i in range(R)]
+    parallel.parallel_apply(replicas, inputs, [{}] * R)
+    for i in range(R):
+        with pytest.raises(ReplicaSyncError, match=r"replica \d on device cpu, which left its forward, while replica"):
+            replicas[i].head(inputs[i][0])
+    assert_next_forward_is_right(parallel, (1, 1))
+
+
+@pytest.mark.parametrize("runs_first", [False, True])
+def test_error_of_the_users_own_parallel_apply_reaches_the_caller(runs_first):
+    class Fails(TorchStyle):
+        def parallel_apply(self, *args: Any) -> list[Any]:
+            if runs_first:
+                super().parallel_apply(*args)
+            raise OSError("of the user")
+
+    with pytest.raises(OSError, match=r"^of the user$"):
+        patch_replication_callback(Fails(scripted(), R))(*batch())
+
+
+def test_thread_that_cannot_be_started_reaches_the_caller_and_releases_the_others(monkeypatch):
+    parallel = WRAPPERS["wrapper"](scripted())
+    start, abort, started = threading.Thread.start, Coordinator.abort, []
+
+    def fails_the_last_time(thread: threading.Thread) -> None:
+        if len(started) == R - 1:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def wait_for_the_released(*args: Any) -> None:
+        abort(*args)
+        for thread in started:
+            thread.join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails_the_last_time)
+        patch.setattr(Coordinator, "abort", wait_for_the_released)
+        with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+            parallel(*batch())
+    assert_next_forward_is_right(parallel, (0, 0))

@@ -6,8 +6,6 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 
 import contextlib
 import copy
-import itertools
-import re
 import threading
 import time
 
@@ -17,10 +15,10 @@ from conftest import CUDA_COUNT, device_lists
 from helpers import (
     TOLERANCES,
     TwoLayers,
+    are_distinct_gpus,
     as_devices,
     as_torch_names,
     assert_equal,
-    assert_same_parts,
     assert_same_state,
     assert_same_step,
     doubles,
@@ -31,8 +29,9 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, convert_model, local_parallel, patch_replication_callback
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+from sync_batchnorm.comm import SlavePipe
+from sync_batchnorm.layers import LayerMaster
 
 pytestmark = [
     pytest.mark.cuda,
@@ -128,14 +127,36 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=r
     assert_same_state(parallel, plain)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+class Checkpointed(nn.Module):
+    """Recomputes its net in the backward, or does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.recomputes = TwoLayers(), True
+
+    def forward(self, input):
+        return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "both", "penalty", "checkpoint"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, where):
-    plain, parallel = twins(TwoLayers().double(), devices)
+def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
+    plain, parallel = twins((Checkpointed() if what == "checkpoint" else TwoLayers()).double(), devices)
+    plain.recomputes = False  # A plain layer would count its statistics twice.
+    where = what if what in ("forward", "backward") else "both"
     streams = side_streams(devices, side)
     for _ in range(2):  # The second finds the memory that the first has freed.
-        assert_same_on_streams(plain, parallel, streams, where)
+        assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
+
+
+def in_threads(work, number):
+    """Call ``work(i)`` for each number, in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def run_on_streams_of_their_own(parallel, parts):
@@ -149,11 +170,7 @@ def run_on_streams_of_their_own(parallel, parts):
             outputs[i] = replicas[i](parts[i])
 
     follow(streams, defaults(streams))
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, len(parts))
     follow(defaults(streams), streams)
     return used_here(outputs)
 
@@ -220,16 +237,8 @@ def test_running_statistics_may_be_used_on_another_stream_than_that_of_the_call(
     plain, parallel = twins(EvalOnAnotherStream().double(), devices)
     plain.bn.momentum = parallel.module.bn.momentum = momentum
     data = doubles(4, 4, 5, 5).to(devices[0])
-    assert_equal(parallel(data), plain(data))
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("devices", gpu_lists(2))
-def test_gradient_penalties_on_side_streams_are_those_of_one_gpu(devices, side):
-    plain, parallel = twins(TwoLayers().double(), devices)
-    streams = side_streams(devices, side)
-    for _ in range(2):
-        assert_same_on_streams(plain, parallel, streams, "both", penalty=True)
+    # Those of replica 0: the others have copies, as they were before the forward.
+    assert_equal(parallel(data)[:2], plain(data)[:2])
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "no_grad"])
@@ -237,51 +246,18 @@ def test_gradient_penalties_on_side_streams_are_those_of_one_gpu(devices, side):
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
     plain, parallel = twins(TwoLayers().double(), devices)
+    wrappers = [parallel]
+    if len(devices) == 1 or are_distinct_gpus(devices):  # Torch refuses several replicas on one GPU.
+        wrappers.append(patch_replication_callback(nn.DataParallel(copy.deepcopy(parallel.module), devices)))
     batches = [doubles(8, 3, 7, 6, devices=devices) for _ in range(3)]
     with torch.set_grad_enabled(records):
-        with on_streams(side_streams(devices, side)):
-            for data in batches:  # Each frees what the one before it has used, while the streams may still be busy.
-                output = parallel(data)
-        for data in batches:
-            expected = plain(data)
-    assert_equal(*used_here((output, expected)))
-    assert_same_state(parallel, plain)
-
-
-class Checkpointed(nn.Module):
-    """Recomputes its net in the backward, or does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.recomputes = TwoLayers(), True
-
-    def forward(self, input):
-        return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("devices", gpu_lists(2))
-def test_checkpoints_on_side_streams_are_those_of_one_gpu(devices, side):
-    plain, parallel = twins(Checkpointed().double(), devices)
-    plain.recomputes = False  # A plain layer would count its statistics twice.
-    streams = side_streams(devices, side)
-    for _ in range(2):
-        assert_same_on_streams(plain, parallel, streams, "both")
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(1, 2) if devices.id != "cuda0-2"])
-def test_patched_wrappers_on_side_streams_compute_what_one_gpu_computes(devices, side):
-    plain, _ = twins(TwoLayers().double(), devices)
-    parallel = patch_replication_callback(nn.DataParallel(convert_model(copy.deepcopy(plain)), devices))
-    data = doubles(8, 3, 7, 6, devices=devices)
-    with on_streams(side_streams(devices, side)):
-        for _ in range(2):
-            output = parallel(data)
-    for _ in range(2):
-        expected = plain(data)
-    assert_equal(*used_here((output, expected)))
-    assert_same_state(parallel, plain)
+        expected = [plain(data) for data in batches][-1]
+        for wrapper in wrappers:
+            with on_streams(side_streams(devices, side)):
+                for data in batches:  # Each frees what the one before has used, while the streams may still be busy.
+                    output = wrapper(data)
+            assert_equal(*used_here((output, expected)))
+            assert_same_state(wrapper, plain)
 
 
 class Stateless(nn.Module):
@@ -295,61 +271,30 @@ class Stateless(nn.Module):
         return torch.tanh(self.bn(input))
 
 
+@pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
-def test_calls_on_two_streams_need_no_order(devices):
+def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
     plain, parallel = twins(Stateless().double(), devices)
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
-    outputs = []
+    outputs = [None, None]
     for side in sides:
         follow(side, defaults(side))
-    for side, batch in zip(sides, batches, strict=True):
-        with current(side):
-            outputs.append(parallel(batch))
+
+    def call(i):
+        with current(sides[i]):
+            for _ in range(3):
+                outputs[i] = parallel(batches[i])
+
+    if threads:
+        in_threads(call, 2)
+    else:
+        call(0)
+        call(1)
     for side in sides:
         follow(defaults(side), side)
     for output, batch in zip(used_here(outputs), batches, strict=True):
         assert_equal(output, plain(batch))
-
-
-@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
-def test_calls_in_two_threads_need_no_order(devices):
-    plain, parallel = twins(Stateless().double(), devices)
-    batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
-    torch.cuda.synchronize(as_devices(devices)[0])
-    outputs = [None, None]
-
-    def call(i):
-        side = side_streams(devices, "all")
-        with torch.no_grad(), current(side):
-            for _ in range(3):
-                outputs[i] = parallel(batches[i])
-        for stream in side:
-            stream.synchronize()
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, device in itertools.product(range(2), set(as_devices(devices))):
-        torch.cuda.synchronize(device)
-        assert_equal(outputs[i], plain(batches[i]))
-
-
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_replicas_on_distinct_gpus_train_also_without_what_is_private_to_torch(broadcast, monkeypatch):
-    if not broadcast:
-        monkeypatch.setattr("sync_batchnorm.local_parallel.Broadcast", None)
-    plain, parallel = twins(TwoLayers().double(), [0, 1])
-    assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
-    devices = as_devices([0, 1])
-    replica = local_parallel._replicas_on(parallel.module, devices, False)[0]
-    again = local_parallel._replicas_on(
-        replica, devices, False
-    )  # which has no parameters, so it keeps what it has, as in torch
-    assert [type(copy) for copy in again] == [TwoLayers] * 2
 
 
 class Bag:
@@ -367,12 +312,12 @@ class InBag(nn.Module):
         return Bag([input + 1])
 
 
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
 def test_outputs_in_a_class_of_the_users_own_are_gathered_where_torch_gathers():
     data = torch.randn(4, 3, device="cuda:0")
-    if CUDA_COUNT > 1:
-        output = DataParallelWithCallback(InBag(), [0, 1])(data)
-        assert type(output) is Bag
-        assert torch.equal(output.items[0], data + 1)
+    output = DataParallelWithCallback(InBag(), [0, 1])(data)
+    assert type(output) is Bag
+    assert torch.equal(output.items[0], data + 1)
     with pytest.raises(TypeError, match=r"expected the replicas to return tensors, .* but got Bag"):
         DataParallelWithCallback(InBag(), [0, 0])(data)
 
@@ -380,50 +325,23 @@ def test_outputs_in_a_class_of_the_users_own_are_gathered_where_torch_gathers():
 @pytest.mark.skipif(CUDA_COUNT < 3, reason="needs three GPUs")
 def test_outputs_may_be_gathered_on_a_third_gpu():
     plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)
-    data = doubles(6, 3, 7, 6, devices=[0])
-    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
-    output, expected = parallel(ours), plain(theirs)
-    assert output.device == torch.device("cuda", 2)
-    grad = torch.randn_like(expected)
-    output.backward(grad.to(output.device))
-    expected.backward(grad)
-    assert_equal(output, expected, "output")
-    assert_equal(ours.grad, theirs.grad, "input gradient")
-    assert_same_state(parallel, plain)
+    gathered = []
+
+    def to_first(module, args, output):
+        gathered.append(output.device)
+        return output.to("cuda:0")
+
+    parallel.register_forward_hook(to_first)
+    assert_same_step(plain, parallel, doubles(6, 3, 7, 6, devices=[0]))
+    assert gathered == [torch.device("cuda", 2)]
 
 
 @pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor is deprecated")  # as torch's own scatter does
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_inputs_may_be_on_the_cpu(devices):
     plain, parallel = twins(TwoLayers().double(), devices)
-    data = doubles(9, 3, 7, 6)
-    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
-    output, expected = parallel(ours), plain(theirs.to(as_devices(devices)[0]))
-    grad = torch.randn_like(expected)
-    output.backward(grad)
-    expected.backward(grad)
-    assert_equal(output, expected, "output")
-    assert_equal(ours.grad, theirs.grad, "input gradient")
-    assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
-def test_cumulative_averages_are_those_of_one_gpu(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3, momentum=None).double(), devices)
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(9, 3, 4, 5, devices=devices))
-
-
-@pytest.mark.parametrize("empty", range(2))
-@pytest.mark.parametrize("devices", gpu_lists(2))
-def test_one_value_a_channel_in_all_replicas_is_refused_and_the_next_step_works(devices, empty):
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
-    parts = [doubles(1, 3), doubles(1, 3)]
-    parts[empty] = doubles(0, 3)
-    with pytest.raises(ValueError, match=re.escape("Expected more than 1 value per channel when training")):
-        run_parts(parallel, parts)
-    parts[empty] = doubles(2, 3)
-    assert_same_parts(plain, parallel, parts)
+    plain.register_forward_pre_hook(lambda module, args: args[0].to(as_devices(devices)[0]))
+    assert_same_step(plain, parallel, doubles(9, 3, 7, 6))
 
 
 @pytest.mark.parametrize("devices", gpu_lists(4))
@@ -471,16 +389,19 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
     not go on before another one has differentiated.
     """
     plain, parallel = twins(DifferentiatesFirst().double(), devices)
-    module, exchange = parallel.module, Coordinator.exchange
+    module = parallel.module
     module.create_graph, module.differentiated, module.found = create_graph, threading.Event(), []
 
-    def exchange_and_wait(coordinator, sync_group, identifier, *args):
-        result = exchange(coordinator, sync_group, identifier, *args)
-        if identifier != first:
-            assert module.differentiated.wait(5.0)
-        return result
+    def with_wait(run):
+        def run_and_wait(pipe, message):
+            answer = run(pipe, message)
+            assert pipe.identifier == first or module.differentiated.wait(5.0)
+            return answer
 
-    monkeypatch.setattr(Coordinator, "exchange", exchange_and_wait)
+        return run_and_wait
+
+    for end in (SlavePipe, LayerMaster):
+        monkeypatch.setattr(end, "run", with_wait(end.run))
     batch = doubles(2 * len(devices), 3, 4, 5, devices=devices).requires_grad_()
     parts = [part.to(device) for part, device in zip(batch.chunk(len(devices)), as_devices(devices), strict=True)]
     grads = [torch.randn_like(part) if i == first else None for i, part in enumerate(parts)]
@@ -494,29 +415,6 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
 
 
 LOW = [torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
-def test_steps_under_autocast_are_those_of_one_gpu(devices, dtype):
-    # Without biases in front of a normalization: their gradients are nothing but rounding errors.
-    convs = [nn.Conv2d(3, 6, 3, bias=False), nn.Conv2d(6, 4, 3, bias=False)]
-    net = nn.Sequential(convs[0], nn.BatchNorm2d(6), nn.ReLU(), convs[1], nn.BatchNorm2d(4))
-    plain, parallel = twins(net, devices)
-    data = torch.randn(8, 3, 7, 6, device=as_devices(devices)[0])
-    grad = None
-    found = []
-    for module in (plain, parallel):
-        input = data.clone().requires_grad_()
-        with torch.autocast("cuda", dtype=dtype):
-            output = module(input)
-        grad = torch.randn_like(output) if grad is None else grad
-        output.backward(grad)
-        found.append((output, input.grad))
-    assert found[1][0].dtype == dtype
-    for what, expected, actual in zip(("output", "input gradient"), *found, strict=True):
-        assert_equal(actual, expected, what, TOLERANCES[dtype])
-    assert_same_state(parallel, plain, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(low, w) for low in LOW for w in (low, torch.float32)], ids=str)

@@ -48,29 +48,6 @@ def test_each_group_is_one_device_for_its_rows(replicas, group_size):
             assert_equal(buffer, groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
 
 
-def test_replicas_of_a_group_see_the_same_buffers_after_a_call():
-    class Looking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, input):
-            self.bn.train()(input)
-            self.bn.eval()(input)
-            seen[int(input[0, 0])] = self.bn.running_mean.clone()
-            return input
-
-    seen = {}
-    data = doubles(8, 3)
-    data[::2, 0] = torch.arange(4)
-    with torch.no_grad():
-        DataParallelWithCallback(convert_model(Looking().double(), group_size=2), ["cpu"] * 4)(data)
-    for first in (0, 2):
-        rows = data[2 * first : 2 * first + 4]
-        assert_equal(seen[first], 0.1 * rows.mean(0))
-        assert_equal(seen[first + 1], seen[first])
-
-
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_group_of_all_replicas_is_no_group(devices):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)

@@ -1,4 +1,4 @@
-"""Parameters of replicas: the gradient that each has, when it arrives, and what is noticed when they change."""
+"""Parameters of replicas: the gradient that each has, and what is noticed when they change."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists, usual_kernels
-from helpers import as_devices, assert_equal, doubles, graph_of, run_parts, twins
+from helpers import as_devices, assert_equal, doubles, run_parts, twins
 from torch import Tensor, nn
-
-from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = usual_kernels
 several = pytest.mark.parametrize("devices", device_lists(2, 3))
@@ -135,45 +133,6 @@ def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices):
     assert_equal(case.layer.weight.grad, case.parts["weight"][1])
 
 
-@local
-def test_every_parameter_of_every_replica_is_a_node_of_its_own(devices):
-    _, parallel = twins(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), devices)
-    output = parallel(torch.randn(6, 4, device=as_devices(devices)[0]))
-    names = [node.name() for node in graph_of(output)]
-    assert names.count("_AliasBackward") == 4 * len(devices)
-
-
-class Telling(nn.Module):
-    """Notes when the gradient of each stage is computed."""
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
-        self.events = events
-
-    def forward(self, input: Tensor) -> Tensor:
-        for i, stage in enumerate(self.stages):
-            input = stage(input).relu()
-            input.register_hook(lambda _, i=i: self.events.append(f"output of {i}"))
-        return input
-
-
-@local
-def test_gradients_of_parameters_arrive_as_they_are_computed(devices):
-    events: list[str] = []
-    model = convert_model(Telling(events)).to(as_devices(devices)[0])
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    DataParallelWithCallback(model, devices)(torch.randn(6, 4, device=as_devices(devices)[0])).pow(3).sum().backward()
-    stages = [
-        sorted(events.index(name) for name, _ in stage.named_parameters(prefix=f"stages.{i}"))
-        for i, stage in enumerate(model.stages)
-    ]
-    last_outputs = [len(events) - 1 - events[::-1].index(f"output of {i}") for i in range(3)]
-    assert last_outputs[2] < stages[2][0] <= stages[2][-1] < events.index("output of 0")
-    assert last_outputs[1] < stages[1][0] <= stages[1][-1] < stages[0][0]
-
-
 class Scaling(nn.Module):
     """Multiplies by its weight, which is all that its backward needs."""
 
@@ -232,25 +191,6 @@ def test_parameters_that_no_backward_needs_may_change_before_it(devices):
         change(next(model.parameters()))
         output.backward(grad)
     assert_equal(parallel.module.weight.grad, plain.weight.grad)
-
-
-@local
-def test_replicas_that_are_kept_follow_the_parameters(devices):
-    plain, parallel = twins(Scaling().double(), devices)
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    parts = [doubles(2, 4, devices=devices).requires_grad_() for _ in devices]
-
-    def forward() -> list[Tensor]:
-        return parallel.parallel_apply(replicas, [(part,) for part in parts], [{}] * len(parts))
-
-    earlier = forward()
-    for model in (plain, parallel.module):
-        change(model.weight)
-    for output, part in zip(forward(), parts, strict=True):  # of the changed weight, as it is
-        grad = torch.randn_like(output)
-        assert_equal(torch.autograd.grad(output, part, grad, retain_graph=True)[0], grad * plain.weight)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        earlier[-1].backward(torch.randn_like(earlier[-1]))
 
 
 class ChangesOnce(Scaling):

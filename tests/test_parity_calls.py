@@ -74,22 +74,6 @@ def test_training_forward_between_an_eval_forward_and_its_backward_is_no_error(d
     assert parallel.module.bn1.weight.grad is not None
 
 
-@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_replicas_that_are_kept_have_the_running_statistics_of_all_their_calls_and_keep_no_more(devices, momentum):
-    plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    for calls in (1, 40):
-        for _ in range(calls):
-            parts = [doubles(4, 3, devices=devices) for _ in devices]
-            plain.train()(torch.cat(parts))
-            run(parallel, [replica.train() for replica in replicas], parts)
-        assert max(len(replica._sync_pending or ()) for replica in replicas) < 40
-        outputs = run(parallel, [replica.eval() for replica in replicas], parts)
-        for output, part in zip(outputs, parts, strict=True):
-            assert_equal(output.to(part.device), plain.eval()(part))
-
-
 def run(parallel, replicas, parts):
     """Run replicas that are there already, each on a part on its own device."""
     inputs = [(part.to(device),) for part, device in zip(parts, as_devices(parallel.device_ids), strict=True)]

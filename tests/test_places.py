@@ -5,7 +5,7 @@ import torch
 from conftest import CUDA_COUNT
 from helpers import as_devices, assert_equal
 
-from sync_batchnorm.places import Place, Streams, current_place
+from sync_batchnorm.backends.places import Place, Streams, current_place
 
 
 def test_cpu_is_one_place_without_a_stream():

@@ -4,17 +4,21 @@ import threading
 
 import pytest
 import torch
-from conftest import KERNELS, every_kernel
-from helpers import TOLERANCES, run_parts, twins
+from conftest import every_kernel
+from helpers import FORMATS, TOLERANCES, run_parts, twins
 from torch import nn
 
 from sync_batchnorm.coordinator import Coordinator
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 RATIOS = [0.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation
 VARIANCE = 1e-6  # the largest error of the variance, relative to it
 ROUNDING = 2e-7  # what float32 rounds off a number near one, whoever computes it
 SUMS = 5e-6  # what sums over channels_last lose, which the operators of torch add up row by row in float32
+
+
+def on_the_cpu(test):
+    """Run a test with the fast statistics and the exact ones; nobody knows what torch has on devices of other kinds."""
+    return pytest.mark.usefixtures("kernel")(pytest.mark.parametrize("kernel", ["fast", "exact"], indirect=True)(test))
 
 
 def channels(size):
@@ -59,12 +63,13 @@ class Errors:
         ours.backward(grad)
         expected.backward(grad.double())
         layer = parallel.module
-        for model, output, input, name in ((plain, torchs, inputs[0], "torch"), (layer, ours, inputs[1], "ours")):
-            setattr(self, f"{name}_output", worst(output, expected))
-            setattr(self, f"{name}_grad", worst(input.grad, inputs[2].grad))
-            setattr(self, f"{name}_weight", worst(model.weight.grad, exact.weight.grad))
-            setattr(self, f"{name}_bias", worst(model.bias.grad, exact.bias.grad))
-            setattr(self, f"{name}_variance", worst(model.running_var, exact.running_var, exact.running_var))
+        self.torch_output, self.torch_grad = worst(torchs, expected), worst(inputs[0].grad, inputs[2].grad)
+        self.ours_output, self.ours_grad = worst(ours, expected), worst(inputs[1].grad, inputs[2].grad)
+        self.ours_weight = worst(layer.weight.grad, exact.weight.grad)
+        self.ours_bias = worst(layer.bias.grad, exact.bias.grad)
+        self.ours_variance = worst(layer.running_var, exact.running_var, exact.running_var)
+        self.tensors = [(ours, expected), (inputs[1].grad, inputs[2].grad)]
+        self.layer, self.upstream = exact, grad
         self.largest_output = float(expected.detach().abs().max())
         self.largest_grad = float(inputs[2].grad.abs().max())
         self.rounding = ROUNDING if memory_format == torch.contiguous_format else SUMS
@@ -182,19 +187,29 @@ ADVERSARIES = [
 ]
 
 
-@pytest.mark.parametrize("kernel", ["joined", "separate", "exact"], indirect=True)
+@on_the_cpu
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("make", ADVERSARIES, ids=lambda make: make.__name__)
-@pytest.mark.usefixtures("kernel")
 def test_data_that_mislead_leave_the_step_as_exact(make, memory_format):
     Errors(make(), [4, 4], FORMATS[memory_format]).check()
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("replicas", [2, 4, 8])
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-def test_one_value_a_channel_in_each_replica_is_as_exact(ratio, replicas):
-    data = noise(replicas, 16, 1, 1) + ratio * channels(16)
-    Errors(data, [1] * replicas, torch.contiguous_format).check()
+def test_one_value_a_channel_in_each_replica_loses_what_rounding_takes_of_its_terms(ratio, replicas):
+    # The gradient may be a difference of equal terms, so errors are relative to these. Torch has up to 2.8e-7 of them.
+    data = (noise(replicas, 16, 1, 1) + ratio * channels(16)).float()
+    var, mean = torch.var_mean(data.double(), 0, correction=0, keepdim=True)
+    errors = Errors(data, [1] * replicas, torch.contiguous_format)
+    weight, invstd = errors.layer.weight.detach().abs().view(1, -1, 1, 1), (var + errors.layer.eps).rsqrt()
+    terms = weight * (1 + mean.abs() * invstd)
+    offset = errors.layer.bias.detach().abs().view(1, -1, 1, 1)
+    largest_upstream = errors.upstream.double().abs().amax(0, keepdim=True)
+    for (found, expected), scale in zip(
+        errors.tensors, (terms + offset, terms * invstd * largest_upstream), strict=True
+    ):
+        assert worst(found, expected, scale) <= ROUNDING
+    assert errors.ours_variance <= VARIANCE
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -220,14 +235,6 @@ def test_gradient_of_the_weight_of_one_replica_keeps_the_digits_of_a_large_mean(
     normalized = (data.double() - mean) * (var + 1e-5).rsqrt()
     expected = (normalized.chunk(2)[replica] * upstream[replica]).sum((0, 2, 3))
     assert worst(found, expected) <= 2 * ROUNDING * upstream[replica][:, 0].numel()
-
-
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6], ids=lambda ratio: f"{ratio:g}")
-def test_backward_of_the_joined_batch_loses_no_digits_to_a_large_mean(ratio, memory_format):
-    errors = Errors(noise(8, 16, 15, 15) + ratio * channels(16), [4, 4], FORMATS[memory_format])
-    assert errors.ours_grad <= 10 * ROUNDING * errors.largest_grad
-    assert errors.ours_weight <= 1e-3  # a sum of 1800 products
 
 
 class TestEveryKernel:
@@ -259,31 +266,38 @@ class TestEveryKernel:
 
 
 class Order:
-    """Lets replicas arrive in their exchanges in a chosen order: each waits until the one before it has arrived."""
+    """Lets replicas arrive at each rendezvous in a chosen order: each waits until the one before it has arrived."""
 
     def __init__(self, order, monkeypatch):
         self.order, self.changed, self.arrived = order, threading.Condition(), []
-        exchange, arrive = Coordinator.exchange, Coordinator._arrive
+        collect, send, arrive = Coordinator.collect, Coordinator.send, Coordinator._arrive
 
-        def wait_and_exchange(coordinator, sync_group, identifier, *args):
+        def wait_for(identifier):
             with self.changed:
                 self.changed.wait_for(lambda: self.order[len(self.arrived) % len(self.order)] == identifier)
-            return exchange(coordinator, sync_group, identifier, *args)
 
-        def arrive_and_tell(coordinator, sync_group, identifier, message):
-            arrived = arrive(coordinator, sync_group, identifier, message)
+        def wait_and_collect(coordinator, rendezvous, message):
+            wait_for(0)
+            return collect(coordinator, rendezvous, message)
+
+        def wait_and_send(coordinator, rendezvous, identifier, message):
+            wait_for(identifier)
+            return send(coordinator, rendezvous, identifier, message)
+
+        def arrive_and_tell(coordinator, rendezvous, identifier, message):
+            arrived = arrive(coordinator, rendezvous, identifier, message)
             with self.changed:
                 self.arrived.append(identifier)
                 self.changed.notify_all()
             return arrived
 
-        monkeypatch.setattr(Coordinator, "exchange", wait_and_exchange)
+        monkeypatch.setattr(Coordinator, "collect", wait_and_collect)
+        monkeypatch.setattr(Coordinator, "send", wait_and_send)
         monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
 
 
-@pytest.mark.parametrize("kernel", ["joined", "separate", "exact"], indirect=True)
+@on_the_cpu
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
-@pytest.mark.usefixtures("kernel")
 def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monkeypatch):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
     data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 4, 3), []
@@ -303,16 +317,13 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monke
         assert torch.equal(first, second)
 
 
-# Not the general arithmetic: nobody knows what torch has on those devices.
-@pytest.mark.parametrize("kernel", sorted({*KERNELS} - {"general"}), indirect=True)
-@pytest.mark.usefixtures("kernel")
+@on_the_cpu
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("size", [(4, 5), (160, 180)], ids=["small", "large"])
-def test_value_that_is_not_finite_spoils_the_statistics_as_in_torch(size, kind, dtype, value):
+def test_value_that_is_not_finite_spoils_the_statistics_as_in_torch(kind, dtype, value):
     plain, parallel = twins(nn.BatchNorm2d(3).double() if dtype == torch.float64 else nn.BatchNorm2d(3), ["cpu"] * 2)
-    data = torch.randn(4, 3, *size).to(dtype).contiguous(memory_format=FORMATS[kind])
+    data = torch.randn(4, 3, 40, 50).to(dtype).contiguous(memory_format=FORMATS[kind])
     data[2, 1, 3, 1] = value
     expected, actual = plain(data), parallel(data)
     assert torch.equal(actual.isnan(), expected.isnan())
@@ -325,19 +336,16 @@ OVERFLOWS = [(torch.float32, value) for value in (1e20, 1e25, 1e30, 3e38)]
 OVERFLOWS += [(torch.bfloat16, 1e25), (torch.bfloat16, 3e38), (torch.float64, 1e160), (torch.float64, 1e300)]
 
 
-@pytest.mark.parametrize(("kernel", "size"), [("joined", 6), ("separate", 120), ("exact", 120)], indirect=["kernel"])
+@on_the_cpu
 @pytest.mark.parametrize(("dtype", "value"), OVERFLOWS, ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kernel, size, kind, dtype, value):
+def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kind, dtype, value):
     """As in torch, on contiguous inputs in float32: on others, it has NaN for the largest values."""
-    data = torch.rand(8, 3, size, size, dtype=torch.float64) * 2 - 1
+    data = torch.rand(8, 3, 40, 40, dtype=torch.float64) * 2 - 1
     data[:, 1] *= value
     data, upstream = data.to(dtype), torch.randn(data.shape).to(dtype)
     kept = torch.float64 if dtype == torch.float64 else torch.float32
     plain, parallel = twins(nn.BatchNorm2d(3, momentum=0.3).to(kept), ["cpu"] * 2)
-    if kernel == "joined":  # In float64, where only squares of float64 numbers overflow.
-        kept = torch.float64
-        plain.to(kept)
     theirs = data.to(kept).clone().requires_grad_()
     ours = data.clone().contiguous(memory_format=FORMATS[kind]).requires_grad_()
     expected, actual = plain(theirs), torch.cat(run_parts(parallel, ours.split([3, 5])))
@@ -362,8 +370,7 @@ def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kernel, size, k
             torch.testing.assert_close(found[i], wanted[i].to(found.dtype), rtol=0, atol=0.0 if same else atol)
 
 
-@pytest.mark.parametrize("kernel", sorted({*KERNELS} - {"general"}), indirect=True)
-@pytest.mark.usefixtures("kernel")
+@on_the_cpu
 @pytest.mark.parametrize("momentum", [0.5, 0.9, 1.0, None], ids=str)
 @pytest.mark.parametrize("value", [1e25, torch.inf], ids=str)
 def test_running_statistics_take_over_what_is_infinite_at_any_momentum(value, momentum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,11 +14,8 @@ from helpers import TwoLayers, doubles
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, schedule
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, execute_replication_callbacks, profiling
-from sync_batchnorm.coordinator import MASTER, Coordinator, SyncGroup
-from sync_batchnorm.profiling import spans_of_forward
-
-HINT = "sync_batchnorm: replicas, in threads that are recorded with profile_all_threads=True only"
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, execute_replication_callbacks
+from sync_batchnorm.glue import spans_of_forward
 
 
 class Span(NamedTuple):
@@ -101,39 +98,6 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
-def exchange(first: int) -> list[Span]:
-    """Let two replicas exchange, of which `first` already waits when the other one arrives; return the spans."""
-    sync_group = SyncGroup("layer")
-
-    def run(replica: int) -> None:
-        coordinator.exchange(sync_group, replica, None, None if replica else lambda messages: messages)
-
-    with recording() as prof:
-        coordinator = Coordinator(["cpu"] * 2, span=spans_of_forward())
-        coordinator.admit(sync_group, MASTER, 0)
-        coordinator.admit(sync_group, 1, 1)
-        thread = threading.Thread(target=run, args=(first,))
-        thread.start()
-        while f"{first} waits in" not in repr(coordinator):
-            time.sleep(0)  # give way
-        run(1 - first)
-        thread.join()
-    return spans_of(prof)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first):
-    spans = {(span.name, span.thread): span for span in exchange(first)}
-    assert len(spans) == 3
-    ((_, master), merging) = next(item for item in spans.items() if item[0][0] == "layer, merging")
-    waits = {thread: span for (name, thread), span in spans.items() if name == "layer, waiting"}
-    of_master, (of_slave,) = waits.pop(master), waits.values()
-    assert of_master.end <= merging.start
-    assert of_slave.end >= merging.end
-    # Whoever arrives first waits from then on, whatever the other one does until it arrives.
-    assert (of_master.start < of_slave.start) == (first == 0)
-
-
 def test_each_group_of_replicas_merges_for_itself():
     parallel = wrapped(TwoLayers(), ["cpu"] * 4, group_size=2)
     with recording() as prof:
@@ -180,8 +144,38 @@ class Exchanging(nn.Module):
         return messages
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        meet = self.pipe.run_master if isinstance(self.pipe, SyncMaster) else self.pipe.run_slave
-        return input if meet("hello") == "hello" else -input
+        return input if self.pipe.run("hello") == "hello" else -input
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first, monkeypatch):
+    """Of two modules of the user's own, without the wrapper; the `first` already waits when the other one arrives."""
+
+    @contextlib.contextmanager
+    def tell(name: str) -> Iterator[None]:
+        with torch.profiler.record_function(f"sync_batchnorm: {name}"):
+            begun.set()
+            yield
+
+    begun = threading.Event()
+    monkeypatch.setattr("sync_batchnorm.glue._span", tell)
+    copies = [Exchanging(), Exchanging()]
+    with recording() as prof:
+        execute_replication_callbacks(copies)
+        thread = threading.Thread(target=copies[first], args=(torch.ones(2),))
+        thread.start()
+        begun.wait()
+        copies[1 - first](torch.ones(2))
+        thread.join()
+    spans = {(span.name, span.thread): span for span in spans_of(prof)}
+    assert len(spans) == 3
+    ((_, master), merging) = next(item for item in spans.items() if item[0][0] == "Exchanging, merging")
+    waits = {thread: span for (name, thread), span in spans.items() if name == "Exchanging, waiting"}
+    of_master, (of_slave,) = waits.pop(master), waits.values()
+    assert of_master.end <= merging.start
+    assert of_slave.end >= merging.end
+    # Whoever arrives first waits from then on, whatever the other one does until it arrives.
+    assert (of_master.start < of_slave.start) == (first == 0)
 
 
 class FailingToMerge(Exchanging):
@@ -198,94 +192,44 @@ class FailingToCome(Exchanging):
 
 
 @pytest.mark.parametrize("module", [FailingToMerge(), FailingToCome()])
-def test_failure_leaves_no_span_open(module, monkeypatch):
-    entered, left = [], []
-
-    class Counted(torch.profiler.record_function):
-        def __enter__(self) -> Any:
-            entered.append((self.name, threading.get_ident()))
-            return super().__enter__()
-
-        def __exit__(self, *args: Any) -> None:
-            left.append((self.name, threading.get_ident()))
-            super().__exit__(*args)
-
-    monkeypatch.setattr(profiling, "record_function", Counted)
+def test_failure_leaves_no_span_open(module):
     parallel = DataParallelWithCallback(nn.Sequential(module), ["cpu"] * 3, timeout=5.0)
     with recording() as prof:
         with pytest.raises(OSError, match="Caught OSError in replica"):
             parallel(torch.ones(3))
         with torch.profiler.record_function("sync_batchnorm: after it"):
             pass
-    assert sorted(entered) == sorted(left)
     spans = spans_of(prof)
-    assert Counter(span.name for span in spans)["0, merging"] == 1
-    assert Counter(f"sync_batchnorm: {span.name}" for span in spans if span.name != "after it") == Counter(
-        name for name, _ in entered
-    )
     after = next(span for span in spans if span.name == "after it")
+    names = Counter(span.name for span in spans)
+    assert [names[f"replica {i} on device cpu"] for i in range(3)] == [1] * 3
+    assert names["0, merging"] == 1
     assert all(span.end <= after.start for span in spans if span is not after)
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The spans that this library makes, whether they are recorded or not."""
-    names: list[str] = []
-
-    def record(name: str) -> contextlib.AbstractContextManager[None]:
-        names.append(name)
+def test_without_a_profiler_nothing_is_made(devs, monkeypatch):
+    def note(name: str) -> contextlib.AbstractContextManager[None]:
+        made.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(profiling, "record_function", record)
-    return names
-
-
-def test_without_a_profiler_nothing_is_made(devs, made):
-    parallel = wrapped(TwoLayers(), devs)
-    parallel(doubles(4, 3, 8, 8, devices=devs)).sum().backward()
+    made: list[str] = []
+    monkeypatch.setattr("sync_batchnorm.glue._span", note)
+    parallel, input = wrapped(TwoLayers(), devs), doubles(4, 3, 8, 8, devices=devs)
+    parallel(input).sum().backward()
     assert not made
     with recording():
-        parallel(doubles(4, 3, 8, 8, devices=devs))
+        parallel(input)
     assert bool(made) == (len(devs) > 1)
     made.clear()
-    parallel(doubles(4, 3, 8, 8, devices=devs))
+    parallel(input)
     assert not made
+    assert spans_of_forward() is None
 
 
-def test_exchanges_of_other_modules_are_spans_too():
-    parallel = DataParallelWithCallback(nn.Sequential(Exchanging()), ["cpu"] * 2)
-    with recording() as prof:
-        parallel(torch.ones(2))
-    assert names_of(prof)["0, merging"] == 1
-
-
-def test_callbacks_without_the_wrapper_are_recorded_too():
-    copies = [Exchanging(), Exchanging()]
-    with recording() as prof:
-        execute_replication_callbacks(copies)
-        threads = [threading.Thread(target=copy, args=(torch.ones(2),)) for copy in copies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert names_of(prof)["Exchanging, merging"] == 1
-
-
-def test_profiler_of_the_caller_alone_is_told_what_it_leaves_out():
+def test_threads_that_are_not_recorded_have_no_spans():
     parallel = wrapped(TwoLayers(), ["cpu"] * 2)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         parallel(doubles(4, 3, 8, 8))
-        parallel(doubles(1, 3, 8, 8))  # on the module itself, in this thread
-    assert [event.name for event in prof.events() if event.name.startswith("sync_batchnorm: ")] == [HINT]
-
-
-@pytest.mark.parametrize(("name", "without"), [("profiler_runs", False), ("profiler_of_thread", "")])
-def test_torch_without_a_private_name_has_a_wrapper_that_works(name, without, monkeypatch):
-    parallel = wrapped(TwoLayers(), ["cpu"] * 2)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
-        monkeypatch.setattr(profiling, name, lambda: without)
-        parallel(doubles(4, 3, 8, 8))
-        monkeypatch.undo()
     assert not names_of(prof)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import forked, needs_fork
 
 import sync_batchnorm
 
@@ -85,17 +83,6 @@ def test_older_python_can_parse_the_file_that_refuses_it():
     assert before == ["import sys", "from importlib.util import find_spec"]
 
 
-def test_folder_inside_of_a_package_is_refused(folder):
-    (folder / "models").mkdir()
-    (folder / "sync_batchnorm").rename(folder / "models" / "sync_batchnorm")
-    assert_one_sentence(
-        imported_in(folder, "from models.sync_batchnorm.batchnorm import SynchronizedBatchNorm2d"),
-        f"expected sync_batchnorm {sync_batchnorm.__version__} at the top of the path of Python, but got "
-        "models.sync_batchnorm; install it, or move its folder out of the package that it is in, and import it as "
-        "sync_batchnorm",
-    )
-
-
 def test_missing_torch_is_named(folder):
     assert_one_sentence(
         imported_in(folder),
@@ -124,27 +111,3 @@ def test_newer_torch_is_not_refused(folder, version):
 def test_torch_that_cannot_be_loaded_speaks_for_itself(folder):
     add_torch(folder, "raise ImportError('libcudart.so.12: cannot open shared object file')")
     assert imported_in(folder).splitlines()[-1] == "ImportError: libcudart.so.12: cannot open shared object file"
-
-
-@needs_fork
-def test_copied_folder_is_imported_beside_a_torch_that_is_there(folder):
-    def from_the_folder():
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
-            del sys.modules[name]
-        sys.path.insert(0, str(folder))
-        copied = importlib.import_module("sync_batchnorm")
-        print(copied.__file__, copied.__version__)
-
-    file = folder / "sync_batchnorm" / "__init__.py"
-    assert forked(from_the_folder) == (0, f"{file} {sync_batchnorm.__version__}\n")
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(60)
-def test_copied_folder_works_and_knows_its_version(folder):
-    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # where that of the tests is
-    code = "import sync_batchnorm; print(sync_batchnorm.__file__, sync_batchnorm.__version__)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *packages])}
-    command = [sys.executable, "-B", "-S", "-c", code]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.stdout.split() == [str(folder / "sync_batchnorm" / "__init__.py"), sync_batchnorm.__version__]

@@ -1,10 +1,9 @@
-"""The root of a replica is an object of the user's class: what its forward may do with itself, and what torch does."""
+"""A replica is an object of the user's class, whatever that does: calls, attributes, copies of its own, modes."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -13,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal, assert_same_step, doubles, randomize, run_parts, twins
-from scripted import WRAPPERS, R
+from scripted import WRAPPERS, OneThread, R
 from torch import Tensor, fx, nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
-from sync_batchnorm.torch_private import refuse_other_calls
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    convert_model,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+from sync_batchnorm.replica import is_in_replica
 
 DEVICES = ["cpu"] * R
 
@@ -25,45 +30,16 @@ DEVICES = ["cpu"] * R
 class Looking(nn.Module):
     """Has a function look at it in its forward, whose result replaces the output if there is one."""
 
-    factor = 1.0
-
     def __init__(self, look: Callable[[Any, Tensor], Any] | None = None) -> None:
         super().__init__()
         self.bn, self.look = nn.BatchNorm1d(3), look
 
     def forward(self, input: Tensor) -> Tensor:
-        output = self.bn(input) * self.factor
+        output = self.bn(input)
         if self.look is None:
             return output
         other = self.look(self, input)
         return output if other is None else other
-
-
-class OwnState(Looking):
-    """Hands out its attributes as they are."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-
-class TwoTuple(Looking):
-    """Is made anew from its arguments."""
-
-    def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-CLASSES = [Looking, OwnState, TwoTuple]
-
-
-def run(look: Callable[[Any, Tensor], Any], cls: type[Looking] = Looking) -> Tensor:
-    """Call `look` in the forward of every replica; return their outputs."""
-    parallel = DataParallelWithCallback(convert_model(cls(look).double()), DEVICES)
-    with torch.no_grad():
-        return parallel(doubles(2 * R, 3))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -84,69 +60,9 @@ def test_forward_makes_another_module_of_its_class():
     assert_equal(parallel(data), torch.cat(expected))
 
 
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))
-
-
-def saved(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled, saved])
-def test_copy_that_is_made_in_a_forward_is_a_module_of_its_own(cls, copied):
-    copies, data = [], doubles(4, 3)
-
-    def look(self: Looking, input: Tensor) -> None:
-        self.look = None  # which cannot be pickled
-        copies.append(copied(self))
-
-    run(look, cls)
-    assert len(copies) == R
-    for twin in copies:
-        assert type(twin) is cls
-        twin.double().eval().factor = 2.0
-        assert_equal(twin(data), 2 * twin.bn(data))
-
-
-def clone_by_hand(module: nn.Module) -> nn.Module:
-    twin = type(module).__new__(type(module))
-    twin.__dict__ = module.__dict__.copy()
-    return twin
-
-
-@pytest.mark.parametrize("cls", [Looking, OwnState])
-@pytest.mark.parametrize("copied", [copy.copy, clone_by_hand, nn.Module._replicate_for_data_parallel])
-def test_shallow_copy_that_is_called_in_a_forward_runs_itself(cls, copied):
-    def look(self: Looking, input: Tensor) -> Tensor:
-        twin = copied(self)
-        twin.look, twin.factor = None, 2.0
-        return twin(input)
-
-    plain = cls(look).double()
-    parallel = DataParallelWithCallback(convert_model(cls(look).double()), DEVICES)
-    assert_same_step(plain, parallel, doubles(2 * R, 3))
-
-
-@pytest.mark.parametrize("copied", [copy.copy, clone_by_hand])
-def test_shallow_copy_of_a_layer_is_the_layer_of_its_replica(copied):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, input):
-            return copied(self.bn)(self.bn(input).tanh())
-
-    assert_same_step(*twins(Net().double(), DEVICES), doubles(2 * R, 3))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("replica", range(2))
-def test_deep_copy_of_a_layer_is_no_part_of_a_replica(copied, replica):
+def test_copy_of_a_layer_that_is_made_in_a_forward_is_refused(copied, replica):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -155,51 +71,22 @@ def test_deep_copy_of_a_layer_is_no_part_of_a_replica(copied, replica):
         def forward(self, input, number):
             return copied(self.bn)(input) if int(number[0]) == replica else input
 
-    with torch.no_grad(), pytest.raises(RuntimeError, match="that is registered in the wrapped module, but got a Sync"):
+    message = "registered in the wrapped module, but got a Sync|replica 1 on device cpu waits"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         DataParallelWithCallback(Net(), ["cpu"] * 2)(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
-
-
-def test_pickle_of_a_replica_does_not_hold_its_exchange():
-    pickles: list[bytes] = []
-
-    def look(self: nn.Module, input: Tensor) -> None:
-        look, self.look = self.look, None  # a function of a test has no pickle
-        pickles.append(pickle.dumps(self))
-        self.look = look
-
-    with torch.no_grad():
-        run(look)
-    for name in (b"Pipe", b"Watch"):
-        assert not any(name in pickled for pickled in pickles)
 
 
 def test_replicas_end_without_a_garbage_collection():
     replicas: list[Any] = []
+    parallel = DataParallelWithCallback(
+        convert_model(Looking(lambda self, input: replicas.append(weakref.ref(self)))), DEVICES
+    )
     gc.disable()
     try:
-        run(lambda self, input: replicas.append(weakref.ref(self)))
+        parallel(torch.randn(2 * R, 3)).sum().backward()
         assert [replica() for replica in replicas] == [None] * R
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-def test_root_that_calls_itself_in_a_compiled_function_runs():
-    def look(self: Looking, input: Tensor) -> Tensor:
-        twin = copy.copy(self)
-        self.look = twin.look = None
-        twin.factor = 2.0
-        return compiled(lambda x: self(x) - 3 * twin(x), input)
-
-    def apply(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        return function(input * 2)
-
-    compiled = torch.compile(apply, backend="eager")
-    plain = Looking(look).double()
-    parallel = DataParallelWithCallback(convert_model(Looking(look).double()), DEVICES)
-    assert_same_step(plain, parallel, doubles(2 * R, 3))
 
 
 class OwnCall(Looking):
@@ -238,27 +125,86 @@ def test_failure_in_a_call_of_its_own_reaches_the_caller_at_once(name, cls):
 
     parallel = WRAPPERS[name](convert_model(cls(look).double()))
     data = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64).view(-1, 1) * doubles(6, 3).abs()
-    with pytest.raises(LookupError, match="the cause"):
+    # A forward of the user's own may pick the error of another replica, which names this one.
+    with pytest.raises((LookupError, RuntimeError), match=r"the cause|LookupError in replica 1"):
         parallel(data)
 
 
-class Returning(nn.Module):
-    """Returns the output of a recurrent net, without its state."""
+class Names(nn.Module):
+    """Has attributes with the names of what a wrapper may have of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bn, self.rnn = nn.BatchNorm1d(3), nn.GRU(3, 2, batch_first=True)
+        self.replica, self.module = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.original = nn.BatchNorm1d(3)
+        self.modes = nn.Parameter(torch.randn(3))
+        self.register_buffer("coordinator", torch.randn(3))
+        self.replica_id = 5
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.rnn(self.bn(input.transpose(1, 2)).transpose(1, 2))[0]
+        hidden = self.original(self.module(self.replica(input)) * self.modes + self.coordinator)
+        return hidden * self.replica_id
 
 
-def test_recurrent_net_runs_as_a_root_and_in_one():
-    rnn = nn.GRU(3, 2, batch_first=True).double()
+def test_model_may_have_attributes_of_any_name():
+    plain, parallel = twins(Names().double(), DEVICES)
+    assert_same_step(plain, parallel, doubles(7, 3))
+    names = ("replica", "module", "original", "modes", "coordinator", "replica_id", "forward")
+    replica = parallel.replicate(parallel.module, parallel.device_ids)[1]
+    found = {name: type(getattr(replica, name)) for name in names}
+    expected = {name: type(getattr(parallel.module, name)) for name in names}
+    assert found == expected | {"modes": Tensor}  # no parameter, as in torch
+
+
+class Scaling(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.bn(input) * self.factor
+
+
+def test_replicas_may_be_made_and_run_by_hand():
+    plain, parallel = twins(Scaling().double(), DEVICES)
+    data = doubles(7, 3)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    for i, replica in enumerate(replicas):
+        replica.factor = i + 2.0
+    outputs = parallel.parallel_apply(replicas[::-1], list(data.chunk(R))[::-1], [{}] * R)[::-1]
+    expected = [chunk * (i + 2.0) for i, chunk in enumerate(plain(data).chunk(R))]
+    assert_equal(torch.cat(outputs), torch.cat(expected))
+    assert parallel.module.factor == 1.0
+
+
+def test_replicas_in_eval_mode_leave_the_module_in_its_own():
+    plain, parallel = twins(Scaling().double(), DEVICES)
+    data = doubles(6, 3)
+    replicas = [replica.eval() for replica in parallel.replicate(parallel.module, parallel.device_ids)]
+    assert_equal(torch.cat(parallel.parallel_apply(replicas, data.chunk(R), [{}] * R)), plain.eval()(data))
+    assert parallel.module.training
+    assert parallel.module.bn.training
+    assert parallel.module.bn.num_batches_tracked == 0
+
+
+def test_callbacks_of_replicas_may_be_executed_again():
+    class Older(DataParallelWithCallback):
+        def replicate(self, module, device_ids):
+            replicas = super().replicate(module, device_ids)
+            execute_replication_callbacks(replicas)
+            return replicas
+
+    plain, parallel = twins(Looking().double(), DEVICES)
+    assert_same_step(plain, Older(parallel.module, DEVICES), doubles(7, 3))
+
+
+def test_recurrent_net_runs_as_a_root():
+    rnn = nn.LSTM(3, 2, 2, batch_first=True, bidirectional=True).double()
     data = doubles(2 * R, 4, 3)
-    parallel = DataParallelWithCallback(rnn, DEVICES)
-    assert_equal(torch.cat([output for output, _ in run_parts(parallel, data.chunk(R))]), rnn(data)[0])
-    assert_same_step(*twins(Returning().double(), DEVICES), data)
+    outputs = [output for output, _ in run_parts(DataParallelWithCallback(rnn, DEVICES), data.chunk(R))]
+    assert_equal(torch.cat(outputs), rnn(data)[0])
 
 
 def test_traced_graph_runs_as_a_root():
@@ -268,18 +214,65 @@ def test_traced_graph_runs_as_a_root():
     assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
 
 
-def test_compiled_root_runs_in_replicas():
-    plain = randomize(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double())
-    root = convert_model(copy.deepcopy(plain))
-    root.compile(backend="eager")
-    with pytest.warns(UserWarning, match=r"but got \['the module itself'\] compiled by Module.compile\(\)"):
-        assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
-    assert root._compiled_call_impl is not None
+def test_thread_that_has_run_a_replica_is_in_none():
+    class Noting(nn.Module):
+        def forward(self, input):
+            seen.append(is_in_replica())
+            return input
+
+    seen = []
+    patch_replication_callback(OneThread(Noting(), 2))(torch.randn(4, 3))
+    assert seen == [True, True]
+    assert not is_in_replica()
 
 
-def test_torch_that_calls_its_modules_otherwise_is_refused(monkeypatch):
-    parallel = DataParallelWithCallback(nn.Identity(), DEVICES)
-    monkeypatch.setattr(nn.Module, "__call__", nn.Module._call_impl)
-    monkeypatch.setattr("sync_batchnorm.replicate.refuse_other_calls", refuse_other_calls.__wrapped__)
-    with pytest.raises(RuntimeError, match=r"expected modules that call .*, but got those of torch \d"):
-        parallel(torch.randn(2 * R, 3))
+MODES = {
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference_mode": torch.inference_mode,
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "disabled": lambda: torch.autocast("cpu", enabled=False),
+    "without-cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+class Observer(nn.Module):
+    """Notes the modes that its thread is in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen = []
+
+    def forward(self, input):
+        self.seen.append(modes())
+        return input * self.weight
+
+
+def modes():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["wrapper", "own-forward"])
+def test_replicas_run_in_the_modes_of_the_caller(mode, name):
+    parallel = WRAPPERS[name](Observer())
+    with MODES[mode]():
+        parallel(torch.randn(2 * R, 2))
+        assert parallel.module.seen == [modes()] * R
+    assert modes()[:2] == (True, False)
+
+
+def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making():
+    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
+    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
+    with torch.no_grad(), MODES["bfloat16"]():
+        parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
+        assert parallel.module.seen == [modes()] * 2

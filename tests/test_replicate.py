@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_same_step, doubles, twins
-from scripted import OneThread
+from scripted import TorchStyle
 from torch import nn
 
 from sync_batchnorm import (
@@ -17,7 +17,6 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
-from sync_batchnorm.replica import is_in_replica
 
 
 class Registering(nn.Module):
@@ -70,34 +69,6 @@ def test_callback_that_a_single_object_has_is_not_called():
     assert not calls  # Python looks for the methods of its own protocols on the class, too.
 
 
-class Mirroring(nn.Module):
-    """Has a `__setattr__` of its own, by which alone it knows of its parameters and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-        self.weight = nn.Parameter(torch.randn(3))
-        self.register_buffer("offset", torch.randn(3))
-        self.offset = self.offset + 1
-
-    def __setattr__(self, name, value):
-        if isinstance(value, torch.Tensor):
-            self.__dict__[f"mirrored_{name}"] = value
-        super().__setattr__(name, value)
-
-    def forward(self, input):
-        return self.bn(input * self.mirrored_weight + self.mirrored_offset)
-
-
-def test_modules_may_have_a_setattr_of_their_own(devs):
-    plain, parallel = (Mirroring().double().to(as_devices(devs)[0]) for _ in range(2))
-    parallel.load_state_dict(plain.state_dict())
-    for module in (plain, parallel):  # as replication sets them
-        module.weight, module.offset = module.weight, module.offset
-    parallel = DataParallelWithCallback(convert_model(parallel), devs)
-    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
-
-
 class Forwarding(nn.Module):
     """Sets attributes on the module that it stands for instead of on itself."""
 
@@ -123,18 +94,6 @@ class ForwardingModule(Forwarding):
         return self.module(input)
 
 
-def test_thread_that_has_run_a_replica_is_in_none():
-    class Looking(nn.Module):
-        def forward(self, input):
-            seen.append(is_in_replica())
-            return input
-
-    seen = []
-    patch_replication_callback(OneThread(Looking(), 2))(torch.randn(4, 3))
-    assert seen == [True, True]
-    assert not is_in_replica()
-
-
 def test_patched_wrapper_that_forwards_what_is_set_leaves_its_module_alone():
     parallel = ForwardingWrapper(nn.Linear(2, 2))
     parallel.label = "mine"
@@ -151,69 +110,6 @@ def test_patched_wrapper_that_forwards_what_is_set_leaves_its_module_alone():
 def test_module_that_forwards_what_is_set_runs_in_replicas(devs):
     plain, parallel = twins(ForwardingModule(nn.BatchNorm1d(3)).double(), devs)
     assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
-
-
-MODES = {
-    "no_grad": torch.no_grad,
-    "enable_grad": torch.enable_grad,
-    "inference_mode": torch.inference_mode,
-    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float16": lambda: torch.autocast("cpu", torch.float16),
-    "disabled": lambda: torch.autocast("cpu", enabled=False),
-    "without-cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
-}
-
-
-class Observer(nn.Module):
-    """Notes the modes that its thread is in."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.seen = []
-
-    def forward(self, input):
-        self.seen.append(modes())
-        return input * self.weight
-
-
-def modes():
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("patched", [False, True], ids=["wrapped", "patched-subclass"])
-def test_replicas_run_in_the_modes_of_the_caller(mode, patched):
-    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 3)
-    if patched:
-        parallel = patch_replication_callback(OwnForward(Observer(), ["cpu"] * 3))
-    with MODES[mode]():
-        parallel(torch.randn(6, 2))
-        assert parallel.module.seen == [modes()] * 3
-    assert modes()[:2] == (True, False)
-
-
-def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making():
-    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
-    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
-    with torch.no_grad(), MODES["bfloat16"]():
-        parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
-        assert parallel.module.seen == [modes()] * 2
-
-
-class OwnForward(DataParallelWithCallback):
-    """A wrapper of a user's own, which goes through the four steps by itself."""
-
-    def forward(self, *inputs, **kwargs):
-        scattered, kwargs = self.scatter(inputs, kwargs, self.device_ids)
-        replicas = self.replicate(self.module, self.device_ids[: len(scattered)])
-        return self.gather(self.parallel_apply(replicas, scattered, kwargs), self.output_device)
 
 
 class Renamed(nn.DataParallel):
@@ -241,6 +137,38 @@ def test_patched_subclass_computes_what_ours_computes(devices):
     plain, ours = twins(TwoLayers().double(), devices)
     theirs = patch_replication_callback(Renamed(ours.module, devices if devices != ["cpu"] else None))
     assert_same_step(plain, theirs, doubles(4, 3, 6, 6, devices=devices))
+
+
+class Balanced(TorchStyle):
+    """Gives the first device fewer rows, with the signatures that several projects have for this."""
+
+    def forward(self, input):
+        rows = input.split([1, *[(len(input) - 1) // (len(self.device_ids) - 1)] * (len(self.device_ids) - 1)])
+        replicas = self.replicate(self.module, self.device_ids)
+        outputs = self.parallel_apply(replicas, self.device_ids, [(part,) for part in rows], [{}] * len(rows))
+        return torch.cat(outputs)
+
+    def parallel_apply(self, replicas, device_ids, inputs, kwargs):
+        assert len(device_ids) == len(replicas)
+        return super().parallel_apply(replicas, inputs, kwargs)
+
+
+def test_patched_wrapper_may_have_a_parallel_apply_with_arguments_of_its_own():
+    plain, ours = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), ["cpu"] * 3)
+    balanced = patch_replication_callback(Balanced(ours.module, 3))
+    for training in (True, False, True):
+        plain.train(training)
+        assert_same_step(plain, balanced.train(training), doubles(7, 3))
+
+
+def test_failure_in_a_patched_wrapper_with_arguments_of_its_own_reaches_the_caller():
+    def fails(model, input):
+        raise LookupError("the cause")
+
+    balanced = patch_replication_callback(Balanced(convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())), 3))
+    balanced.module[1].register_forward_pre_hook(fails)
+    with pytest.raises(LookupError, match=r"(?s)Caught LookupError in replica 0 on device cpu.*the cause"):
+        balanced(torch.randn(7, 3))
 
 
 def test_object_is_patched_once():
@@ -275,27 +203,3 @@ def test_timeouts_out_of_range_are_refused(timeout):
 def test_timeouts_that_are_no_numbers_are_refused(timeout):
     with pytest.raises(TypeError, match="expected timeout as a number of seconds"):
         patch_replication_callback(nn.DataParallel(nn.Linear(2, 2)), timeout=timeout)
-
-
-class Tagged(nn.Module):
-    """A base class whose subclasses must give an argument."""
-
-    def __init_subclass__(cls, *, tag, **kwargs):
-        super().__init_subclass__(**kwargs)
-        cls.tag = tag
-
-
-class TaggedNet(Tagged, tag="net"):
-    """A net of such a base class."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        return self.bn(input)
-
-
-def test_base_classes_with_rules_for_subclasses_are_no_obstacle():
-    plain, parallel = twins(TaggedNet().double(), ["cpu"] * 2)
-    assert_same_step(plain, parallel, doubles(4, 3))

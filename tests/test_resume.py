@@ -6,14 +6,12 @@ import io
 import pytest
 import torch
 from conftest import every_kernel
-from helpers import randomize
+from helpers import FORMATS, randomize
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = [*every_kernel, pytest.mark.once("kernel", "kind")]
-
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def with_infinity(batch):

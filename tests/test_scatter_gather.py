@@ -1,14 +1,16 @@
 """Scatter and gather of trees: the values, the types, the gradients and the errors of `torch.nn.parallel`."""
 
+import re
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from helpers import doubles
+from conftest import device_lists
+from helpers import as_devices, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.scatter_gather import check_structures, gather, scatter, tensors_in
+from sync_batchnorm.parallel.scatter_gather import gather, scatter
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -44,11 +46,6 @@ def test_trees_are_cut_as_their_tensors_are(kind, rows):
     x = torch.randn(rows, 2)
     expected = [TREES[kind](chunk) for chunk in x.chunk(4)]
     assert equal(scatter(TREES[kind](x), [CPU] * 4, 0), expected)
-
-
-def test_empty_containers_are_the_own_of_each_replica():
-    first, second = scatter({"x": torch.zeros(4), "list": []}, [CPU] * 2, 0)
-    assert first["list"] is not second["list"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
@@ -146,35 +143,6 @@ def test_none_stays_none():
     assert equal(gather([{"x": None}, {"x": None}], CPU, 0), {"x": None})
 
 
-def test_structures_are_told_by_keys_lengths_and_places_of_tensors():
-    x = torch.zeros(1)
-    check_structures([{"b": x, "a": [x, None]}, OrderedDict(a=(x, None), b=x)])
-    check_structures([Pair(x, x), (x, x)])
-    message = r"but got \{'x': Tensor\} from replica 0 and \{\} from replica 2; return the same keys"
-    with pytest.raises(ValueError, match=message):
-        check_structures([{"x": x}, {"x": x}, {}])
-    message = r"but got \(Tensor, \(None, Tensor\)\) from replica 0 and \(Tensor, Tensor\) from replica 1"
-    with pytest.raises(ValueError, match=message):
-        check_structures([(x, [None, x]), (x, x)])
-
-
-@pytest.mark.parametrize("output", [3, 1.5, object(), "text", {1}, iter([])], ids=lambda output: type(output).__name__)
-def test_outputs_that_cannot_be_put_together_are_told(output):
-    with pytest.raises(TypeError, match=f"but got {type(output).__name__}; return tensors"):
-        check_structures([[output], [output]])
-
-
-@pytest.mark.parametrize("output", [3, 1.5, object()], ids=["int", "float", "object"])
-def test_outputs_that_are_no_tensors_are_refused(output):
-    with pytest.raises(TypeError, match=f"but got {type(output).__name__}; return tensors"):
-        gather([output, output], CPU, 0)
-
-
-def test_tensors_are_found_in_order():
-    tensors = [torch.zeros(i) for i in range(4)]
-    assert tensors_in([tensors[0], {"x": (tensors[1], 5)}, None, Pair(tensors[2], tensors[3])]) == tensors
-
-
 class Echo(nn.Module):
     """Returns what it gets."""
 
@@ -188,3 +156,62 @@ def test_wrapper_passes_trees_in_and_out(devs, kind):
     args, kwargs = DataParallelWithCallback(Echo(), devs)(tree, named=tree)
     assert equal(args, [tree])
     assert equal(kwargs, {"named": tree})
+
+
+STRUCTURES = {  # what two replicas return, and how an error names it
+    "none": (lambda x: x, lambda x: None, "Tensor from replica 0 and None from"),
+    "none-first": (lambda x: None, lambda x: x, "None from replica 0 and Tensor from"),
+    "tuple": (lambda x: x, lambda x: (x, x), "Tensor from replica 0 and (Tensor, Tensor) from"),
+    "none-inside": (lambda x: (x, [None, x]), lambda x: (x, x), "(Tensor, (None, Tensor)) from replica 0 and (Tensor"),
+    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "{'a': Tensor} from replica 0 and {'b': Tensor} from"),
+    "fewer-keys": (lambda x: {"a": x}, lambda x: {}, "{'a': Tensor} from replica 0 and {} from"),
+    "lengths": (lambda x: [x, x], lambda x: [x], "(Tensor, Tensor) from replica 0 and (Tensor) from"),
+    "fields": (lambda x: Pair(x, x), lambda x: {"left": x, "right": x}, "(Tensor, Tensor) from replica 0 and {'left':"),
+    "scalar": (lambda x: x, lambda x: x.sum(), "Tensor from replica 0 and scalar Tensor from"),
+}
+
+
+class Returning(nn.Module):
+    """Returns one thing in the first replica, another in those that follow."""
+
+    def __init__(self, first, others):
+        super().__init__()
+        self.first, self.others = first, others
+
+    def forward(self, input):
+        return (self.first if input[0, 0] == 0 else self.others)(input)
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_replicas_that_return_different_structures_are_named(devices, kind):
+    *outputs, found = STRUCTURES[kind]
+    parallel = DataParallelWithCallback(Returning(*outputs), devices)
+    message = f"expected replicas to return one structure, but got {re.escape(found)}.* replica 1; return the same"
+    with pytest.raises(ValueError, match=message):
+        parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
+
+
+@pytest.mark.parametrize(
+    "output", ["text", {1.0}, 3, 1.5, True, object(), iter([])], ids=lambda output: type(output).__name__
+)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_that_return_no_tensors_are_told(devices, output):
+    parallel = DataParallelWithCallback(Returning(*[lambda x: (x, output)] * 2), devices)
+    with pytest.raises(TypeError, match=f"lists, dicts or None, but got {type(output).__name__}; return tensors"):
+        parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
+
+
+ALIKE = {
+    "sequences": (lambda x: (x, None), lambda x: [x, None]),
+    "named": (lambda x: Pair(x, x), lambda x: (x, x)),
+    "order of keys": (lambda x: {"b": x, "a": (x,)}, lambda x: OrderedDict(a=[x], b=x)),
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_structures_that_differ_in_kind_only_are_put_together_as_those_of_the_first(devices, kind):
+    parallel = DataParallelWithCallback(Returning(*ALIKE[kind]), devices)
+    data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
+    assert equal(parallel(data), ALIKE[kind][0](data))

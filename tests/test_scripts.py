@@ -7,9 +7,7 @@ any order.
 
 import copy
 import functools
-import io
 import math
-from collections import namedtuple
 
 import pytest
 import torch
@@ -151,19 +149,6 @@ def siamese_with_contrastive_loss(wrap):
     return (net,)
 
 
-@script
-def contrastive_with_temperature(wrap):
-    encoder, head = classifier(6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
-    net = wrap(nn.Sequential(encoder, head))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(2):
-        views = images(4)
-        both = F.normalize(net(torch.cat((views, views + 0.1 * torch.randn_like(views)))), dim=1)
-        similar = both @ both.T / 0.5 - 1e9 * torch.eye(8)
-        step(optimizer, F.cross_entropy(similar, (torch.arange(8) + 4) % 8))
-    return (net,)
-
-
 class OverFrames(nn.Module):
     def __init__(self):
         super().__init__()
@@ -197,43 +182,6 @@ def ema_and_swa(wrap):
         swa.update_parameters(net)
     update_bn([images() for _ in range(3)], swa)
     return net, ema, swa, ema.eval()(images()), swa.eval()(images())
-
-
-class LightningStyle(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.logged = classifier(), []
-
-    def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        return {"loss": loss, "log": {"train_loss": loss.detach()}}
-
-    def validation_step(self, batch, batch_idx):
-        return {"correct": self.net(batch[0]).argmax(1) == batch[1]}
-
-    def forward(self, *args):  # what the strategies for several devices put in front of the steps
-        return self.training_step(*args) if self.training else self.validation_step(*args)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-@script
-def lightning_style(wrap):
-    module = LightningStyle()
-    (optimizer,), (schedule,) = module.configure_optimizers()
-    net, seen = wrap(module), []
-    for _ in range(2):
-        for batch_idx in range(2):
-            result = net((images(), labels()), batch_idx)
-            step(optimizer, result["loss"].mean())
-            seen.append(result["log"]["train_loss"])
-        schedule.step()
-        with torch.no_grad():
-            seen.append(net.eval()((images(), labels()), 0)["correct"])
-        net.train()
-    return net, *seen
 
 
 @script
@@ -311,18 +259,6 @@ def profiler_of_hooks(wrap):
 
 
 @script
-def mixup(wrap):
-    net = wrap(classifier())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, nesterov=True, momentum=0.9)
-    for _ in range(2):
-        input, target, order = images(), F.one_hot(labels(), 5).double(), torch.randperm(8)
-        share = torch.distributions.Beta(0.4, 0.4).sample()
-        mixed, wanted = (torch.lerp(x, x[order], share) for x in (input, target))
-        step(optimizer, F.cross_entropy(net(mixed), wanted))
-    return (net,)
-
-
-@script
 def accumulation_and_clipping(wrap):
     net = wrap(classifier())
     optimizer = torch.optim.RMSprop(net.parameters(), 1e-3)
@@ -333,83 +269,6 @@ def accumulation_and_clipping(wrap):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return (net,)
-
-
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down = nn.ModuleList([conv(3, 4), conv(4, 6), conv(6, 8)])
-        self.up = nn.ModuleList([conv(14, 6), conv(10, 4)])
-        self.heads = nn.ModuleList([nn.Conv2d(c, 2, 1) for c in (8, 6, 4)])
-
-    def forward(self, input):
-        skipped, outputs = [], []
-        for down in self.down:
-            input = down(F.max_pool2d(input, 2) if skipped else input)
-            skipped.append(input)
-        outputs.append(self.heads[0](skipped.pop()))
-        for up, head in zip(self.up, self.heads[1:], strict=True):
-            input = up(torch.cat((F.interpolate(input, scale_factor=2), skipped.pop()), 1))
-            outputs.append(head(input))
-        return outputs[::-1]
-
-
-@script
-def unet_with_deep_supervision(wrap):
-    net = wrap(UNet())
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for _ in range(2):
-        target = torch.randint(2, (8, 8, 8))
-        losses = [F.cross_entropy(F.interpolate(output, 8), target) for output in net(images())]
-        step(optimizer, sum(weight * loss for weight, loss in zip((1, 0.5, 0.25), losses, strict=True)))
-    return (net,)
-
-
-Encoded = namedtuple("Encoded", ["decoded", "mean", "log_var"])
-
-
-class VAE(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(conv(3, 6, 2), nn.Flatten(), nn.Linear(96, 8))
-        self.decoder = nn.Sequential(
-            nn.Linear(4, 96), nn.BatchNorm1d(96), nn.Unflatten(1, (6, 4, 4)), nn.Upsample(None, 2)
-        )
-        self.last = nn.Conv2d(6, 3, 1)
-
-    def forward(self, input, noise):
-        mean, log_var = self.encoder(input).chunk(2, 1)
-        return Encoded(self.last(self.decoder(mean + noise * (log_var / 2).exp())), mean, log_var)
-
-
-@script
-def variational_autoencoder(wrap):
-    net = wrap(VAE())
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for _ in range(2):
-        input = images()
-        found = net(input, torch.randn(8, 4))
-        divergence = -0.5 * (1 + found.log_var - found.mean.square() - found.log_var.exp()).sum(1).mean()
-        step(optimizer, F.mse_loss(found.decoded, input) + 0.1 * divergence)
-    return (net,)
-
-
-@script
-def byol_with_momentum_encoder(wrap):
-    encoder = classifier(6)
-    online, target = wrap(encoder), wrap(copy.deepcopy(encoder))
-    predictor = wrap(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6)))
-    optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], 0.1)
-    for _ in range(3):
-        views = images(), images()
-        with torch.no_grad():  # in training mode, as published: its statistics are those of the batch
-            wanted = [target(view) for view in views[::-1]]
-        found = [predictor(online(view)) for view in views]
-        step(optimizer, sum(2 - 2 * F.cosine_similarity(*pair).mean() for pair in zip(found, wanted, strict=True)))
-        with torch.no_grad():
-            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
-                slow.lerp_(fast, 0.05)
-    return online, target, predictor
 
 
 class MoCo(nn.Module):
@@ -442,106 +301,6 @@ def moco_with_a_queue(wrap):
     return (net,)
 
 
-class Distilled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.teacher, self.student = classifier(), classifier()
-        self.teacher.requires_grad_(False)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
-    def forward(self, input):
-        with torch.no_grad():
-            wanted = self.teacher(input)
-        return self.student(input), wanted
-
-
-@script
-def distillation_from_a_frozen_teacher(wrap):
-    module = Distilled()
-    module.teacher.train()(images())
-    net = wrap(module).train()
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
-    for _ in range(2):
-        student, teacher = (F.log_softmax(scores / 4, 1) for scores in net(images()))
-        step(optimizer, 16 * F.kl_div(student, teacher, log_target=True, reduction="batchmean"))
-    return (net,)
-
-
-class WithStochasticDepth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.blocks, self.head = conv(3, 6), nn.ModuleList([conv(6, 6) for _ in range(3)]), nn.Linear(6, 5)
-
-    def forward(self, input, keep):
-        x = self.stem(input)
-        for i, block in enumerate(self.blocks):
-            x = x + block(x) * keep[:, i, None, None, None] / 0.8
-        return self.head(x.mean((2, 3)))
-
-
-@script
-def stochastic_depth(wrap):
-    net = wrap(WithStochasticDepth())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(2):
-        step(optimizer, F.cross_entropy(net(images(), keep=(torch.rand(8, 3) < 0.8).double()), labels()))
-    return (net,)
-
-
-@script
-def unet_3d(wrap):
-    def block(inputs, outputs):
-        return nn.Sequential(nn.Conv3d(inputs, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.LeakyReLU(0.1, True))
-
-    class Volume(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.low, self.last = block(1, 4), block(4, 6), nn.Sequential(block(10, 4), nn.Conv3d(4, 1, 1))
-
-        def forward(self, input):
-            first = self.first(input)
-            low = F.interpolate(self.low(F.max_pool3d(first, 2)), scale_factor=2)
-            return self.last(torch.cat((first, low), 1)).sigmoid()
-
-    net = wrap(Volume())
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for _ in range(2):
-        output, target = net(torch.randn(4, 1, 4, 4, 4)), torch.randint(2, (4, 1, 4, 4, 4))
-        dice = 2 * (output * target).sum((2, 3, 4)) / (output + target).sum((2, 3, 4))
-        step(optimizer, F.binary_cross_entropy(output, target.double()) + 1 - dice.mean())
-    return (net,)
-
-
-class PointNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.turn = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.ReLU(), nn.AdaptiveMaxPool1d(1))
-        self.angles = nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 9))
-        self.body = nn.Sequential(
-            nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten()
-        )
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, points):
-        turn = self.angles(self.turn(points)).view(-1, 3, 3) + torch.eye(3).to(points)
-        return self.head(self.body(turn @ points)), turn
-
-
-@script
-def pointnet(wrap):
-    net = wrap(PointNet())
-    optimizer = torch.optim.SGD(net.parameters(), 0.05)
-    for _ in range(2):
-        scores, turn = net(torch.randn(8, 3, 12))
-        skew = (turn @ turn.mT - torch.eye(3)).square().sum((1, 2)).mean()
-        step(optimizer, F.cross_entropy(scores, labels(classes=4)) + 0.01 * skew)
-    return (net,)
-
-
 @script
 def wgan_with_spectral_norm(wrap):
     generator = wrap(nn.Sequential(nn.Linear(4, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Unflatten(1, (3, 4, 4))))
@@ -570,26 +329,6 @@ def finetuning_with_a_frozen_backbone(wrap):
     return net, net.eval()(images())
 
 
-@script
-def resumed_from_a_file(wrap):
-    def start():
-        net = wrap(classifier())
-        return net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-
-    net, optimizer = start()
-    step(optimizer, F.cross_entropy(net(images()), labels()))
-    file = io.BytesIO()
-    module = net.module if isinstance(net, nn.DataParallel) else net
-    torch.save({"net": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
-    net, optimizer = start()
-    (net.module if isinstance(net, nn.DataParallel) else net).load_state_dict(saved["net"])
-    optimizer.load_state_dict(saved["optimizer"])
-    step(optimizer, F.cross_entropy(net(images()), labels()))
-    return (net,)
-
-
 class Dense(nn.Module):
     def __init__(self):
         super().__init__()
@@ -616,22 +355,6 @@ def densenet_that_saves_memory(wrap):
         layer[0].running_mean, layer[0].running_var = None, None
         layer[0].num_batches_tracked.zero_()
     return (net,)
-
-
-@script
-def metric_learning_with_centers(wrap):
-    net, centers = wrap(classifier(4)), nn.Parameter(torch.randn(5, 4))
-    optimizer = torch.optim.LBFGS([*net.parameters(), centers], 0.1, max_iter=3)
-    input, target = images(), labels()
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (net(input) - centers[target]).square().mean() - 0.1 * torch.pdist(centers).mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return net, centers
 
 
 @script
@@ -682,71 +405,6 @@ def virtual_adversarial_training(wrap):
         toggle()
         step(optimizer, F.cross_entropy(net(input), labels()) + distance)
     return (net,)
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input):
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class DomainAdversarial(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = classifier(6), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
-        self.domain = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
-
-    def forward(self, source, target):
-        features = [self.body(source), self.body(target)]
-        return self.head(features[0]), self.domain(Reversed.apply(torch.cat(features, 1).view(-1, 6))).view(-1, 2)
-
-
-@script
-def domain_adversarial_training(wrap):
-    net = wrap(DomainAdversarial())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(2):
-        scores, domains = net(images(), images())
-        wanted = torch.tensor([0.0, 1.0]).expand(8, 2)
-        step(optimizer, F.cross_entropy(scores, labels()) + F.binary_cross_entropy_with_logits(domains, wanted))
-    return (net,)
-
-
-@script
-def meta_learning_in_two_loops(wrap):
-    net = wrap(classifier())
-    for _ in range(2):
-        fast = copy.deepcopy(net)
-        optimizer = torch.optim.SGD(fast.parameters(), 0.1)
-        for _ in range(2):
-            step(optimizer, F.cross_entropy(fast(images()), labels()))
-        with torch.no_grad():
-            for slow, found in zip(net.parameters(), fast.parameters(), strict=True):
-                slow.lerp_(found, 0.5)
-    return net, fast
-
-
-@script
-def precise_statistics_before_an_evaluation(wrap):
-    net = wrap(classifier())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    step(optimizer, F.cross_entropy(net(images()), labels()))
-    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
-    found = [[] for _ in norms]
-    for norm in norms:
-        norm.momentum = 1.0
-    with torch.no_grad():
-        for rows in (8, 6):
-            net(images(rows))
-            for norm, seen in zip(norms, found, strict=True):
-                seen.append(torch.stack((norm.running_mean, norm.running_var)))
-        for norm, seen in zip(norms, found, strict=True):
-            norm.running_mean[:], norm.running_var[:] = torch.stack(seen).mean(0)
-    return net, net.eval()(images())
 
 
 def ending(name, wrap):

@@ -97,18 +97,6 @@ def test_gradient_penalties_are_those_of_one_device(devs, objective, rows):
         assert_same_state(parallel, plain, RELATIVE)
 
 
-def test_five_steps_with_a_gradient_penalty_train_to_the_same_parameters():
-    plain, parallel = twins(critic(), ["cpu"] * 3)
-    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.5) for model in (plain, parallel)]
-    for _ in range(5):
-        data = doubles(5, 3, 5, 4), doubles(5, 3, 5, 4), torch.rand(5, 1, 1, 1, dtype=torch.float64)
-        for model, optimizer in zip((plain, parallel), optimizers, strict=True):
-            optimizer.zero_grad()
-            wgan_gp(model, *data).backward()
-            optimizer.step()
-    assert_same_state(parallel, plain, RELATIVE)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_first_derivatives_are_equal_with_and_without_a_graph(devices, dtype):

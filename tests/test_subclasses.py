@@ -65,38 +65,32 @@ class Net(nn.Module):
         return self.last(self.activation(output))
 
 
-@ACTIVATIONS
-@SUBCLASSES
-@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
-def test_step_on_an_input_of_a_subclass_equals_one_device(devices, make, activation):
-    plain, parallel = twins(Net(activation).double(), devices)
-    data, grad = doubles(7, 3, 8, 8, devices=devices), doubles(7, 2, 4, 4, devices=devices)
-    for training in (True, False):
-        plain.train(training)
-        parallel.train(training)
-        leaves = [data.clone().requires_grad_() for _ in range(2)]
-        outputs = [model(make(leaf)) for model, leaf in zip((plain, parallel), leaves, strict=True)]
-        assert_equal(*(output.as_subclass(Tensor) for output in outputs))
-        for output in outputs:
-            output.backward(grad)
-        assert_equal(leaves[1].grad, leaves[0].grad)
-        assert_same_state(parallel, plain)
-
-
-@ACTIVATIONS
-@SUBCLASSES
-@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
-def test_step_of_a_model_that_makes_a_subclass_equals_one_device(devices, make, activation):
-    plain, parallel = twins(Net(activation, make).double(), devices)
-    data, grad = doubles(7, 3, 8, 8, devices=devices), doubles(7, 2, 4, 4, devices=devices)
+def assert_same_on_leaves(plain: nn.Module, parallel: nn.Module, devices: Any, data: Tensor, make: Any) -> None:
+    """Compare a step on what `make` makes of `data`."""
     leaves = [data.clone().requires_grad_() for _ in range(2)]
-    outputs = [model(leaf) for model, leaf in zip((plain, parallel), leaves, strict=True)]
+    outputs = [model(make(leaf)) for model, leaf in zip((plain, parallel), leaves, strict=True)]
     assert_equal(*(output.as_subclass(Tensor) for output in outputs))
+    grad = doubles(*outputs[0].shape, devices=devices)
     for output in outputs:
         output.backward(grad)
     assert_equal(leaves[1].grad, leaves[0].grad)
     assert_same_state(parallel, plain)
-    assert parallel.module.seen == plain.seen * len(devices)
+
+
+@ACTIVATIONS
+@SUBCLASSES
+@pytest.mark.parametrize("where", ["input", "model"])
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_device(devices, where, make, activation):
+    inside = where == "model"
+    plain, parallel = twins(Net(activation, make if inside else None).double(), devices)
+    for training in (True, False):
+        plain.train(training)
+        parallel.train(training)
+        data = doubles(7, 3, 8, 8, devices=devices)
+        assert_same_on_leaves(plain, parallel, devices, data, (lambda leaf: leaf) if inside else make)
+    if inside:
+        assert sorted(map(str, parallel.module.seen)) == sorted(map(str, plain.seen * len(devices)))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["master", "slave"])
@@ -106,52 +100,31 @@ def test_replicas_may_have_different_classes(devices, first):
         def forward(self, input: Tensor) -> Tensor:
             return self.last(self.activation(self.bn(tagged(input) if bool(input.sum() > 0) == first else input)))
 
-    def step(model: nn.Module, leaf: Tensor) -> None:
-        output = model(leaf)
-        output.backward(grad)
-
     net = Mixed(nn.ReLU(inplace=True))
     net.bn = nn.BatchNorm2d(3)
     net.last = nn.Conv2d(3, 2, 3)
     plain, parallel = twins(net.double(), devices)
-    data, grad = doubles(6, 3, 5, 5, devices=devices), doubles(6, 2, 3, 3, devices=devices)
+    data = doubles(6, 3, 5, 5, devices=devices)
     data[:3], data[3:] = data[:3].abs(), -data[3:].abs()
-    leaves = [data.clone().requires_grad_() for _ in range(2)]
-    step(plain, leaves[0])
-    step(parallel, leaves[1])
-    assert_equal(leaves[1].grad, leaves[0].grad)
-    assert_same_state(parallel, plain)
+    assert_same_on_leaves(plain, parallel, devices, data, lambda leaf: leaf)
 
 
 @SUBCLASSES
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_replicas_get_plain_chunks_as_from_torch(devices, make):
+def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_torch(devices, make):
     class Looking(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             seen.append(type(input))
-            return input * 2
+            return make(input * 2)
 
     seen: list[Any] = []
     _, parallel = twins(Looking(), devices)
     data = torch.randn(6, 3, device=as_devices(devices)[0])
-    output = parallel(make(data))
-    assert seen == [Tensor] * len(devices)
-    assert type(output) is Tensor
-    assert_equal(output, data * 2)
-
-
-@SUBCLASSES
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_outputs_of_a_subclass_are_gathered(devices, make):
-    class Making(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            return make(input * 2)
-
-    _, parallel = twins(Making(), devices)
-    data = torch.randn(6, 3, device=as_devices(devices)[0])
-    output = parallel(data)
-    assert type(output) is Tensor
-    assert_equal(output, data * 2)
+    for input in (data, make(data)):
+        output = parallel(input)
+        assert type(output) is Tensor
+        assert_equal(output, data * 2)
+    assert seen == [Tensor] * 2 * len(devices)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))

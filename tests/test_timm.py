@@ -129,19 +129,11 @@ def test_features_come_from_a_converted_net_as_from_a_plain_one(net):
             assert torch.equal(actual, expected)
 
 
-def test_a_class_of_that_name_from_elsewhere_is_left():
-    namespace = {"__module__": "timmy.layers", "forward": lambda self, input: input}
+@pytest.mark.parametrize("module", ["timmy.layers.norm_act", "timm.models.layers.norm_act"], ids=["other", "timm 0.6"])
+def test_a_class_of_that_name_from_elsewhere_is_left(module):
+    namespace = {"__module__": module, "forward": lambda self, input: input}
     stranger = types.new_class("BatchNormAct2d", (nn.BatchNorm2d,), {}, lambda found: found.update(namespace))
-    with pytest.warns(UserWarning, match="BatchNormAct2d has a forward of its own"):
-        convert_model(stranger(3))
-
-
-def test_a_class_of_a_timm_without_that_module_is_left(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm.layers", None)  # as in timm 0.6
-    monkeypatch.delitem(sys.modules, "sync_batchnorm.timm", raising=False)
-    namespace = {"__module__": "timm.models.layers.norm_act", "forward": lambda self, input: input}
-    older = types.new_class("BatchNormAct2d", (nn.BatchNorm2d,), {}, lambda found: found.update(namespace))
-    net = nn.Sequential(nn.BatchNorm2d(3), older(3), nn.BatchNorm2d(3))
+    net = nn.Sequential(nn.BatchNorm2d(3), stranger(3), nn.BatchNorm2d(3))
     with pytest.warns(UserWarning, match="- 1: BatchNormAct2d has a forward of its own"):
         convert_model(net)
     assert synchronized(net) == [net[0], net[2]]

@@ -20,65 +20,69 @@ EXCHANGE = rf"{LAYER}, call \d+"
 STATE = r"which (is running|has not started|left its forward|was given no input|waits in [^;]+)"
 NAMES = r"\['[\w.]+'(, '[\w.]+')*\]"
 STRUCTURE = r"(None|Tensor|[({][\w(){}:', ]*[)}])"
-TENSOR = rf"\([\d, ]+\) of torch\.\w+ in {REPLICA}"
 
 LEFT = (
     rf"expected every replica to call {LAYER} equally often, but got {REPLICA}, {STATE}, while {WAITING} "
     rf"\({EXCHANGE}\); make every replica call every synchronized layer in every forward"
 )
 
+INPUT = r"\([\d, ]+\) of torch\.\w+"
+
 # What each field of a message looks like, by the expression that fills it in.
 FIELDS = {
-    "_dropped": NAMES,
-    "__name__": r"\w+(\.\w+)+",
-    "__version__": r"\d+\.\d+\.\d+",
-    "' and '.join(drawn)": r"\w+(:\d)?",
+    "', '.join(texts)": rf"{INPUT} \(eps=[^)]+\) in {REPLICA}(, {INPUT} \(eps=[^)]+\) in {REPLICA})+",
+    "[member for member, _ in messages]": r"\[\d+(, \d+)*\]",
     "[str(device) for device in devices]": r"\['[\w:]+'(, '[\w:]+')*\]",
+    "_missing": r"\['[\w.]+'\]",
+    "__version__": r"\d+\.\d+\.\d+",
     "changed": NAMES,
     "call": r"\d+",
     "compiled": NAMES,
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",
     "EPS_MODES": r"\('\w+', '\w+'\)",
-    "context": "(a call inside of a transform of torch.func, such as grad or vmap"
-    "|a tensor with a tangent, of forward-mode differentiation)",
     "gathered[:, 0].int().tolist()": r"\[\d+(, \d+)+\]",
     "group_size": r"-?\d+",
-    "how": STATE.removeprefix("which "),
+    "here.name": LAYER,
+    "here.replica_id": r"\d+",
     "i": r"\d+",
-    "inputs": rf"{TENSOR}(, {TENSOR})+",
+    "input.dim()": r"\d",
     "late": rf"{REPLICA}, {STATE}( and {REPLICA}, {STATE})*",
-    "layer": LAYER,
     "layers": r"( module\.[\w.]+ \(\w+\): [^:]+)+",
-    "len(devices)": r"\d+",
-    "len(problems)": r"\d+",
     "len(mean)": r"\d+",
-    "len(replicas)": r"\d+",
     "len(plain)": r"\d+",
-    "list(sync_group.members)": r"\[\d+(, \d+)*\]",
-    "list(results)": r"\[\d+(, \d+)*\]",
-    "exchange": EXCHANGE,
+    "len(problems)": r"\d+",
+    "len(replicas)": r"\d+",
+    "len(same)": r"\d+",
+    "list(answers)": r"\[\d+(, \d+)*\]",
     "most": r"\d+",
-    "missing[0]": r"\w+",
     "name or 'the module itself'": LAYER,
     "names[0] or 'the module'": LAYER,
     "numbers": r"\[\d+(, \d+)+\]",
     "our_name": r"\w+",
-    "plain_name": r"\w+",
+    "pipe.where": rf"{LAYER}, replica \d+",
     "places": rf"{REPLICA} in {EXCHANGE}(, {REPLICA} in {EXCHANGE})+",
+    "plain_name": r"\w+",
     "process_group": r"<\w+>",
-    "self.name": LAYER,
+    "rendezvous": EXCHANGE,
+    "rendezvous.name": LAYER,
+    "self._left[replica_id]": STATE.removeprefix("which "),
+    "self._wait_text(rendezvous)": WAITING,
+    "self._waiting.get(replica_id, rendezvous)": EXCHANGE,
+    "self.timeout": r"\d+",
+    "self.who(replica_id)": REPLICA,
     "shapes": r"\[\([\d, ]+\)(, \([\d, ]+\))+\]",
     "structure": STRUCTURE,
     "structures[0]": STRUCTURE,
     "sys.executable": r"[\w/.]+",
     "sys.version.split()[0]": r"[\d.]+",
     "text": LEFT,
+    "texts": rf"{INPUT} in {REPLICA}(, {INPUT} in {REPLICA})+",
     "threading.TIMEOUT_MAX": r"[\de.+]+",
     "timeout": r"\d+",
     "torch.__file__": r"[\w/.-]+",
     "torch.__version__": r"[\w.+]+",
-    "waiting": WAITING,
+    "what": r"\w+",
     "where": rf"{LAYER}, replica \d+",
     "who": REPLICA,
 }
@@ -116,7 +120,9 @@ def messages() -> dict[str, str]:
                 continue
             if is_message("".join(piece.value if isinstance(piece, ast.Constant) else "\0" for piece in pieces)):
                 found[f"{file.stem}-{node.lineno}"] = "".join(
-                    re.escape(re.sub(r"\s+", " ", piece.value)) if isinstance(piece, ast.Constant) else field(piece)
+                    re.escape(re.sub(r"\s+", " ", piece.value)).replace(r"\{\}", rf"{LAYER}, replica \d+")
+                    if isinstance(piece, ast.Constant)
+                    else field(piece)
                     for piece in pieces
                 )
     return found

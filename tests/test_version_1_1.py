@@ -7,9 +7,8 @@ t.write()"`` in this folder. What a later version writes would prove nothing abo
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -56,22 +55,6 @@ class Wrapper(TorchStyle):
     label = "theirs"
 
 
-class Keeping(nn.Module):
-    """Pickles itself in its forward, as a replica."""
-
-    kept: ClassVar[list[bytes]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = SynchronizedBatchNorm1d(3)
-
-    def forward(self, input: Tensor) -> Tensor:
-        file = io.BytesIO()
-        torch.save(self, file)
-        Keeping.kept.append(file.getvalue())
-        return self.bn(input)
-
-
 def run(parallel: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor) -> Tensor:
     """Train on `batches`; return the losses."""
     losses = []
@@ -96,9 +79,6 @@ def write() -> None:
     net = convert_model(randomize(Net()).double())
     parallel = DataParallelWithCallback(net, DEVICES, timeout=7.0)
     parallel(doubles(4, 2, 3, 3))
-    Keeping.kept.clear()
-    with torch.no_grad():
-        DataParallelWithCallback(Keeping().double(), DEVICES)(doubles(4, 3))
     objects = {
         "model": net,
         "subclass": net.own,
@@ -109,7 +89,6 @@ def write() -> None:
     }
     for name, saved in objects.items():
         torch.save(saved, DATA / f"{name}.pt")
-    (DATA / "replica.pt").write_bytes(Keeping.kept[0])
     resumed, optimizer = start()
     batches = doubles(4, 5, 2, 3, 3)
     run(resumed, optimizer, batches[:2])
@@ -164,14 +143,6 @@ def test_layer_keeps_its_options():
     assert type(layer) is SynchronizedBatchNorm
     assert (layer.eps, layer.momentum, layer.eps_mode, layer.group_size) == (1e-3, None, "clamp", 2)
     assert layer.process_group is None
-
-
-def test_replica_that_was_pickled_in_its_forward_computes_by_itself():
-    module = load("replica")
-    assert type(module) is Keeping
-    plain, data = nn.BatchNorm1d(3).double(), doubles(5, 3)
-    assert_equal(module.bn(data), plain(data))
-    assert_equal(module.bn.eval()(data), plain.eval()(data))
 
 
 def test_run_goes_on_where_the_checkpoint_ended():

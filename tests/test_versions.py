@@ -34,18 +34,17 @@ def test_every_python_of_the_classifiers_has_passed():
     prefix = "Programming Language :: Python :: 3."
     classifiers = ast.literal_eval(versions.setup_argument("classifiers"))
     claimed = {line.removeprefix(prefix) for line in classifiers if line.startswith(prefix)}
-    assert claimed == {row["Python"].split(".")[1] for row in rows() if not row["Python"].endswith("t")}
-    is_free = any(row["Python"].endswith("t") for row in rows())
-    assert is_free == any(":: Free Threading ::" in line for line in classifiers)
+    assert claimed == {row["Python"].split(".")[1] for row in rows()}
+    assert not [line for line in classifiers if ":: Free Threading ::" in line]
 
 
 def test_python_that_runs_the_command_gets_the_oldest_and_the_pinned_torch(monkeypatch):
     monkeypatch.setattr(versions, "newest_torch", lambda: "99.0.0")
-    monkeypatch.setattr(versions, "pythons", lambda: {"3.11.7": "this", "3.13.5t": "another"})
+    monkeypatch.setattr(versions, "pythons", lambda: {"3.11.7": "this", "3.13.5": "another"})
     oldest, pinned = versions.oldest_torch(), versions.pinned_versions()["torch"]
     assert list(versions.pairs()) == [
         versions.Pair("3.11.7", "this", oldest),
         versions.Pair("3.11.7", "this", pinned),
         versions.Pair("3.11.7", "this", "99.0.0"),
-        versions.Pair("3.13.5t", "another", pinned, newest_below=True),
+        versions.Pair("3.13.5", "another", pinned),
     ]

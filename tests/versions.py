@@ -1,9 +1,8 @@
 """Run the suite with every version of torch and Python that is claimed, and print the table of the contributing page.
 
 The Python that runs this gets the oldest torch that setup.py allows, the one that it pins, and the newest that pip
-finds. Every other Python of this machine gets the pinned torch, or the newest before it that has a wheel for it; among
-them are those without the interpreter lock. Each pair gets an environment of its own, with what the suite needs beside
-torch: as pinned, or the newest that fits, or not at all, which the table then says.
+finds. Every other Python of this machine gets the pinned torch. Each pair gets an environment of its own, with what the
+suite needs beside torch: as pinned, or the newest that fits, or not at all, which the table then says.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ HEADER = ("Python", "torch", "passed", "skipped", "failed", "without")
 
 
 class Pair(NamedTuple):
-    python: str  # as in "3.13.5t", where "t" is for a build without the interpreter lock
+    python: str
     executable: str
-    torch: str  # a requirement
-    newest_below: bool = False  # whether an older torch will do
+    torch: str
 
 
 def setup_argument(name: str) -> ast.expr:
@@ -70,9 +68,9 @@ def newest_torch() -> str:
 def pythons() -> dict[str, str]:
     """Return the executables of all Pythons found that setup.py allows, by version; this one comes first.
 
-    On the search path, as python3.N and python3.Nt, and among those of pyenv.
+    On the search path, as python3.N, and among those of pyenv. A build without the interpreter lock is none of them.
     """
-    names = [f"python3.{minor}{threads}" for minor in range(oldest_python()[1], 30) for threads in ("", "t")]
+    names = [f"python3.{minor}" for minor in range(oldest_python()[1], 30)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [sys.executable, *filter(None, map(shutil.which, names)), *pyenv.glob("versions/*/bin/python")]
     found: dict[str, str] = {}
@@ -82,7 +80,7 @@ def pythons() -> dict[str, str]:
             continue
         version, executable = about.stdout.split(maxsplit=1)
         major, minor = map(int, version.split(".")[:2])
-        if (major, minor) >= oldest_python():
+        if (major, minor) >= oldest_python() and not version.endswith("t"):
             found.setdefault(version, executable.strip())
     return found
 
@@ -94,7 +92,7 @@ def pairs() -> Iterator[Pair]:
     for torch in dict.fromkeys((oldest_torch(), pinned, newest_torch())):
         yield Pair(first, executable, torch)
     for python, executable in others:
-        yield Pair(python, executable, pinned, newest_below=True)
+        yield Pair(python, executable, pinned)
 
 
 def prepare(pair: Pair, folder: Path) -> list[str]:
@@ -104,7 +102,7 @@ def prepare(pair: Pair, folder: Path) -> list[str]:
         subprocess.run([pair.executable, "-m", "venv", folder], check=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
     # Together, since some torch takes no newer setuptools; an older one, which comes with Python, builds no wheel.
-    subprocess.run([*pip, f"torch{'<=' if pair.newest_below else '=='}{pair.torch}", "setuptools>=77"], check=True)
+    subprocess.run([*pip, f"torch=={pair.torch}", "setuptools>=77"], check=True)
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={installed(folder, 'torch')}\n")
     absent = []
@@ -134,10 +132,8 @@ def run(pair: Pair, folder: Path, arguments: list[str]) -> tuple[list[str], Coun
     """Run the suite for `pair` in the environment at `folder`; return the row of the table, and why tests skipped."""
     absent = prepare(pair, folder)
     report = folder / "report.xml"
-    # An extension that does not know such a Python may turn the lock on; not so with this set.
-    environment = os.environ | ({"PYTHON_GIL": "0"} if pair.python.endswith("t") else {})
     command = [folder / "bin" / "python", "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
-    subprocess.run(command, cwd=ROOT, env=environment)
+    subprocess.run(command, cwd=ROOT)
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
@@ -150,14 +146,14 @@ def run(pair: Pair, folder: Path, arguments: list[str]) -> tuple[list[str], Coun
 def main() -> None:
     """Run what is asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="a pattern of pairs, as in '3.11.7 2.8' or '3.13.5t'")
+    parser.add_argument("--only", default="", help="a pattern of pairs, as in '3.11.7 2.8'")
     parser.add_argument("--environments", type=Path, help="a folder for the environments, to use them again")
     parser.add_argument("--list", action="store_true", help="print the pairs, and run nothing")
     parser.add_argument("arguments", nargs="*", help="of pytest, after --")
     options = parser.parse_args()
     chosen = [pair for pair in pairs() if re.search(options.only, f"{pair.python} {pair.torch}")]
     if options.list:
-        print("\n".join(f"{pair.python} {'<=' if pair.newest_below else ''}{pair.torch}" for pair in chosen))
+        print("\n".join(f"{pair.python} {pair.torch}" for pair in chosen))
         return
     rows, skips = [], []
     for pair in chosen:

@@ -87,20 +87,6 @@ def build_timm(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-def timm_models_with_batch_norm() -> Iterator[tuple[str, nn.Module]]:
-    """Build all models of timm on the meta device, where they build there; yield those that have BatchNorm layers."""
-    import timm
-
-    for name in timm.list_models():
-        try:
-            model = build_timm(name)
-        except (NotImplementedError, RuntimeError) as error:
-            print(f"timm's {name} is not built on the meta device: {error}")
-            continue
-        if batch_norms(model):
-            yield name, model
-
-
 def small_timm(name: str) -> tuple[nn.Module, Tensor]:
     """Build a model of timm, and a batch to train it with."""
     import timm

@@ -96,15 +96,6 @@ def precision(axes: Axes) -> None:
     axes.set_ylabel("relative error of the variance")
 
 
-def free_threading(axes: Axes) -> None:
-    rows = tables("free_threading")[0]
-    names = [f"{who}{lock}" for lock in ("", " without the lock") for who in ("BatchNorm2d", "ours")]
-    heights = {name: [float(row[f"{name}, ms"]) for row in rows] for name in names}
-    bars(axes, [f"{row['shape']}\n{row['replicas']} replicas" for row in rows], heights)
-    axes.set_yscale("log")
-    axes.set_ylabel("forward and backward of one layer, ms")
-
-
 PICTURES: dict[str, Callable[[Axes], None]] = {
     "layer/layer": layer,
     "network/network": network,
@@ -112,9 +103,8 @@ PICTURES: dict[str, Callable[[Axes], None]] = {
     "exchange/processes": processes,
     "wrapper/wrapper": lines("wrapper", "replicas", ["without callbacks, ms", "53 synchronized layers, ms"], "ms"),
     "precision/precision": precision,
-    "free_threading/free_threading": free_threading,
 }
-WIDE = (layer, processes, free_threading)
+WIDE = (layer, processes)
 
 
 def main() -> None:

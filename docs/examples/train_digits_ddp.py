@@ -1,10 +1,9 @@
 """Train on real handwritten digits in several processes: they compute what one process computes on the whole batch.
 
-One process, two processes, and two processes with two replicas each print the same losses, digit by digit::
+One process and two processes print the same losses, digit by digit::
 
     python docs/examples/train_digits_ddp.py
     torchrun --nproc-per-node 2 docs/examples/train_digits_ddp.py
-    torchrun --nproc-per-node 2 docs/examples/train_digits_ddp.py --replicas 2
 
 It runs on the CPU, with gloo, in float64. The digits are the 1,797 of scikit-learn, which come with its package.
 """
@@ -24,7 +23,7 @@ try:
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from sync_batchnorm import DataParallelWithCallback, convert_model
+    from sync_batchnorm import convert_model
 except ImportError as error:
     sys.exit(
         f"expected the packages of this example, but got {error}; install them, in the folder of the README, "
@@ -58,7 +57,7 @@ def batches(count: int, size: int, epoch: int, rank: int, world_size: int) -> It
         yield batch.tensor_split(world_size)[rank], len(batch)
 
 
-def train(epochs: int, batch_size: int, replicas: int) -> None:
+def train(epochs: int, batch_size: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
     images = torch.from_numpy(digits.images).double().unsqueeze(1) / 16
@@ -68,9 +67,7 @@ def train(epochs: int, batch_size: int, replicas: int) -> None:
 
     torch.manual_seed(0)
     net = convert_model(make_net())
-    # Replicas go inside, processes outside. Without this line each process runs the net itself.
-    model: nn.Module = DataParallelWithCallback(net, ["cpu"] * replicas) if replicas > 1 else net
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
     for epoch in range(1, epochs + 1):
@@ -99,9 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train on handwritten digits in the processes that torchrun starts.")
     parser.add_argument("--epochs", type=int, default=5, help="passes over the training digits (default: 5)")
     parser.add_argument("--batch", type=int, default=24, help="samples in a batch, over all processes (default: 24)")
-    parser.add_argument("--replicas", type=int, default=1, help="replicas in each process (default: 1)")
     options = parser.parse_args(arguments)
-    for name in ("epochs", "batch", "replicas"):
+    for name in ("epochs", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"expected --{name} of at least 1, but got {getattr(options, name)}; pass a positive number")
 
@@ -110,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        train(options.epochs, options.batch, options.replicas)
+        train(options.epochs, options.batch)
     finally:
         dist.destroy_process_group()
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from sync_batchnorm.backends.base import Backend
-from sync_batchnorm.backends.cpu import Cpu
-from sync_batchnorm.backends.cuda import Cuda
-from sync_batchnorm.backends.general import General
-from sync_batchnorm.backends.joined import Joined
+from .base import Backend
+from .cpu import Cpu
+from .cuda import Cuda
+from .general import General
 
 __all__: list[str] = []
 
-GENERAL = General()
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device
-BACKENDS["cpu"].joined = Joined()
+GENERAL = General()
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -7,26 +7,27 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm.places import Place, Streams
-
-if TYPE_CHECKING:
-    from sync_batchnorm.backends.joined import Joined
+from .places import CPU, Place, Streams
 
 __all__: list[str] = []
 
 
+@functools.cache
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the statistics of inputs of `dtype`: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@functools.lru_cache(maxsize=1024)
 def channel_count(shape: torch.Size) -> int:
     """Return the number of elements per channel of an input of `shape`."""
     return shape[0] * math.prod(shape[2:])
@@ -47,11 +48,20 @@ def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
 
     `memory`, if given, is contiguous, has the size of `input`, and is returned if its strides are right.
     """
-    if input.is_contiguous():
-        return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
-    if looks_channels_last(input):
+    if not input.is_contiguous() and looks_channels_last(input):
         return torch.empty_like(input, memory_format=CHANNELS_LAST[input.dim()])
-    return memory if memory is not None else torch.empty_like(input, memory_format=torch.contiguous_format)
+    return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
+
+
+def host_can_read(tensor: Tensor) -> bool:
+    """Return whether the host can read the values of `tensor` without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def single_value(shapes: Sequence[torch.Size]) -> ValueError:
+    """Return torch's own error for a single value per channel, in inputs of which all but one may be empty."""
+    shape = next((shape for shape in shapes if shape.numel()), shapes[0])
+    return ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -111,33 +121,36 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     return merged, (torch.addcmul(var, deviations, deviations) * fractions).sum(0)
 
 
-class PartStatistics(NamedTuple):
+Pair = Sequence[Tensor]  # mean and inverse standard deviation of the batch, ``(C,)`` each, at some place
+
+
+class ReplicaStatistics(NamedTuple):
     """The statistics of the input of one replica, in K parts of equal size. K is 1 except on the CPU."""
 
-    mean: Tensor  # (K, C); after `sent`, (2 * K, C): also the variances, or `invstd`
-    var: Tensor | None  # (K, C), biased; None if there is `invstd`
-    invstd: Tensor | None  # (K, C), if the backend merges inverse standard deviations
-    elements: int  # per channel, in each of the K parts
-    is_packed: bool = False  # whether it was `sent`
+    mean: Tensor  # (K, C); once `sent`, (2 * K, C): `second` follows the means
+    second: Tensor  # (K, C): biased variances, or inverse standard deviations
+    is_invstd: bool
+    elements: int  # per channel, in all parts together
+    place: Place | None = None  # where they were `sent`; None if they are where the replica computes
 
-    def sent(self, source: Place, target: Place, streams: Streams) -> PartStatistics:
+    def sent(self, source: Place, target: Place, streams: Streams) -> ReplicaStatistics:
         """Return these statistics, which are ready at `source`, for use at `target`.
 
         The master unpacks them: in the threads of replicas, every call of an operator waits for the GIL.
         """
         packed = self.mean
-        if not self.is_packed:
+        if self.place is None:
             with streams.at(source):
-                packed = torch.cat((self.mean, cast(Tensor, self.var if self.invstd is None else self.invstd)))
-        return PartStatistics(streams.to_place(packed, source, target), self.var, self.invstd, self.elements, True)
+                packed = torch.cat((self.mean, self.second))
+        mean = streams.to_place(packed, source, target)
+        return ReplicaStatistics(mean, self.second, self.is_invstd, self.elements, target)
 
-    def unpacked(self) -> PartStatistics:
-        """Return these statistics as they were before they were `sent`."""
-        if not self.is_packed:
-            return self
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return the means, and the variances or inverse standard deviations."""
+        if self.place is None:
+            return self.mean, self.second
         mean, second = self.mean.chunk(2)
-        is_invstd = self.invstd is not None
-        return PartStatistics(mean, None if is_invstd else second, second if is_invstd else None, self.elements)
+        return mean, second
 
 
 class RunningStatistics(NamedTuple):
@@ -176,83 +189,61 @@ class RunningStatistics(NamedTuple):
             buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
 
 
+@dataclass(slots=True)
 class BatchStatistics:
     """The batch statistics of all replicas and processes, outside of the graph.
 
-    The backend makes them; the master sets its place, the count and eps, and fills `at`. The count is an int, or a
-    tensor if several processes have added up their counts: then the host does not wait for it.
-
-    Args:
-        mean: ``(C,)``, at the place of the master, like all the other vectors.
-        var: biased; None if the backend made only the inverse standard deviation.
-        invstd: None if there is no eps, or if it is not computed yet.
-        updated: whether the backend has updated the running statistics already.
+    The backend makes them; the master sets the count and its place, and fills `at`. Vectors are at its place.
     """
 
-    master: Place
-    count: int | Tensor  # elements per channel
-    eps: float  # as used in `invstd`
+    mean: Tensor
+    var: Tensor | None  # biased; None if the backend made only the inverse standard deviation, with eps added
+    invstd: Tensor | None = None  # None if it is not computed yet
+    updated: bool = False  # whether the backend has updated the running statistics already
+    count: int | Tensor = 0  # elements per channel; a tensor if processes have added them up, so that no host waits
     clamped: Tensor | None = None  # where eps has replaced a smaller variance; None if eps is added
+    master: Place = CPU
+    at: dict[Place, Pair] = field(default_factory=dict)
 
-    def __init__(self, mean: Tensor, var: Tensor | None, invstd: Tensor | None, updated: bool = False) -> None:
-        self.mean, self.var, self.invstd, self.updated = mean, var, invstd, updated
-        # The pair that the node returns for each place: mean and inverse standard deviation; without eps, mean and
-        # variance.
-        self.at: dict[Place, tuple[Tensor, Tensor]] = {}
-
-    def update(self, running: RunningStatistics, place: Place) -> None:
-        """Update `running`, whose buffers are at `place`, with these statistics."""
-        # A replica may use its buffers on another stream than the one that was current in its call.
-        source = place if place in self.at else next(other for other in self.at if other.device == place.device)
-        mean, invstd = self.at[source]
-        if source != place:
-            mean, invstd = Streams((source, place)).to_place_joined((mean, invstd), source, place)
-        var, count = self.var, self.count
-        if var is None:
-            var = (invstd.pow(-2) - self.eps).clamp_(min=0)
-        elif place != self.master:
-            var = Streams((self.master, place)).to_place(var, self.master, place)
-        if isinstance(count, Tensor) and place != self.master:
-            count = Streams((self.master, place)).to_place(count, self.master, place)
-        running.update(mean, cast(Tensor, var), count)
+    def update(self, running: RunningStatistics, eps: float) -> None:
+        """Update the buffers of the master's replica, unless the backend has done so; `eps` is that of `invstd`."""
+        if isinstance(self.count, int) and self.count == 0:
+            running.count_call()
+        elif not self.updated:
+            mean, invstd = self.at[self.master]
+            var = (invstd.pow(-2) - eps).clamp_(min=0) if self.var is None else self.var
+            running.update(mean, var, self.count)
 
 
+@dataclass(slots=True)
 class ReplicaGradients:
-    """One replica in a backward: its tensors, and the gradients that are computed for it.
+    """One replica in a backward: its tensors, and the gradients that are computed for it."""
 
-    Args:
-        place: where it computes.
-        grad_output: the gradient of its output; None if the output does not enter the loss.
-        input: ``(N, C, +)``.
-        weight: ``(C,)`` or None.
-        wanted: the names of the tensors whose gradients are needed: "input", "weight", "bias".
-    """
-
-    __slots__ = ("grad_output", "grads", "input", "kept", "place", "wanted", "weight")
-
-    def __init__(
-        self, place: Place, grad_output: Tensor | None, input: Tensor, weight: Tensor | None, wanted: set[str]
-    ) -> None:
-        self.place, self.grad_output, self.input, self.weight, self.wanted = place, grad_output, input, weight, wanted
-        self.grads: dict[str, Tensor | None] = {}  # may also hold gradients that are not wanted
-        self.kept: Any = None  # what a backend keeps from `gradient_sums` for `input_gradient`
+    place: Place
+    grad_output: Tensor | None  # None if the output does not enter the loss
+    input: Any  # a tensor; None if nothing is computed from it
+    weight: Tensor | None
+    wants_input: bool
+    wants_parameters: bool
+    grad_input: Tensor | None = None
+    grad_weight: Tensor | None = None  # also made if it is not wanted, like that of the bias
+    grad_bias: Tensor | None = None
+    kept: Any = None  # what a backend keeps from `gradient_sums` for `input_gradient`
 
 
 class Backward(NamedTuple):
     """One backward of a call."""
 
     replicas: Sequence[ReplicaGradients]  # those that this backward reaches
-    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of the pairs that the node has returned, ``(2, C)``
     batch: BatchStatistics
-    at: dict[Place, tuple[Tensor, Tensor]]  # like `batch.at`; in the graph, if one is recorded
+    at: dict[Place, Pair]  # like `batch.at`; in the graph, if one is recorded
+    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of mean and invstd, ``(2, C)``, in a second backward
     streams: Streams
-    has_eps: bool  # whether the second vector of each pair is the inverse standard deviation
-    own_weights: bool  # whether weights may differ between replicas, also of other processes
-    of_all: bool  # whether `replicas` are all replicas of the call
-    reduce: Callable[[Tensor], Tensor]  # adds up a tensor over all processes
+    own_weights: bool  # whether weights differ between replicas
+    reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
     def scaled_by_weight(self, vector: Tensor, weight: Tensor | None) -> Tensor:
-        """Return `vector`, a sum over one replica, multiplied by its weight if replicas may have different weights."""
+        """Return `vector`, a sum over one replica, multiplied by its weight if replicas have different weights."""
         return vector * weight if self.own_weights and weight is not None else vector
 
     def without_clamped(self, totals: Tensor) -> Tensor:
@@ -270,50 +261,42 @@ class Backend:
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
     pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
-    takes_invstd = False  # whether `part_statistics` can return invstd instead of the variance, if eps is added
-    joined: Joined | None = None  # normalizes small inputs of all replicas as one batch; None if no backend does
 
-    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
-        """Return the statistics of `input`.
+    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
+        """Return the statistics of `input`, which has elements, and memory for `memory_for_output`, or None.
 
-        Args:
-            input: ``(N, C, +)``, with elements.
-            eps: added to the variance later.
-            takes_invstd: whether to make ``1 / sqrt(var + eps)`` instead of the variance.
-
-        Returns:
-            The statistics; and memory that can be reused for the output, see `memory_for_output`, or None.
+        With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance. It is false if eps is a lower
+        bound of the variance, or if the statistics of other processes follow.
         """
         raise NotImplementedError
 
-    def nothing(self, input: Tensor) -> PartStatistics:
+    def nothing(self, input: Tensor) -> ReplicaStatistics:
         """Return the statistics of an input without elements: zeros, with a count of zero."""
         zeros = input.new_zeros(1, input.shape[1], dtype=statistics_dtype(input.dtype))
-        return PartStatistics(zeros, zeros, None, 0)
+        return ReplicaStatistics(zeros, zeros, False, 0)
 
-    def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
-        """Merge the statistics of all `parts`, in their order. They are on one device; some may have no elements.
+    def merge(
+        self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
+    ) -> BatchStatistics:
+        """Merge the statistics of all replicas, in their order. They are on one device; some may have no elements.
 
-        Args:
-            parts: at least one.
-            eps: added to the variance by a backend that `takes_invstd`.
-            running: such a backend may update it, and then says so by `updated` in the result.
+        A backend that merges inverse standard deviations needs `eps`. It may update `running`, and then says so by
+        `updated` in the result.
         """
-        parts = [part.unpacked() for part in parts if part.elements] or parts[:1]
-        means, variances, _, elements, _ = zip(*parts, strict=True)
+        replicas = [replica for replica in replicas if replica.elements] or replicas[:1]
+        means, variances = zip(*[replica.unpacked() for replica in replicas], strict=True)
         mean, var, fractions = torch.cat(means), torch.cat(variances), None
         if self.merge_dtype is not None:
             mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)
-        if len(set(elements)) > 1:
-            total = sum(part.elements * part.mean.shape[0] for part in parts)
-            fractions = torch.cat([mean.new_full((part.mean.shape[0], 1), part.elements / total) for part in parts])
+        parts = [(len(own), replica.elements / len(own)) for own, replica in zip(means, replicas, strict=True)]
+        if len(set(parts)) > 1:
+            total = sum([number * count for number, count in parts])
+            fractions = torch.cat([mean.new_full((number, 1), count / total) for number, count in parts])
         return BatchStatistics(*merge_moments(mean, var, fractions), None)
 
-    def normalizer(
-        self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        """Return the `normalizer` for `normalize` and inputs of `dtype`; the master makes it from mean and invstd."""
-        return statistics
+    def normalizer(self, pair: Pair, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Any:
+        """Return the `normalizer` of `normalize` for inputs of `dtype`."""
+        return pair
 
     def normalize(
         self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
@@ -322,33 +305,31 @@ class Backend:
         raise NotImplementedError
 
     def gradients(self, backward: Backward) -> None:
-        """Compute the gradients that `backward` asks for, and put them into the `grads` of its replicas."""
+        """Compute the gradients that `backward` asks for, and put them into its replicas."""
         totals = self.sums(backward)
-        if not any("input" in replica.wanted for replica in backward.replicas):
+        wanting = [replica for replica in backward.replicas if replica.wants_input]
+        if not wanting:
             return
         batch, streams = backward.batch, backward.streams
         if totals is None:
-            totals = torch.zeros_like(torch.stack(backward.at[batch.master]))
-        rest = self.rest(backward.reduce(totals), backward)
-        rest_at: dict[Place, Any] = {}
-        for replica in backward.replicas:
-            if "input" in replica.wanted:
-                place = replica.place
-                with streams.at(place):
-                    if place in rest_at:
-                        rest_at[place] = self.again(rest_at[place])
-                    else:
-                        rest = self.again(rest)
-                        rest_at[place] = self.again(streams.to_place(rest, batch.master, place))
-                    replica.grads["input"] = self.input_gradient(replica, rest_at[place], backward)
+            totals = torch.zeros_like(torch.stack(list(backward.at[batch.master])))
+        if backward.reduce is not None:
+            totals = backward.reduce(totals)
+        terms = self.common_terms(totals, backward)
+        at = {batch.master: terms}
+        for replica in wanting:
+            place = replica.place
+            with streams.at(place):
+                if place not in at:
+                    terms = self.again(terms)
+                    at[place] = streams.to_place(terms, batch.master, place)
+                at[place] = self.again(at[place])
+                replica.grad_input = self.input_gradient(replica, at[place], backward)
 
     def sums(self, backward: Backward) -> Tensor | None:
-        """Compute the gradients of weights and biases; return the sums over the elements of all replicas.
+        """Compute the gradients of the weight and bias of each replica, which are its own: its hooks see them.
 
-        Each replica gets its own gradients: its hooks see them, and `torch.autograd.grad` may ask for them.
-
-        Returns:
-            ``(2, C)``, as `gradient_sums` makes them, at the place of the master; None if nothing was summed.
+        Return the totals of `gradient_sums`, ``(2, C)``, at the place of the master; None if nothing was summed.
         """
         vectors: list[Tensor] = []
         master, streams = backward.batch.master, backward.streams
@@ -358,25 +339,25 @@ class Backend:
                     pair = self.gradient_sums(replica, backward)
                 vectors += streams.to_place_joined(pair, replica.place, master)
         for grad, place in backward.pair_grads:
-            vectors.append(streams.to_place(grad, place, master).flatten())
+            vectors.append(streams.to_place(grad, place, master).reshape(-1))
         return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         """Compute the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
 
-        `rest` takes the totals of these sums over all replicas. Unless a backend says otherwise, they are those of
-        ``dy`` and ``dy * (x - mean)``, multiplied by the weight if replicas may have different weights.
+        Unless a backend says otherwise, they are those of ``dy`` and ``dy * (x - mean)``, multiplied by the weight if
+        replicas have different weights.
         """
         raise NotImplementedError
 
-    def rest(self, totals: Tensor, backward: Backward) -> Any:
-        """Return what `input_gradient` takes, from the `totals` of all replicas and processes."""
+    def common_terms(self, totals: Tensor, backward: Backward) -> Any:
+        """Return what `input_gradient` takes in every replica, from the `totals` of all replicas and processes."""
         raise NotImplementedError
 
-    def again(self, rest: Any) -> Any:
-        """Return `rest` for one more use: a view of it if gradients are differentiated again, see `general.py`."""
-        return rest
+    def again(self, terms: Any) -> Any:
+        """Return `terms` for one more use: a view of them if gradients are differentiated again, see `general.py`."""
+        return terms
 
-    def input_gradient(self, replica: ReplicaGradients, rest: Any, backward: Backward) -> Tensor:
+    def input_gradient(self, replica: ReplicaGradients, terms: Any, backward: Backward) -> Tensor:
         """Return the gradient of the input of one replica."""
         raise NotImplementedError

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm.backends.base import (
+from .base import (
     CHANNELS_LAST,
     Backend,
     Backward,
-    PartStatistics,
+    Pair,
     ReplicaGradients,
-    cached_constants,
+    ReplicaStatistics,
     channel_count,
     looks_channels_last,
     merge_moments,
@@ -55,9 +54,26 @@ class Affine(NamedTuple):
     slope: Tensor
     offset: Tensor
 
+    def of(self, input: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the function of `input`, in its dtype and memory format, in one pass.
 
-class Rest(NamedTuple):
-    """What the gradient of an input is computed from, beside the gradient of its output."""
+        `out` is memory for the result, or None to allocate it.
+        """
+        slope, offset = self
+        if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
+            return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
+        zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
+        if out is None:  # Batched gradients have no rule for the operator below.
+            return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
+        unused = slope.new_empty(0)
+        _normalize_into(
+            input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused
+        )
+        return out
+
+
+class CommonTerms(NamedTuple):
+    """What the gradient of an input is computed from in every replica, beside the gradient of its output."""
 
     linear: Affine
     factor: Tensor | None  # weight * invstd, if it is the same in all replicas
@@ -66,28 +82,25 @@ class Rest(NamedTuple):
 class Cpu(Backend):
     merge_dtype = pair_dtype = torch.float64
 
-    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
         moments, memory = fast_moments(input)
         # First check each part by itself: this takes two operators, and is enough for nearly every input.
-        mean, var, elements = moments
+        mean, var = moments
         if not precise(mean, var, eps) and not precise(*merge_moments(mean.double(), var, None), eps):
-            mean, var, elements = exact_moments(input, mean, memory)
-        return PartStatistics(mean, var, None, elements), memory
+            mean, var = exact_moments(input, mean, memory)
+        return ReplicaStatistics(mean, var, False, channel_count(input.shape)), memory
 
-    def normalizer(
-        self, statistics: tuple[Tensor, Tensor], dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None
-    ) -> Affine:
+    def normalizer(self, pair: Pair, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Affine:
         # The offset is made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
-        mean, invstd = statistics
-        dtype = statistics_dtype(dtype)
-        slope = (invstd if weight is None else invstd * weight).to(dtype)
+        mean, invstd = pair
+        slope = _factor(invstd, weight, statistics_dtype(dtype))
         offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-        return Affine(slope, offset.to(dtype))
+        return Affine(slope, offset.to(slope.dtype))
 
     def normalize(
         self, input: Tensor, normalizer: Affine, weight: Tensor | None, bias: Tensor | None, out: Tensor
     ) -> None:
-        multiply_add(input, *normalizer, out=out)
+        normalizer.of(input, out)
 
     def sums(self, backward: Backward) -> Tensor | None:
         """Do this for all replicas in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""
@@ -103,15 +116,16 @@ class Cpu(Backend):
         sums = torch.stack(vectors).double()  # (2 * R, C)
         # Correct the sums for the rounding of the mean, which has shifted all normalized values.
         sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)
-        set_parameter_gradients(replicas, sums.to(dtype, copy=True))
         sums = sums.view(len(replicas), 2, -1)
+        for replica, (grad_bias, grad_weight) in zip(replicas, sums.to(dtype, copy=True), strict=True):
+            replica.grad_bias, replica.grad_weight = grad_bias, grad_weight
         if backward.own_weights:
             for own, replica in zip(sums, replicas, strict=True):
                 if replica.weight is not None:
                     own.mul_(replica.weight)
         return sums.sum(0)
 
-    def rest(self, totals: Tensor, backward: Backward) -> Rest:
+    def common_terms(self, totals: Tensor, backward: Backward) -> CommonTerms:
         """Return the term of the gradient that is linear in the input, and the factor of the output gradient.
 
         The term is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
@@ -123,15 +137,15 @@ class Cpu(Backend):
         offset, second = scaled.div_(-backward.batch.count).unbind()
         # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
         slope = (second * invstd).to(dtype)
-        return Rest(Affine(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)), factor)
+        return CommonTerms(Affine(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)), factor)
 
-    def input_gradient(self, replica: ReplicaGradients, rest: Rest, backward: Backward) -> Tensor:
+    def input_gradient(self, replica: ReplicaGradients, terms: CommonTerms, backward: Backward) -> Tensor:
         input, grad_output = replica.input, replica.grad_output
         if input.numel() == 0:
             return torch.zeros_like(input)
-        linear, factor = rest
+        linear, factor = terms
         dtype = linear.slope.dtype
-        grad_input = multiply_add(input if input.dtype == dtype else input.to(dtype), *linear)
+        grad_input = linear.of(input if input.dtype == dtype else input.to(dtype))
         if grad_output is not None:
             if factor is None:
                 factor = _factor(backward.at[replica.place][1], replica.weight, dtype)
@@ -139,18 +153,11 @@ class Cpu(Backend):
         return grad_input.to(input.dtype)
 
 
-def set_parameter_gradients(replicas: Sequence[ReplicaGradients], sums: Tensor) -> None:
-    """Set the gradients of bias and weight of each of R replicas to the rows of `sums`, ``(2 * R, C)``."""
-    rows = sums.unbind()
-    for i, replica in enumerate(replicas):
-        replica.grads.update(bias=rows[2 * i], weight=rows[2 * i + 1])
-
-
 def _factor(invstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (invstd if weight is None else invstd * weight).to(dtype)
 
 
-Moments = tuple[Tensor, Tensor, int]  # mean and biased variance of equal parts, ``(K, C)``, and elements of each
+Moments = tuple[Tensor, Tensor]  # mean and biased variance of K equal parts, ``(K, C)``
 
 
 def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments:
@@ -158,7 +165,7 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
     # A mean that is not finite is not subtracted, since it would make finite values non-finite.
     shift = torch.nan_to_num(mean.mean(0), 0.0, 0.0, 0.0)
     room = memory if memory is not None and memory.dtype == shift.dtype else None
-    mean, var, elements = fast_moments(torch.sub(input, per_channel(shift, input), out=room))[0]
+    mean, var = fast_moments(torch.sub(input, per_channel(shift, input), out=room))[0]
     mean = mean.double() + shift
     overflown = ~(mean.isfinite() & var.isfinite()).all(0)
     if bool(overflown.any()):
@@ -168,7 +175,7 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
         mean[:, overflown] = values.sum(dims) / count
         values -= per_channel(mean[0, overflown], values)
         var[:, overflown] = (values.square_().sum(dims) / count).to(var.dtype)
-    return mean, var, elements
+    return mean, var
 
 
 def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
@@ -184,14 +191,14 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             # Half inputs get float32 statistics if the running ones are float32; these are discarded.
             unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
             mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
-            return (mean.view(split, channels), var.view(split, channels), rows // split), None
+            return (mean.view(split, channels), var.view(split, channels)), None
         input = input.contiguous()
     # Each channel of each sample is a group. Half inputs get float32 statistics if weight and bias are float32.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
     bias = torch.zeros_like(weight) if weight is not None else None
     memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
-    return (mean, invstd.pow(-2), length), memory
+    return (mean, invstd.pow(-2)), memory
 
 
 @functools.lru_cache(maxsize=1024)
@@ -206,27 +213,6 @@ def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
         return True
     lowest, highest = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / LARGEST_RATIO))
     return lowest.item() >= -eps and highest.item() < math.inf
-
-
-@cached_constants
-def _zeros_and_ones(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    zeros = torch.zeros(length, dtype=dtype, device="cpu")
-    return zeros, torch.ones_like(zeros)
-
-
-def multiply_add(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``input * slope + offset``, in the dtype and memory format of `input`, in one pass.
-
-    `out` is memory for the result, or None to allocate it.
-    """
-    if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
-        return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
-    zeros, ones = _zeros_and_ones(slope.shape[0], slope.dtype)
-    if out is None:
-        return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
-    unused = slope.new_empty(0)
-    _normalize_into(input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused)
-    return out
 
 
 def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm.backends.base import (
+from .base import (
     CHANNELS_LAST,
     Backend,
     Backward,
     BatchStatistics,
-    PartStatistics,
+    Pair,
     ReplicaGradients,
+    ReplicaStatistics,
     RunningStatistics,
     cached_constants,
     channel_count,
     looks_channels_last,
     per_channel,
 )
-from sync_batchnorm.places import Place, current_place
+from .places import Place, current_place
 
 __all__: list[str] = []
 
 
 class Cuda(Backend):
     merge_dtype = torch.float64
-    takes_invstd = True
 
-    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
         count = channel_count(input.shape)
-        if takes_invstd:
+        if adds_eps:
             mean, invstd = torch.batch_norm_stats(input, eps)
-            return PartStatistics(mean, None, invstd, count), None
+            return ReplicaStatistics(mean, invstd, True, count), None
         mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
-        return PartStatistics(mean[None], var[None], None, count), None
+        return ReplicaStatistics(mean[None], var[None], False, count), None
 
-    def merge(self, parts: Sequence[PartStatistics], eps: float, running: RunningStatistics | None) -> BatchStatistics:
-        """Merge and update the running statistics with one operator, if the parts have inverse standard deviations."""
+    def merge(
+        self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
+    ) -> BatchStatistics:
+        """Merge and update the running statistics with one operator, if there are inverse standard deviations."""
         vectors: list[Tensor] = []
         counts: tuple[int, ...] = ()
-        for part in parts:
-            if part.invstd is not None:
-                vectors += (part.mean,) if part.is_packed else (part.mean, part.invstd)
-                counts += (part.elements,)
+        for replica in replicas:
+            if replica.is_invstd:
+                vectors += (replica.mean, replica.second) if replica.place is None else (replica.mean,)
+                counts += (replica.elements,)
         if not vectors:
-            return super().merge(parts, eps, running)
+            return super().merge(replicas, eps, running)
         stacked = torch.cat(vectors).view(2 * len(counts), -1)
         means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
         momentum, buffers, updated = 0.0, (None, None), False
@@ -68,33 +70,32 @@ class Cuda(Backend):
         return BatchStatistics(mean, None, invstd, updated)
 
     def normalize(
-        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
+        self, input: Tensor, normalizer: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
     ) -> None:
         mean, invstd = normalizer
         torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=out)
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         mean, invstd = backward.at[replica.place]
-        input, weight, wanted = replica.input, replica.weight, replica.wanted
-        grad_output = cast(Tensor, replica.grad_output)
+        input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
         if input.numel() == 0:
-            nothing = torch.zeros_like(mean)
-            replica.grads.update(weight=nothing, bias=nothing)
+            replica.grad_weight = replica.grad_bias = nothing = torch.zeros_like(mean)
             return nothing, nothing
         # Without a weight, the operator does not know the dtype of the gradients of weight and bias.
-        wants = [weight is not None and name in wanted for name in ("weight", "bias")]
-        sum_dy, sum_dy_xmu, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight, True, *wants
+        wants = weight is not None and replica.wants_parameters
+        sum_dy, sum_dy_xmu, replica.grad_weight, replica.grad_bias = torch.batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, weight, True, wants, wants
         )
-        replica.grads.update(weight=grad_weight, bias=sum_dy if weight is None else grad_bias)
+        if weight is None:
+            replica.grad_bias = sum_dy
         return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
 
-    def rest(self, totals: Tensor, backward: Backward) -> Tensor:
+    def common_terms(self, totals: Tensor, backward: Backward) -> Tensor:
         """Return the totals; if the count is a tensor, divided by it, and `input_gradient` passes a count of one."""
         count, totals = backward.batch.count, backward.without_clamped(totals)
         return totals / count if isinstance(count, Tensor) else totals
 
-    def input_gradient(self, replica: ReplicaGradients, rest: Tensor, backward: Backward) -> Tensor:
+    def input_gradient(self, replica: ReplicaGradients, terms: Tensor, backward: Backward) -> Tensor:
         input, grad_output, weight = replica.input, replica.grad_output, replica.weight
         if input.numel() == 0:
             return torch.zeros_like(input)
@@ -111,7 +112,7 @@ class Cuda(Backend):
             weight = weight.to(mean.dtype)
         count = backward.batch.count if isinstance(backward.batch.count, int) else 1
         (counts,) = _counts(replica.place, (count,), torch.int32)
-        return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, rest[0], rest[1], counts)
+        return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
 
 
 @cached_constants

@@ -7,16 +7,17 @@ each further use of a tensor takes a view: then at most two gradients arrive at 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from sync_batchnorm.backends.base import (
+from .base import (
     Backend,
     Backward,
-    PartStatistics,
+    Pair,
     ReplicaGradients,
+    ReplicaStatistics,
     channel_count,
     per_channel,
     reduced_dims,
@@ -27,12 +28,12 @@ __all__: list[str] = []
 
 
 class General(Backend):
-    def part_statistics(self, input: Tensor, eps: float, takes_invstd: bool) -> tuple[PartStatistics, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
         var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
-        return PartStatistics(mean[None], var[None], None, channel_count(input.shape)), None
+        return ReplicaStatistics(mean[None], var[None], False, channel_count(input.shape)), None
 
     def normalize(
-        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
+        self, input: Tensor, normalizer: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
     ) -> None:
         mean, invstd = normalizer
         factor = per_channel(invstd if weight is None else invstd * weight, input)
@@ -51,32 +52,31 @@ class General(Backend):
         summed = dy.view_as(dy)
         sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
         factor = invstd if weight is None else invstd * weight
-        replica.grads.update(weight=sum_dy_xmu * invstd, bias=sum_dy)
+        replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
         replica.kept = centered, dy * per_channel(factor, input)
         return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
 
-    def rest(self, totals: Tensor, backward: Backward) -> Tensor:
+    def common_terms(self, totals: Tensor, backward: Backward) -> Tensor:
         """Return ``(a, b)``: the statistics add ``a + b * (x - mean)`` to the gradient of every element ``x``."""
-        grad_mean, grad_var = totals
+        grad_mean, grad_invstd = totals
         batch = backward.batch
-        if backward.has_eps:  # from the inverse standard deviation to the variance
-            grad_var = grad_var * -0.5 * backward.at[batch.master][1] ** 3
+        grad_var = grad_invstd * -0.5 * backward.at[batch.master][1] ** 3
         if batch.clamped is not None:
             grad_var = grad_var.masked_fill(batch.clamped, 0)
         count = batch.count if isinstance(batch.count, Tensor) else max(batch.count, 1)
         return torch.stack((grad_mean, 2 * grad_var)) / count
 
-    def again(self, rest: Tensor) -> Tensor:
-        return rest.view_as(rest)
+    def again(self, terms: Tensor) -> Tensor:
+        return terms.view_as(terms)
 
-    def input_gradient(self, replica: ReplicaGradients, rest: Tensor, backward: Backward) -> Tensor:
+    def input_gradient(self, replica: ReplicaGradients, terms: Tensor, backward: Backward) -> Tensor:
         input, direct = replica.input, None
         if replica.kept is None:
             mean = backward.at[replica.place][0]
             centered = input.to(mean.dtype) - per_channel(mean, input)
         else:
             centered, direct = replica.kept
-        grad_mean, grad_var = rest
+        grad_mean, grad_var = terms
         # The first operand determines the memory format: that of the input.
-        grad_input = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
+        grad_input: Tensor = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
         return (grad_input if direct is None else grad_input + direct).to(input.dtype)

@@ -42,7 +42,7 @@ def sweep(library: str, found: Iterable[tuple[str, nn.Module]]) -> None:
             warnings.simplefilter("ignore")  # those that are left are counted
             convert_model(model)
         converting += time.process_time() - begin
-        left.update(type(layer).__name__ for layer in zoo.batch_norms(model) if not hasattr(layer, "_sync_pipe"))
+        left.update(type(layer).__name__ for layer in zoo.batch_norms(model) if not hasattr(layer, "group_size"))
         same = anatomy(model) == before[0]
         begin = time.process_time()
         revert_model(model)

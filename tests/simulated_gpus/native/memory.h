@@ -19,68 +19,23 @@
 
 namespace simulated_gpus {
 
-// A number of blocks or of bytes, as `torch.cuda.memory_stats` reports each.
-struct Statistic {
-  int64_t current = 0, peak = 0, allocated = 0, freed = 0;
-  void add(int64_t amount) {
-    current += amount;
-    allocated += amount;
-    peak = std::max(peak, current);
-  }
-  void remove(int64_t amount) {
-    current -= amount;
-    freed += amount;
+// The bytes of one device that are in use, as the allocator of CUDA counts them: in multiples of 512.
+struct Used {
+  int64_t now = 0, most = 0;
+  void add(int64_t bytes) {
+    now += bytes;
+    most = std::max(most, now);
   }
 };
 
-// The statistics of one device, by their names in torch, such as "allocated_bytes.all". What is reserved is what was used at
-// most since the last `empty_cache`: each block is cached when it is freed, and fits whatever is allocated next.
-struct Statistics {
-  std::map<std::string, Statistic> named;
-  Statistic& operator[](const std::string& name) { return named[name]; }
-  void reserve_what_is_used(const std::string& pool) {
-    auto &used = named["allocated_bytes." + pool], &reserved = named["reserved_bytes." + pool];
-    if (used.current > reserved.current) reserved.add(used.current - reserved.current);
-  }
-  void release_what_is_cached(const std::string& pool) {
-    auto &used = named["allocated_bytes." + pool], &reserved = named["reserved_bytes." + pool];
-    reserved.remove(reserved.current - used.current);
-  }
-};
-
-inline Statistics& statistics(int device) {
-  static auto& all = *new std::map<int, Statistics>;
+inline Used& used(int device) {
+  static auto& all = *new std::map<int, Used>;
   check_device(device);
   return all[device];
 }
 
-// The allocator of CUDA hands out multiples of 512 bytes, and keeps blocks of up to 1 MiB apart from larger ones.
 inline int64_t rounded(size_t bytes) {
   return static_cast<int64_t>((bytes + 511) / 512 * 512);
-}
-
-inline const char* pool_of(size_t bytes) {
-  return rounded(bytes) <= (1 << 20) ? "small_pool" : "large_pool";
-}
-
-// Return the numbers that an allocation adds to, with the amount, apart from what is reserved.
-inline std::vector<std::pair<std::string, int64_t>> amounts_of(size_t bytes) {
-  return {
-      {"allocation.", 1}, {"active.", 1}, {"allocated_bytes.", rounded(bytes)}, {"active_bytes.", rounded(bytes)},
-      {"requested_bytes.", static_cast<int64_t>(bytes)}};
-}
-
-inline void count_allocation(int device, size_t bytes) {
-  auto& all = statistics(device);
-  for (const std::string pool : {"all", pool_of(bytes)}) {
-    for (const auto& [name, amount] : amounts_of(bytes)) all[name + pool].add(amount);
-    all.reserve_what_is_used(pool);
-  }
-}
-
-inline void count_free(int device, size_t bytes) {
-  for (const std::string pool : {"all", pool_of(bytes)})
-    for (const auto& [name, amount] : amounts_of(bytes)) statistics(device)[name + pool].remove(amount);
 }
 
 struct Use {
@@ -105,7 +60,7 @@ inline void free_block(void* context) {
   {
     Lock lock;
     auto& all = world();
-    if (block->bytes) count_free(all.streams[block->stream].device, block->bytes);
+    used(all.streams[block->stream].device).add(-rounded(block->bytes));
     for (const auto& [stream, use] : block->uses) {
       if (stream == block->stream || block->recorded.count(stream)) continue;
       if (entry(all.streams[block->stream].clock, stream) >= use.time || host_knows_finished(stream, use.time)) continue;
@@ -141,7 +96,7 @@ class Allocator final : public c10::Allocator {
     auto stream = current_stream(device);
     auto* block = new Block{pointer, bytes, stream};
     if (bytes) {
-      count_allocation(device, bytes);
+      used(device).add(rounded(bytes));
       world().counts["allocations"]++;
       world().counts["bytes_allocated"] += static_cast<int64_t>(bytes);
       write_log("allocation", "allocation", stream, "", static_cast<int64_t>(bytes));

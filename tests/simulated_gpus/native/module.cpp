@@ -93,26 +93,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock;
     settle();
   });
-  // Statistics of memory: (current, peak, allocated, freed) of each name.
-  module.def("memory_statistics", [](int device) {
+  module.def("memory_used", [](int device) {
     Lock lock;
-    std::map<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>> result;
-    for (const auto& [name, value] : statistics(device).named)
-      result[name] = {value.current, value.peak, value.allocated, value.freed};
-    return result;
+    return std::make_tuple(used(device).now, used(device).most);
   });
   module.def("reset_peak_memory", [](int device) {
     Lock lock;
-    for (auto& [name, value] : statistics(device).named) value.peak = value.current;
-  });
-  module.def("reset_accumulated_memory", [](int device) {
-    Lock lock;
-    for (auto& [name, value] : statistics(device).named) value.allocated = value.freed = 0;
-  });
-  module.def("empty_cache", [] {
-    Lock lock;
-    for (int device = 0; device < num_devices(); device++)
-      for (const char* pool : {"all", "small_pool", "large_pool"}) statistics(device).release_what_is_cached(pool);
+    used(device).most = used(device).now;
   });
   module.def("synchronize", [](int device) { Guard().synchronizeDevice(static_cast<DeviceIndex>(device)); });
   module.def("milliseconds_between", [](intptr_t start, intptr_t end) {

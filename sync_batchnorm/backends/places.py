@@ -45,19 +45,14 @@ def _entered(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
-_CPU = Place(torch.device("cpu"), None)
+CPU = Place(torch.device("cpu"), None)
 
 
 def current_place(device: torch.device) -> Place:
     """Return `device`, and the stream there that this thread uses."""
     if device.type == "cpu":
-        return _CPU
+        return CPU
     return Place(device, torch.accelerator.current_stream(device.index) if device.type == "cuda" else None)
-
-
-def host_can_read(tensor: Tensor) -> bool:
-    """Return whether the host can read the values of `tensor` without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 class Streams:

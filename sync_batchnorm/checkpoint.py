@@ -1,0 +1,124 @@
+"""Who saves the input and weight of a replica for its backward, and what a recomputation by a checkpoint repeats.
+
+NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. Such a call
+does not exchange, and is not counted: it repeats an earlier call of the forward, with the answer that the pipe
+remembers. If there were several, as in siamese nets, it is the one whose input had the same statistics. The repeated
+output has the value of the first one, and saves the same tensors. It has no gradient: where one is taken, the
+checkpoint is reentrant, and would differentiate each replica by itself.
+
+Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+REFUSED = (
+    "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
+    "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and take "
+    "gradients of your own through the layer outside of the checkpoint"
+)
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, leaf: Tensor | None, weight: tuple[Tensor | None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, *weight)
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return grad, None, None
+
+
+# What `_Save.apply` does outside of transforms of `torch.func`, without its search for them. Layers refuse those.
+_apply: Any = super(torch.autograd.Function, _Save).apply
+
+
+@functools.cache
+def _leaf() -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, device="cpu", requires_grad=True)
+
+
+def save(input: Tensor, weight: Tensor | None) -> Tensor:
+    """Return `input` behind a node that has saved it and `weight`, if this thread records a graph.
+
+    It does so also if neither needs a gradient: the input of a replica is needed for the gradients of its peers.
+    """
+    # In a tuple, the weight gets no edge from this node: its gradient comes from the node of the call.
+    saved: Tensor = _apply(input, None if input.requires_grad else _leaf(), (weight,))
+    return saved
+
+
+def needs_gradient(saved: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Return whether the input of `save` needs a gradient, or one of the parameters."""
+    node: Any = saved.grad_fn
+    return (
+        node.needs_input_grad[0]
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, constant: tuple[Tensor], saved: Tensor) -> Tensor:
+        # It is in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
+        return constant[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(REFUSED)
+
+
+def refuse_gradient(constant: Tensor, saved: Tensor) -> Tensor:
+    """Return `constant` as a function of `saved`, as it was in the first call; its backward raises an error."""
+    with torch.enable_grad():
+        return _Refuse.apply((constant,), saved)  # type: ignore
+
+
+class Remembered(NamedTuple):
+    """What a pipe remembers of one call of its replica, outside of the graph."""
+
+    statistics: Sequence[Tensor]  # of the input of this replica
+    normalizer: Sequence[Tensor]  # see `Backend`
+    is_constant: bool  # whether the replica recorded a graph, and the output required no gradient all the same
+
+
+def recall(remembered: list[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
+    """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`.
+
+    Raises:
+        RuntimeError: if there is no such call, or if several have had other statistics in their peers.
+    """
+    if len(remembered) == 1:
+        return remembered[0]
+    same = [call for call in remembered if _are_equal(call.statistics, statistics)]
+    if not same:
+        raise RuntimeError(
+            "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
+            f"called, with the same inputs, but got another call of {where}; call the same layers in both, and where "
+            "the checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: "
+            "layer(input)"
+        )
+    first = same[0]
+    if not all(_are_equal(call.normalizer, first.normalizer) for call in same):
+        raise RuntimeError(
+            f"expected one answer for the recomputed input of {where}, but got {len(same)} calls in which this replica "
+            "had inputs with equal statistics, and its peers had different ones; leave one of these calls out of the "
+            "checkpoint, or use a layer for each of them"
+        )
+    return first
+
+
+def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))

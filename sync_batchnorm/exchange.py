@@ -1,0 +1,223 @@
+"""One call of a layer in one replica: a request with its statistics, an answer for all, and the output.
+
+::
+
+    request = statistics of x          in the thread of the replica
+    answer  = pipe.run(request)        the master merges all requests, and makes the node of the call
+    answer.write(x)                    in the thread of the replica
+
+What goes through a pipe is what comes back: nobody writes into the request of a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import distributed
+from .autograd import Call, record
+from .backends import backend_for
+from .backends.base import (
+    Backend,
+    BatchStatistics,
+    Pair,
+    ReplicaStatistics,
+    RunningStatistics,
+    memory_for_output,
+    single_value,
+    statistics_dtype,
+)
+from .backends.places import Place, Streams, current_place
+from .checkpoint import Remembered, needs_gradient, recall, refuse_gradient, save
+from .torch_private import graph_task_id
+
+__all__: list[str] = []
+
+
+class Settings(NamedTuple):
+    """How the layer of a replica normalizes."""
+
+    eps: float
+    clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
+    group: distributed.Group | None  # the processes to exchange with
+    running: RunningStatistics | None  # the buffers that this replica updates, once a call
+    weight_of_module: bool  # whether weight and bias are those of the wrapped module, equal in all replicas
+    master_device: torch.device | None  # where the master merges, if known: statistics are sent there
+
+
+class Request(NamedTuple):
+    """What a replica sends to the master."""
+
+    kind: tuple[Any, ...]  # what must be equal in all replicas
+    backend: Backend
+    place: Place
+    statistics: ReplicaStatistics
+    memory: Tensor  # of the output, see NOTE [memory of the outputs] in `autograd.py`
+    input: Tensor  # as the node that has saved it returns it
+    weight: Tensor | None
+    bias: Tensor | None
+    settings: Settings
+
+
+class Answer(NamedTuple):
+    """What a replica gets from the master."""
+
+    output: Tensor  # in the graph, if the replica records one; not written yet
+    pair: Pair  # mean and inverse standard deviation, at the place of the replica
+    batch: BatchStatistics
+
+
+def sync_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    pipe: Any,
+    settings: Settings,
+) -> Tensor:
+    """Normalize the input of one replica with the batch statistics of all replicas that `pipe` connects.
+
+    Blocks the calling thread until all of them have called. The pipe is a `SyncMaster` with `merge_requests`, or one of
+    its `SlavePipe`; None if this replica is the only one of its process.
+    """
+    if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
+        return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
+    saved, device_type = save(input, weight), input.device.type
+    recomputes = graph_task_id() != -1
+    # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
+    autocast = torch.is_autocast_enabled(device_type)
+    with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+        request = _request(input, saved, weight, bias, settings)
+        if recomputes and pipe is not None:
+            call: Remembered = recall(pipe.remembered, request.statistics[:2], pipe.where)
+            output = request.memory if call.is_constant else refuse_gradient(request.memory, saved)
+            normalizer = call.normalizer
+        else:
+            answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]
+            output, pair, batch = answer
+            normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
+            if pipe is not None:
+                is_constant = saved.requires_grad and not output.requires_grad
+                pipe.remembered.append(Remembered(request.statistics[:2], normalizer, is_constant))
+            if settings.running is not None and not recomputes:
+                # Only now, so that a call whose merge fails is not counted.
+                batch.update(settings.running, settings.eps)
+        if input.numel():
+            request.backend.normalize(input, normalizer, weight, bias, request.memory)
+        return output
+
+
+def _request(input: Tensor, saved: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Request:
+    """Compute the statistics of the input, and send them to the device of the master; allocate the output.
+
+    A recomputation does so too: selective checkpoints expect the operators of the forward, in their order.
+    """
+    backend, place, memory = backend_for(input.device), current_place(input.device), None
+    if input.numel():
+        adds_eps = not settings.clamps and settings.group is None
+        statistics, memory = backend.statistics(input, settings.eps, adds_eps)
+        if settings.master_device is not None and settings.master_device != place.device:
+            target = current_place(settings.master_device)
+            statistics = statistics.sent(place, target, Streams())  # Both places are current.
+    else:
+        statistics = backend.nothing(input)
+    memory = memory_for_output(input, memory)
+    kind = (input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, torch.is_inference_mode_enabled())
+    return Request(kind, backend, place, statistics, memory, saved, weight, bias, settings)
+
+
+def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
+    """Merge the statistics of all replicas and record the call in the graph; the callback of a layer's `SyncMaster`.
+
+    Raises:
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or the layers in eps, or if all
+            replicas together have a single value per channel.
+    """
+    first = messages[0][1]
+    own_weights = needs_grad = False
+    recording: list[Request] = []
+    for _, request in messages:
+        if request.kind != first.kind:
+            raise _different(messages)
+        input, weight, bias = request.input, request.weight, request.bias
+        if not (request.settings.weight_of_module and first.settings.weight_of_module):
+            own_weights = own_weights or weight is not first.weight or bias is not first.bias
+        if input.requires_grad:
+            recording.append(request)
+            needs_grad = needs_grad or needs_gradient(input, weight, bias)
+    batch, peers = _merge([request for _, request in messages])
+    places = list(dict.fromkeys([request.place for _, request in messages]))
+    pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    outputs: Iterator[Tensor] = iter(())
+    if needs_grad:
+        here = [request.place for request in recording]
+        saved = [request.input.grad_fn for request in recording]
+        call = Call(first.backend, batch, here, saved, places, own_weights, peers)
+        tensors = [(request.input, request.weight, request.bias) for request in recording]
+        outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
+    answers = []
+    for replica, request in messages:
+        output = next(outputs, request.memory) if request.input.requires_grad else request.memory
+        answers.append((replica, Answer(output, batch.at[request.place], batch)))
+    return answers
+
+
+def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:
+    """Return an error that names the inputs and the eps of all replicas."""
+    texts = []
+    for replica, request in messages:
+        dtype, _, _, eps, clamps, inference = request.kind
+        modes = ", clamp" * clamps + ", in inference mode" * inference
+        texts.append(f"{tuple(request.input.shape)} of {dtype} (eps={eps}{modes}) in replica {replica}")
+    return ValueError(
+        "expected inputs of one dtype, number of channels and number of dimensions in all replicas, and layers of one "
+        f"eps and eps_mode, but got {', '.join(texts)}; give every replica the same kind of input and the same layer"
+    )
+
+
+def _merge(requests: Sequence[Request]) -> tuple[BatchStatistics, distributed.Peers | None]:
+    """Merge the statistics of each replica, and of each process, into those of all; return also the processes."""
+    first = requests[0]
+    master, settings, peers = first.place, first.settings, None
+    statistics, count = [], 0
+    for request in requests:
+        own, source = request.statistics, request.statistics.place or request.place
+        count += own.elements
+        statistics.append(own if source == master else own.sent(source, master, Streams((source, master))))
+    if count == 1 and settings.group is None:
+        raise single_value([request.input.shape for request in requests])
+    batch = first.backend.merge(statistics, settings.eps, settings.running)
+    batch.master, batch.count = master, count
+    if settings.group is not None:
+        peers = distributed.peers_of_call(settings.group)
+        var = cast(Tensor, batch.var)
+        batch.mean, batch.var, batch.count = distributed.merge_over_processes(batch.mean, var, count, peers)
+        if isinstance(batch.count, int) and batch.count == 1:
+            raise single_value([request.input.shape for request in requests])
+    if batch.invstd is None:
+        var, eps = cast(Tensor, batch.var), settings.eps
+        if settings.clamps:
+            batch.clamped = var < eps
+        batch.invstd = (var.clamp(min=eps) if settings.clamps else var + eps).rsqrt()
+    return batch, peers
+
+
+def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> list[Tensor]:
+    """Return mean and inverse standard deviation, ``(2, C)``, at each place; also put them into `batch`."""
+    pair = torch.stack((batch.mean, cast(Tensor, batch.invstd))).to(dtype)
+    pairs = [pair]
+    batch.at[batch.master] = pair.detach().unbind()
+    if len(places) > 1:
+        streams = Streams(places)
+        for place in places[1:]:
+            here: Tensor = streams.to_place(pair, batch.master, place)
+            if here is pair:  # another stream of this device
+                with streams.at(place):
+                    here = here.clone()
+            pairs.append(here)
+            batch.at[place] = here.detach().unbind()
+    return pairs

@@ -1,0 +1,128 @@
+"""Small pieces between this library and Python or torch: warnings, the compiler, the profiler, derived classes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+from .torch_private import mark_uncompiled
+
+__all__: list[str] = []
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# The packages whose frames `warn` skips: also what of the standard library is between them, or starts a thread.
+_BETWEEN = ("torch", "contextlib", "functools", "threading")
+
+
+def warn(text: str) -> None:
+    """Issue a `UserWarning` that names the nearest line outside of torch and this library."""
+    own = __name__.rpartition(".")[0]
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in _BETWEEN and not f"{name}.".startswith(f"{own}."):
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+class ModuleSet:
+    """A set of modules, each together with all its replicas.
+
+    Every forward has new replicas, and nothing may be stored on the user's module. A module and all its replicas have
+    the same dictionary of forward hooks, which no deep copy or pickle has.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, ReferenceType[Any]] = {}
+
+    def add(self, module: Any) -> bool:
+        """Add `module`; return whether it was new. If several threads add it at once, only one gets True."""
+        key = id(module._forward_hooks)
+        seen = ref(module._forward_hooks, lambda _: self._found.pop(key, None))
+        return self._found.setdefault(key, seen) is seen
+
+
+# The compiler shows this text with `fullgraph=True`, the only case in which a user has to know.
+REASON = (
+    "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
+    "leave that out, or compile the functions between these layers"
+)
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one that is never compiled, whoever calls it.
+
+    `torch.compiler.disable` breaks the graph of a compiled caller and runs the function uncompiled. But it imports the
+    compiler, which takes a second. So it is applied in the first call after the compiler was imported. Before that, an
+    attribute that is private to torch has the same effect.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
+        return (disabled or function)(*args, **kwargs)
+
+    mark_uncompiled(run, REASON)
+    return run
+
+
+def in_transform_error(what: str) -> RuntimeError:
+    """Return the error for a call of `what` inside of a transform of `torch.func`, which other threads do not know."""
+    return RuntimeError(
+        f"expected replicas outside of the transforms of torch.func, but got a call of {what} inside of one, such as "
+        "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
+        "module itself"
+    )
+
+
+def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]] | None:
+    """Return the function that makes the spans of a forward in the profile; None if no profiler runs, in any thread."""
+    return _span if profiler._is_profiler_enabled else None
+
+
+def _span(name: str) -> AbstractContextManager[Any]:
+    return profiler.record_function(f"sync_batchnorm: {name}")
+
+
+def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
+    """Return an object of the class ``derive(cls)`` without attributes, which unpickling or copying then sets."""
+    cls = cls if derive is None else derive(cls)
+    return cls.__new__(cls)
+
+
+class Derived(nn.Module):
+    """The base of derived classes. A pickle names the user's class, and loading derives from it again.
+
+    It skips the user's `__init_subclass__`, which may register classes.
+    """
+
+    _original: type[nn.Module]
+    _derive: Callable[[Any], type[nn.Module]]
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = tuple(super().__reduce_ex__(protocol))
+        return _bare, (self._original, self._derive), *rest
+
+
+def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make `cls` the class of `module`, also if `module.__setattr__` sets attributes of another module."""
+    object.__setattr__(module, "__class__", cls)

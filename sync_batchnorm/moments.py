@@ -1,0 +1,138 @@
+"""Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch.
+
+Gradients go through the graph that these operators record, from the outputs of one replica to the inputs of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from . import distributed
+from .backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
+from .backends.places import Place, Streams, current_place
+from .comm import SlavePipe, SyncMaster
+from .glue import uncompiled
+from .torch_private import graph_task_id
+
+__all__ = ["merge_messages", "sync_moments"]
+
+Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and elements per channel
+
+
+class _Message(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    moments: Moments
+    place: Place
+    inference: bool  # whether the replica is in inference mode
+
+
+@uncompiled
+def sync_moments(
+    input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None
+) -> tuple[Tensor, Tensor, int]:
+    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
+
+    Use it for a normalization of your own. Connect the replicas in `__data_parallel_replicate__`: the first makes a
+    ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them have called
+    this function. In a module that runs on one device, pass None.
+
+    Args:
+        input: ``(N, C, +)``, with its own N and sizes in each replica.
+        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one of its process.
+        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
+
+    Returns:
+        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs) on the device of `input`, and the number
+        of elements per channel over all replicas.
+
+    Raises:
+        ValueError: if `input` has less than two dimensions; if the inputs differ in channels, dtype or number of
+            dimensions, or have a single value per channel in all replicas together; if this process is no member of the
+            group.
+        ReplicaSyncError: if the replicas cannot exchange.
+        RuntimeError: for several replicas in one of several processes, and in a recomputation by activation
+            checkpointing.
+    """
+    if input.dim() < 2:
+        raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")
+    if isinstance(pipe, SyncMaster) and pipe.is_alone and not (pipe.nr_slaves and graph_task_id() != -1):
+        pipe = None
+    group = distributed.active_group(process_group)
+    if pipe is not None:
+        if group is not None:
+            raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(pipe.where))
+        if graph_task_id() != -1:
+            raise RuntimeError(
+                f"expected sync_moments outside of checkpoints, but got a recomputation in a backward ({pipe.where}); "
+                "leave the norm out of the checkpointed function"
+            )
+    with torch.autocast(input.device.type, enabled=False):
+        inference, place = torch.is_inference_mode_enabled(), current_place(input.device)
+        message = _Message(input.shape, input.dtype, _moments(input, group), place, inference)
+        mean, var, count = merge_messages([(0, message)])[0][1] if pipe is None else pipe.run(message)
+        return mean.clone(), var.clone(), count  # copies, which users may change in place
+
+
+def _moments(input: Tensor, group: distributed.Group | None) -> Moments:
+    """Return the moments of `input`, of all processes if there is a group, in the graph."""
+    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
+    if count:
+        var, mean = torch.var_mean(values, dims, correction=0)
+    else:
+        var, mean = values.sum(dims), values.sum(dims)
+    if group is None:
+        return mean, var, count
+    peers = distributed.peers_of_call(group)
+    sums = distributed.all_reduced_in_graph(torch.cat((mean * count, mean.new_full((1,), count))), peers)
+    total = sums[-1].clamp(min=1)
+    merged = sums[:-1] / total
+    deviations = mean - merged
+    spread = distributed.all_reduced_in_graph((var + deviations * deviations) * count, peers)
+    return merged, spread / total, int(sums[-1])
+
+
+def merge_messages(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`.
+
+    Raises:
+        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
+            in all replicas together.
+    """
+    contents = [message for _, message in messages]
+    if len({(m.dtype, m.shape[1], len(m.shape), m.inference) for m in contents}) > 1:
+        modes = (", in inference mode", "")
+        texts = ", ".join(f"{tuple(m.shape)} of {m.dtype}{modes[not m.inference]} in replica {i}" for i, m in messages)
+        raise ValueError(
+            "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
+            f"but got {texts}; give every replica the same kind of input"
+        )
+    count = sum(message.moments[2] for message in contents)
+    if count == 1:
+        raise single_value([message.shape for message in contents])
+    master, streams = contents[0].place, Streams([message.place for message in contents])
+    records = any(message.moments[0].requires_grad for message in contents)
+    # Hooks on saved tensors of this thread, the master's, are for what its replica saves, not for the merge.
+    hooks = saved_tensors_hooks(_unchanged, _unchanged) if len(contents) > 1 else nullcontext()
+    with torch.set_grad_enabled(records), hooks:
+        pairs = []
+        for message in contents:
+            with streams.at(message.place):
+                pair = torch.stack(message.moments[:2])
+            pairs.append(streams.to_place(pair, message.place, master))
+        means, variances = torch.stack(pairs, 1)  # (2, R, C)
+        parts = [message.moments[2] / max(count, 1) for message in contents]
+        fractions = torch.cat([means.new_full((1, 1), part) for part in parts])
+        merged = torch.stack(merge_moments(means, variances, fractions))
+        answers = [streams.to_place(merged, master, message.place).unbind() for message in contents]
+    return [(replica, (*pair, count)) for (replica, _), pair in zip(messages, answers, strict=True)]
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,155 @@
+"""A `torch.nn.DataParallel` for any devices, with the four steps of this folder.
+
+Device ids are integers, strings or `torch.device`; they may name the CPU and repeat a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends.places import current_place
+from ..torch_private import plain_tensors
+from .copies import replicate
+from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
+
+__all__: list[str] = []
+
+DeviceId = int | str | torch.device
+
+
+@functools.lru_cache(maxsize=256)
+def as_device(device: DeviceId) -> torch.device:
+    """Return the `torch.device` that a device id names, the same one for all ids of a device.
+
+    Raises:
+        RuntimeError: torch's own, for a kind of device that torch does not know.
+    """
+    if isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device(accelerator.type if accelerator is not None else "cuda", device)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, 0)
+
+
+def as_devices(device_ids: Sequence[DeviceId]) -> list[torch.device]:
+    """Return the devices that several device ids name."""
+    return list(map(as_device, device_ids))
+
+
+def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
+    """Return whether torch's own scatter and gather refuse replicas on `devices`."""
+    distinct = set(devices)
+    return torch.device("cpu") in distinct or len(distinct) < len(devices)
+
+
+class AnyDeviceDataParallel(nn.DataParallel[Any]):
+    """`torch.nn.DataParallel` that also takes CPU replicas and several replicas on one device."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+    ) -> None:
+        devices = as_devices(device_ids or ())
+        if not needs_own_parallel(devices):
+            super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+            if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
+                self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
+            return
+        if len({device.type for device in devices}) > 1:
+            raise ValueError(
+                f"expected device_ids of one kind, but got {[str(device) for device in devices]}; "
+                "use accelerators or the CPU, not both"
+            )
+        nn.Module.__init__(self)
+        self.module = module
+        self.dim = dim
+        self.device_ids = devices  # type: ignore[assignment]
+        self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
+        self.src_device_obj = devices[0]
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        kwargs = kwargs or {}
+        if not inputs and not kwargs:
+            return (), ()
+        devices = as_devices(device_ids)
+        if len(devices) > 1:
+            check_sizes((inputs, kwargs), self.dim, len(devices))
+        elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
+            return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
+        if not needs_own_parallel(devices):
+            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
+        with plain_tensors():  # as those that torch makes
+            return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        return replicate(module, as_devices(device_ids), not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        devices = as_devices(self.device_ids[: len(replicas)])
+        if not needs_own_parallel(devices):
+            return parallel_apply(replicas, inputs, kwargs, devices)
+        shared = [(name, own, own._version) for name, own in self.module.named_parameters() if not own.is_inference()]
+        outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        changed = [name for name, parameter, version in shared if parameter._version != version]
+        if changed and len(replicas) > 1:
+            raise RuntimeError(
+                f"expected parameters that stay as they are in a forward, but got {changed} changed in place in one of "
+                f"{len(replicas)} replicas, which share their memory, so that each would make the change again; change "
+                "parameters outside of the forward, under torch.no_grad()"
+            )
+        return outputs
+
+    def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        if not needs_own_parallel(as_devices(self.device_ids)):
+            check_structures(outputs)
+            return super().gather(outputs, output_device)  # type: ignore[arg-type]
+        device = as_device(output_device)
+        # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
+        with torch.autocast(device.type, enabled=False), plain_tensors():
+            return gather(outputs, device, self.dim)
+
+
+def parallel_apply(
+    replicas: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
+) -> list[Any]:
+    """Call each `Replica` with its inputs, each in a thread of its own, and return the outputs in order.
+
+    The error of a replica is left with its coordinator; its output is None then.
+
+    The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
+    """
+    outputs: list[Any] = [None] * len(replicas)
+    places = [current_place(device) for device in devices]
+
+    def work(i: int) -> None:
+        try:
+            with places[i].entered():
+                args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+                outputs[i] = replicas[i](*args, **kwargs_tup[i])
+        except BaseException as error:
+            run = replicas[i]._sync_run
+            run.coordinator.leave(run.replica_id, error)
+
+    if len(replicas) == 1:
+        work(0)
+        return outputs
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outputs

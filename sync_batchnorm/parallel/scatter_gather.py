@@ -1,0 +1,155 @@
+"""Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together.
+
+Torch does both for accelerators only. As there, chunks are copies, and containers keep their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..glue import warn
+
+__all__: list[str] = []
+
+
+def _rebuild(like: Any, items: Sequence[Any]) -> Any:
+    """Make a container of the type of `like`; the items of a dict are its values."""
+    if isinstance(like, dict):
+        return type(like)(zip(like, items, strict=True))
+    is_namedtuple = isinstance(like, tuple) and hasattr(like, "_asdict") and hasattr(like, "_fields")
+    return type(like)(*items) if is_namedtuple else type(like)(items)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree of tuples, lists and dicts, in order."""
+    tensors, todo = [], [tree]
+    while todo:
+        tree = todo.pop()
+        if isinstance(tree, Tensor):
+            tensors.append(tree)
+        elif isinstance(tree, dict):
+            todo += reversed(tree.values())
+        elif isinstance(tree, (list, tuple)):
+            todo += reversed(tree)
+    return tensors
+
+
+Chunks = dict[int, list[Tensor]]  # of each tensor, by its id
+
+
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int, chunks_of: Chunks | None = None) -> list[Any]:
+    """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
+
+    Containers keep their type; all chunks share what is no tensor. A chunk has memory of its own: neither its replica
+    nor the caller sees in-place changes of the other. A tensor that makes a single chunk is not copied. One that occurs
+    twice is cut once: `chunks_of` has those that were cut already.
+    """
+    chunks_of = {} if chunks_of is None else chunks_of
+    if isinstance(tree, Tensor):
+        if id(tree) not in chunks_of:
+            chunks = tree.chunk(len(devices), dim)
+            several = len(chunks) > 1
+            pairs = zip(chunks if several else [tree], devices, strict=False)
+            chunks_of[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
+        return chunks_of[id(tree)]
+    if not isinstance(tree, (dict, list, tuple)) or not tree:
+        return [tree] * len(devices)
+    children = tree.values() if isinstance(tree, dict) else tree
+    of_replicas = zip(*[scatter(child, devices, dim, chunks_of) for child in children], strict=False)
+    return [_rebuild(tree, own) for own in of_replicas]
+
+
+def check_sizes(tree: Any, dim: int, most: int) -> None:
+    """Check that all tensors of `tree` make equally many chunks along `dim`, at most `most`.
+
+    Raises:
+        ValueError: naming their shapes and numbers of chunks.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(tree)]
+    numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
+    if 0 in numbers or len(set(numbers)) > 1:
+        raise ValueError(
+            f"expected tensors that make equally many chunks along dimension {dim}, but got {shapes}, which make "
+            f"{numbers} of {most}; give every tensor a row for each sample, and pass what every replica "
+            "needs as a whole as a buffer of the module"
+        )
+
+
+def _number_of_chunks(size: int, most: int) -> int:
+    """Return into how many chunks `torch.chunk` cuts `size`, at most `most`; if empty, into `most` empty ones."""
+    return -(-size // -(-size // most)) if size else most
+
+
+def check_structures(outputs: Sequence[Any]) -> None:
+    """Check that all replicas have returned the same structure, whatever the values in it.
+
+    Raises:
+        ValueError: naming two replicas whose structures differ, and what they have returned.
+        TypeError: if something else than tensors, containers and None was returned.
+    """
+    structures = list(map(_structure, outputs))
+    for i, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ValueError(
+                f"expected replicas to return one structure, but got {structures[0]} from replica 0 and {structure} "
+                f"from replica {i}; return the same keys, lengths and types in every replica, for example an empty "
+                "tensor where one has nothing"
+            )
+
+
+def _structure(tree: Any) -> str:
+    if tree is None:
+        return "None"
+    if isinstance(tree, Tensor):
+        return "Tensor" if tree.dim() else "scalar Tensor"
+    if isinstance(tree, dict):
+        return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
+    if isinstance(tree, (list, tuple)):
+        return "(" + ", ".join(map(_structure, tree)) + ")"
+    if not isinstance(tree, Iterable) or isinstance(tree, (str, bytes, Set, Iterator)):
+        raise _not_tensors(tree)
+    return type(tree).__name__  # `torch.nn.parallel.gather` tries to build it from an iterator
+
+
+def _not_tensors(tree: Any) -> TypeError:
+    return TypeError(
+        f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
+        "return tensors"
+    )
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    """Put the outputs of all replicas together on `device`: tensors are concatenated along `dim`.
+
+    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None.
+
+    Raises:
+        ValueError: naming two replicas whose structures differ, and what they have returned.
+        TypeError: if something else than tensors, containers and None was returned.
+    """
+    check_structures(outputs)
+    return _gather(outputs, device, dim)
+
+
+def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        moved = [output.to(device) for output in outputs]
+        if first.dim() or dim:
+            return torch.cat(moved, dim)
+        warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
+            "and return a vector."
+        )
+        return torch.stack(moved)
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return type(first)((key, _gather([output[key] for output in outputs], device, dim)) for key in first)
+    if not isinstance(first, (list, tuple)):
+        raise _not_tensors(first)
+    return _rebuild(first, [_gather(children, device, dim) for children in zip(*outputs, strict=True)])

@@ -1,0 +1,139 @@
+"""The folder of the package, copied into somebody's project: on the path, or inside of a package of the project."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from forks import forked, needs_fork
+from helpers import doubles
+from torch import nn
+
+import sync_batchnorm
+
+PACKAGE = Path(sync_batchnorm.__file__).parent
+TESTS = Path(__file__).parent
+INSIDE = "models.networks.sync_batchnorm"
+# The files of the suite that the copy is tested with, and that know the package.
+SUITE = ["tests/test_parity.py", "tests/conftest.py", "tests/helpers.py", "docs/examples/common.py"]
+HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
+
+pytestmark = needs_fork
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return the folder of a project that has two copies: on its path, and inside of a package."""
+    for folder in ("", "models/networks"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE, tmp_path / folder / "sync_batchnorm", ignore=ignored)
+    for folder in ("models", "models/networks"):
+        (tmp_path / folder / "__init__.py").touch()
+    return tmp_path
+
+
+def in_project(project: Path, name: str, body: Callable[[ModuleType], object]) -> str:
+    """Run `body` in a child with the copy of that name, without any other; return what it prints."""
+
+    def run() -> None:
+        for own in [own for own in sys.modules if own.partition(".")[0] in ("sync_batchnorm", "models")]:
+            del sys.modules[own]
+        sys.path.insert(0, str(project))
+        if name != "sync_batchnorm":
+            sys.modules["sync_batchnorm"] = None  # type: ignore[assignment]
+        body(importlib.import_module(name))
+
+    status, output = forked(run)
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", ["sync_batchnorm", INSIDE])
+def test_copy_is_imported_from_where_it_is_and_knows_its_version(project, name):
+    file = project / name.replace(".", "/") / "__init__.py"
+    printed = in_project(project, name, lambda copied: print(copied.__file__, copied.__version__))
+    assert printed == f"{file} {sync_batchnorm.__version__}\n"
+
+
+def test_copy_inside_of_a_package_has_the_modules_that_older_code_imports(project):
+    def body(copied: ModuleType) -> None:
+        for name in ("batchnorm", "comm", "replicate"):
+            older = importlib.import_module(f"{INSIDE}.{name}")
+            print(all(getattr(copied, public) is getattr(older, public) for public in set(older.__all__)))
+        print({name.partition(".")[0] for name, module in sys.modules.items() if "sync_batchnorm" in name and module})
+
+    assert in_project(project, INSIDE, body) == "True\nTrue\nTrue\n{'models'}\n"
+
+
+def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project):
+    def body(copied: ModuleType) -> None:
+        plain = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())
+        model = copied.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
+        model.load_state_dict(plain.state_dict(), strict=True)
+        parallel = copied.DataParallelWithCallback(model, ["cpu"] * 2)
+        parallel(torch.randn(4, 3))
+        print(list(model.state_dict()) == list(plain.state_dict()))
+        for module in (model, parallel):
+            pickled = pickle.dumps(module)
+            print(sorted(set(re.findall(rb"[\w.]*sync_batchnorm[\w.]*", pickled))))
+            loaded = pickle.loads(pickled)
+            print(type(loaded) is type(module), all(map(torch.equal, loaded.buffers(), model.buffers())))
+
+    layers, wrapper = f"{INSIDE}.layers".encode(), f"{INSIDE}.replicate".encode()
+    expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
+    assert in_project(project, INSIDE, body) == expected
+
+
+def test_warnings_of_a_copy_name_the_line_of_its_user(project):
+    def body(copied: ModuleType) -> None:
+        parallel = copied.DataParallelWithCallback(nn.BatchNorm1d(3), ["cpu"] * 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parallel(doubles(4, 3).float())
+        print([Path(warning.filename).name for warning in caught])
+
+    assert in_project(project, INSIDE, body) == f"['{Path(__file__).name}']\n"
+
+
+def run_in(project: Path, *command: str) -> str:
+    """Run a Python that has the packages of the tests, in the project and without the original; return its output."""
+    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), *packages])}
+    result = subprocess.run([sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(60)
+@pytest.mark.parametrize("name", ["sync_batchnorm", INSIDE])
+def test_command_of_a_copy_checks_the_machine(project, name):
+    report = json.loads(run_in(project, "-m", name, "--json", "--devices", "cpu,cpu"))
+    assert report["ok"]
+    assert report["versions"]["sync_batchnorm"] == sync_batchnorm.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(120)
+def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
+    shutil.rmtree(project / "sync_batchnorm")
+    for name in [*SUITE, "tests/pairwise.py"]:
+        source = (TESTS.parent / name).read_text(encoding="utf-8")
+        source = re.sub(r'(from |")sync_batchnorm\b', rf"\1{INSIDE}", source)
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(source, encoding="utf-8")
+    (project / "hidden.py").write_text(HIDDEN)
+    output = run_in(project, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/test_parity.py")
+    assert re.search(r"^\d{3,} passed", output.splitlines()[-1])

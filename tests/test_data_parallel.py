@@ -1,0 +1,209 @@
+"""A `DataParallel` on the CPU and on repeated devices: arguments, devices, outputs and errors, as torch has them."""
+
+import threading
+
+import pytest
+import torch
+from conftest import CUDA_COUNT, device_lists
+from helpers import TwoLayers, as_devices, as_torch_names, assert_equal, assert_same_step, doubles, twins
+from torch import nn
+
+from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm.parallel.data_parallel import as_device, needs_own_parallel
+
+
+class Shapes(nn.Module):
+    """Notes the arguments of each replica: tensors by their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, *args, **kwargs):
+        def shape(tree):
+            if isinstance(tree, torch.Tensor):
+                return tuple(tree.shape)
+            if isinstance(tree, dict):
+                return {key: shape(value) for key, value in tree.items()}
+            return tree
+
+        self.seen.append(([shape(arg) for arg in args], shape(kwargs)))
+
+
+ARGUMENTS = {  # what the wrapper gets, and what each of two replicas gets of it
+    "keywords": ([], {"input": torch.zeros(4, 3), "flag": True}, ([], {"input": (2, 3), "flag": True})),
+    "no-tensors": ([5], {"text": "x"}, ([5], {"text": "x"})),
+    "empty-containers": (
+        [{"tensor": torch.zeros(4, 1), "list": [], "tuple": (), "dict": {}}],
+        {},
+        ([{"tensor": (2, 1), "list": [], "tuple": (), "dict": {}}], {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_every_replica_gets_its_part_of_the_arguments(kind):
+    args, kwargs, expected = ARGUMENTS[kind]
+    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 2)
+    assert parallel(*args, **kwargs) is None
+    assert parallel.module.seen == [expected] * 2
+
+
+def test_call_without_arguments_runs_once():
+    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 3)
+    parallel()
+    assert parallel.module.seen == [([], {})]
+
+
+def test_single_device_takes_tensors_of_any_sizes():
+    parallel = DataParallelWithCallback(Shapes(), ["cpu"])
+    parallel(torch.zeros(4, 2), torch.zeros(3))
+    assert parallel.module.seen == [([(4, 2), (3,)], {})]
+
+
+UNEVEN = {
+    "rows": (torch.zeros(4, 2), torch.zeros(1, 2), r"\[\(4, 2\), \(1, 2\)\], which make \[2, 1\] of 2"),
+    "rows of the first": (torch.zeros(1, 2), torch.zeros(4, 2), r"\[\(1, 2\), \(4, 2\)\], which make \[1, 2\] of 2"),
+    "scalar": (torch.zeros(4), torch.tensor(1.0), r"\[\(4,\), \(\)\], which make \[2, 0\] of 2"),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_tensors_that_cannot_be_cut_together_are_refused(kind):
+    first, second, found = UNEVEN[kind]
+    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 2)
+    message = f"expected tensors that make equally many chunks along dimension 0, but got {found}; give every tensor"
+    with pytest.raises(ValueError, match=message):
+        parallel(first, second)
+    with pytest.raises(ValueError, match=message):
+        parallel(first, other=second)
+
+
+def test_scalar_alone_is_refused():
+    with pytest.raises(ValueError, match=r"but got \[\(\)\], which make \[0\] of 2"):
+        DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
+
+
+class Summing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, images, labels):
+        return self.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (8, 7), (5, 3)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 4))
+def test_tensors_that_torch_cuts_into_equally_many_chunks_are_taken(devices, sizes):
+    plain, parallel = twins(Summing().double(), devices)
+    inputs = doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices)
+    assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
+
+
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (6, 8)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_tensors_that_make_different_numbers_of_chunks_are_refused(devices, sizes):
+    _, parallel = twins(Summing().double(), devices)
+    message = r"expected tensors that make equally many chunks along dimension 0, but got .* which make \[\d, \d\] of 4"
+    with pytest.raises(ValueError, match=message):
+        parallel(doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices))
+
+
+class Failing(nn.Module):
+    """Raises a `KeyError` in the replicas whose numbers, which are its input, it is told."""
+
+    def __init__(self, failing):
+        super().__init__()
+        self.failing = failing
+
+    def forward(self, input):
+        if int(input[0]) in self.failing:
+            raise KeyError("no such key")
+        return input
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_key_errors_keep_type_text_and_traceback(devices, failing):
+    with pytest.raises(KeyError) as caught:
+        DataParallelWithCallback(Failing(failing), devices)(torch.arange(2.0, device=as_devices(devices)[0]))
+    text = str(caught.value)
+    assert f"Caught KeyError in replica {min(failing)} on device {as_torch_names(devices, min(failing))}" in text
+    assert "Original Traceback" in text
+    assert "\n" in text
+    assert 'raise KeyError("no such key")' in text
+
+
+def test_failure_of_the_lowest_replica_is_raised_in_whichever_order_they_fail():
+    class LastFirst(nn.Module):
+        def forward(self, input):
+            replica = int(input[0])
+            if replica < 2:
+                assert failed[replica + 1].wait(5)
+            failed[replica].set()
+            raise LookupError(f"of {replica}")
+
+    failed = [threading.Event() for _ in range(3)]
+    with pytest.raises(LookupError, match=r"(?s)Caught LookupError in replica 0 on device cpu\..*of 0"):
+        DataParallelWithCallback(LastFirst(), ["cpu"] * 3)(torch.arange(3.0))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("devices", [[0, 0, 1], [1, 0, 1, 0]], ids=str)
+def test_some_replicas_may_share_a_gpu(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devices))
+
+
+def test_without_accelerator_and_devices_the_module_runs_directly(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    plain, parallel = TwoLayers(), DataParallelWithCallback(TwoLayers(), [])
+    parallel.module.load_state_dict(plain.state_dict())
+    assert_equal(parallel(torch.ones(2, 3, 6, 6)), plain(torch.ones(2, 3, 6, 6)))
+    assert (parallel.device_ids, parallel.dim) == ([], 0)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_are_gathered_on_the_output_device(devices):
+    module = nn.Linear(3, 2).to(as_devices(devices)[0])
+    data = torch.randn(4, 3, device=as_devices(devices)[0])
+    for output_device, expected in ((None, as_devices(devices)[0]), (devices[1], as_devices(devices)[1])):
+        parallel = DataParallelWithCallback(module, devices, output_device)
+        assert parallel(data).device == expected
+    assert_equal(parallel(data).cpu(), module(data).cpu())
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
+def test_cpu_has_one_name(name):
+    assert as_device(name) == torch.device("cpu")
+    plain, parallel = twins(TwoLayers().double(), ["cpu", "cpu"])
+    parallel = DataParallelWithCallback(parallel.module, [name, "cpu"])
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
+
+
+def test_steps_of_torch_are_used_where_torch_takes_the_devices():
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert not needs_own_parallel(gpus)
+    assert needs_own_parallel([gpus[0], gpus[0]])
+    assert needs_own_parallel([torch.device("cpu")])
+
+
+REFUSED = {
+    "unknown": (["nowhere"], RuntimeError, "Expected one of cpu"),
+    "kinds": (["cpu", "cuda:0"], ValueError, r"expected device_ids of one kind, but got \['cpu', 'cuda:0'\]"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_devices_that_cannot_work_together_are_refused(kind):
+    devices, error, message = REFUSED[kind]
+    with pytest.raises(error, match=message):
+        DataParallelWithCallback(nn.Linear(2, 2), devices)
+
+
+def test_module_on_the_wrong_device_is_refused_in_the_words_of_torch():
+    parallel = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
+        parallel(torch.zeros(4, 2))

@@ -1,0 +1,197 @@
+"""`sync_moments`: mean and variance over all replicas, for a normalization of one's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import device_lists
+from helpers import as_devices, assert_equal, doubles
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
+
+
+class Whitening(nn.Module):
+    """A normalization of a user's own, with nothing of ours but the moments."""
+
+    pipe = None
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+
+    def forward(self, input):
+        mean, var, count = sync_moments(input, self.pipe)
+        shape = (-1, *[1] * (input.dim() - 2))
+        return (input - mean.view(shape)) * (var.view(shape) + 0.1).rsqrt() + count
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (7, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_moments_build_a_normalization_of_ones_own(devices, shape):
+    parallel = DataParallelWithCallback(Whitening(), devices)
+    input = doubles(*shape, devices=devices).requires_grad_()
+    again = input.detach().clone().requires_grad_()
+    output, grad = parallel(input), torch.randn_like(input)
+    expected = F.batch_norm(again, None, None, training=True, eps=0.1) + input[:, 0].numel()
+    assert_equal(output, expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_equal(input.grad, again.grad)
+
+
+def test_moments_can_be_differentiated_any_number_of_times():
+    parallel = DataParallelWithCallback(Whitening(), ["cpu"] * 2)
+    data = doubles(4, 2).requires_grad_()
+    assert torch.autograd.gradcheck(parallel, data)
+    assert torch.autograd.gradgradcheck(parallel, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_moments_are_those_of_all_replicas_in_float32(devices, dtype):
+    class Noting(Whitening):
+        def forward(self, input):
+            results.append(sync_moments(input, self.pipe))
+            return input
+
+    results, data = [], (doubles(5, 3, 2, devices=devices) * 3 + 2).to(dtype)
+    DataParallelWithCallback(Noting(), devices)(data)
+    assert len(results) == len(devices)
+    for mean, var, count in results:
+        assert count == 10
+        assert_equal(mean.cpu(), data.double().mean((0, 2)).float().cpu())
+        assert_equal(var.cpu(), data.double().var((0, 2), correction=0).float().cpu())
+
+
+class Slicing(Whitening):
+    """Takes the moments of another view of its input in the replica whose rows are negative."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+
+    def forward(self, input):
+        return super().forward(self.view(input) if input[0, 0] < 0 else input)
+
+
+DIFFERENT = {
+    "dimensions": (
+        lambda x: x[..., None],
+        r"got \(2, 3\) of torch.float64 in replica 0, \(2, 3, 1\) of torch.float64 in",
+    ),
+    "channels": (
+        lambda x: x[:, 1:],
+        r"got \(2, 3\) of torch.float64 in replica 0, \(2, 2\) of torch.float64 in replica 1",
+    ),
+    "dtypes": (
+        torch.Tensor.float,
+        r"got \(2, 3\) of torch.float64 in replica 0, \(2, 3\) of torch.float32 in replica 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_moments_of_inputs_that_differ_in_kind_are_refused_with_their_values(devices, kind):
+    view, text = DIFFERENT[kind]
+    data = torch.ones(4, 3, dtype=torch.float64, device=as_devices(devices)[0])
+    data[2:] = -1
+    with pytest.raises(ValueError, match=f"expected inputs of one dtype, .* {text}"):
+        DataParallelWithCallback(Slicing(view), devices, timeout=5.0)(data)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_moments_of_a_single_value_are_refused_in_the_words_of_torch(rows):
+    parallel = DataParallelWithCallback(Whitening(), ["cpu"] * rows)
+    parts = [doubles(1, 3), doubles(0, 3)][:rows]
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size"):
+        parallel.parallel_apply(replicas, [(part,) for part in parts], [{}] * rows)
+
+
+class Checkpointed(Whitening):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, input):
+        return checkpoint(super().forward, input, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_moments_in_a_checkpoint_are_refused_with_the_remedy(devices, use_reentrant):
+    output = DataParallelWithCallback(Checkpointed(use_reentrant), devices)(
+        doubles(6, 3, devices=devices).requires_grad_()
+    )
+    with pytest.raises(RuntimeError, match=r"expected sync_moments outside of checkpoints.*leave the norm out"):
+        output.backward(torch.randn_like(output))
+
+
+def dry_run(sizes, device):
+    """Try a call with tensors that have no memory, as tools that estimate memory do."""
+    with FakeTensorMode():
+        sync_moments(torch.empty(sizes, dtype=torch.float64, device=device), None)
+
+
+def evaluation(sizes, device):
+    with torch.inference_mode():
+        sync_moments(torch.randn(sizes, dtype=torch.float64, device=device), None)
+
+
+@pytest.mark.parametrize("before", [dry_run, evaluation], ids=lambda before: before.__name__)
+@pytest.mark.parametrize("devices", device_lists(1))
+def test_calls_leave_nothing_behind_that_later_ones_stumble_over(devices, before):
+    device = as_devices(devices)[0]
+    sizes = (13, 7, 3) if before is dry_run else (17, 7, 3)  # with which no other test calls
+    before(sizes, device)
+    input = torch.randn(sizes, dtype=torch.float64, device=device, requires_grad=True)
+    mean, var, _ = sync_moments(input, None)
+    var_there, mean_there = torch.var_mean(input, (0, 2), correction=0)
+    assert_equal(mean, mean_there)
+    assert_equal(var, var_there)
+    weights = torch.randn_like(mean)
+    penalties = []
+    for result in (mean * var, mean_there * var_there):
+        (grad,) = torch.autograd.grad((result * weights).sum(), input, create_graph=True)
+        (penalty,) = torch.autograd.grad(grad.pow(2).sum(), input)
+        penalties.append(penalty)
+    assert_equal(*penalties)
+    before(sizes, device)
+
+
+def test_moments_of_one_replica_may_be_transformed():
+    input = doubles(4, 3)
+    found = torch.func.grad(lambda x: sync_moments(x, None)[1].pow(2).sum())(input)
+    assert_equal(found, torch.func.grad(lambda x: x.var(0, correction=0).pow(2).sum())(input))
+
+
+def test_moments_of_a_vector_are_refused():
+    with pytest.raises(ValueError, match=r"expected an input \(N, C, \+\), but got 1 dimensions"):
+        sync_moments(torch.randn(5), None)
+
+
+def test_gradient_penalty_without_a_single_sample_is_no_nan():
+    scale, input = torch.ones(2, dtype=torch.float64, requires_grad=True), doubles(0, 2, 3).requires_grad_()
+    mean, var, _ = sync_moments(input, None)
+    loss = ((mean + var) * scale * scale).sum() + (scale * scale).sum()
+    (grad,) = torch.autograd.grad(loss, input, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    assert_equal(scale.grad, torch.full((2,), 2.0, dtype=torch.float64))
+
+
+def test_moments_are_their_users_own():
+    input = doubles(5, 3, 2).requires_grad_()
+    mean, var, _ = sync_moments(input, None)
+    expected = torch.autograd.grad(mean.sum() + (var * var).sum(), input, retain_graph=True)[0]
+    var.add_(0.1).clamp_(min=0.2)
+    with torch.no_grad():
+        mean.mul_(0)
+    again, variance, _ = sync_moments(input, None)
+    assert_equal(torch.autograd.grad(again.sum() + (variance * variance).sum(), input)[0], expected)
+    (grad,) = torch.autograd.grad(var, input, torch.ones_like(var))
+    reference = torch.autograd.grad(input.var((0, 2), correction=0), input, torch.ones(3, dtype=torch.float64))[0]
+    assert_equal(grad, reference)

@@ -1,0 +1,122 @@
+"""Copies, pickles and checkpoints: nothing tells a synchronized layer, used or new, from that of torch."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
+from torch import nn
+
+from sync_batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("used", ["never", "trained", "failed"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_copies_train_on_by_themselves(devices, used, copied):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    if used != "never":
+        assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+    if used == "failed":
+        with pytest.raises(RuntimeError):
+            parallel(doubles(4, 2, 6, 6, devices=devices))
+    twin, before = copied(parallel), copy.deepcopy(parallel.state_dict())
+    for module in (plain, twin):
+        module.zero_grad()
+    assert_same_step(plain, twin, doubles(4, 3, 6, 6, devices=devices))
+    assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
+    plain.load_state_dict(parallel.module.state_dict())
+    for module in (plain, parallel):
+        module.zero_grad()
+    assert_same_step(plain, parallel, doubles(5, 3, 6, 6, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_training_goes_on_from_a_checkpoint(devices):
+    batches = [doubles(4, 3, 6, 6, devices=devices) for _ in range(5)]
+
+    def train(parallel, optimizer, batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            parallel(batch).square().mul(batch[:, :1, :2, :2]).sum().backward()
+            optimizer.step()
+
+    def start():
+        parallel = twins(TwoLayers().double(), devices)[1]
+        return parallel, torch.optim.SGD(parallel.parameters(), 0.01, momentum=0.9)
+
+    whole, optimizer = start()
+    first, first_optimizer = start()
+    first.load_state_dict(whole.state_dict())
+    train(whole, optimizer, batches)
+    train(first, first_optimizer, batches[:2])
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "object": first}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    last, last_optimizer = start()
+    last.load_state_dict(saved["model"])
+    last_optimizer.load_state_dict(saved["optimizer"])
+    train(last, last_optimizer, batches[2:])
+    assert_same_state(last, whole.module)
+    first.zero_grad()  # A pickle holds no gradients.
+    assert_same_state(saved["object"].module, first.module)
+
+
+def test_pickles_hold_nothing_of_a_forward():
+    _, parallel = twins(TwoLayers(), ["cpu"] * 2)
+    fresh = pickle.dumps(parallel)
+    with torch.no_grad():
+        parallel(torch.randn(4, 3, 6, 6))
+    assert len(pickle.dumps(parallel)) == len(fresh)
+
+
+@pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_checkpoints_go_both_ways(options):
+    plain = randomize(nn.BatchNorm2d(3, **options))
+    plain(torch.randn(4, 3, 2, 2))
+    ours = SynchronizedBatchNorm2d(3, **options)
+    ours.load_state_dict(plain.state_dict())
+    assert ours.state_dict()._metadata == plain.state_dict()._metadata
+    assert_same_state(ours, plain)
+    nn.BatchNorm2d(3, **options).load_state_dict(ours.state_dict())
+
+
+def checkpoint_without(name, version):
+    state = nn.BatchNorm1d(3).state_dict()
+    del state[name]
+    state._metadata[""]["version"] = version
+    return state
+
+
+CHECKPOINTS = {
+    "version 2 without counter": checkpoint_without("num_batches_tracked", 2),
+    "version 1 without counter": checkpoint_without("num_batches_tracked", 1),
+    "other channels": nn.BatchNorm1d(4).state_dict(),
+    "no bias": checkpoint_without("bias", 2),
+    "more": {**nn.BatchNorm1d(3).state_dict(), "extra": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not-strict"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoints_that_do_not_fit_are_treated_as_torch_treats_them(kind, strict):
+    results = []
+    for layer in (nn.BatchNorm1d(3), SynchronizedBatchNorm1d(3)):
+        layer.num_batches_tracked.fill_(7)
+        try:
+            text = str(layer.load_state_dict(copy.deepcopy(CHECKPOINTS[kind]), strict))
+        except RuntimeError as error:
+            text = str(error).replace("Synchronized", "")
+        results.append((text, int(layer.num_batches_tracked)))
+    assert results[0] == results[1]
+
+
+def test_checkpoints_can_be_assigned_to_a_layer_without_storage():
+    plain = randomize(nn.BatchNorm1d(3))
+    ours = SynchronizedBatchNorm1d(3, device="meta")
+    ours.load_state_dict(plain.state_dict(), assign=True)
+    assert_same_state(ours, plain)
