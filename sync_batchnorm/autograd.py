@@ -63,6 +63,16 @@ class Call(NamedTuple):
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
     peers: distributed.Peers | None  # the other processes, if there is a group
+    kept: list[Tensor]  # what the node has saved
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return what the node saves of `tensor`, and keep it alive.
+
+        If replicas take gradients in their forward, torch may free what a node has saved in several threads at once:
+        none of them may deallocate a tensor, which gives up the GIL, while it clears the list of all (torch 2.13).
+        """
+        self.kept.append(tensor.detach())
+        return self.kept[-1]
 
 
 def record(
@@ -73,7 +83,7 @@ def record(
     for of_replica in replicas:
         tensors += of_replica
     # Hooks on saved tensors of this thread, the master's, are not for what this node saves.
-    with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _unchanged):
+    with torch.enable_grad(), saved_tensors_hooks(call.keep, _unchanged):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
     return results[: len(outputs)]
 

@@ -226,12 +226,12 @@ class Coordinator:
         replica_id = rendezvous.members[MASTER]
         with self._lock:
             self._arrive(rendezvous, MASTER, message)
-            complete = len(rendezvous.messages) == len(rendezvous.members)
-            if not complete:
-                self._waiting[replica_id] = rendezvous
+            self._waiting[replica_id] = rendezvous
+            if len(rendezvous.messages) == len(rendezvous.members):
+                self._deliver(replica_id, None)
+            else:
                 self._find_deadlock(replica_id, rendezvous)
-        if not complete:
-            self._wait(replica_id, rendezvous)
+        self._wait(replica_id, rendezvous)
         messages = rendezvous.messages
         return [(member, messages[member]) for member in rendezvous.members]
 

@@ -156,7 +156,7 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
     if needs_grad:
         here = [request.place for request in recording]
         saved = [request.input.grad_fn for request in recording]
-        call = Call(first.backend, batch, here, saved, places, own_weights, peers)
+        call = Call(first.backend, batch, here, saved, places, own_weights, peers, [])
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []

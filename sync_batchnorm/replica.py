@@ -61,7 +61,8 @@ class Replica(nn.Module):
     def __init__(self, module: nn.Module, run: Run) -> None:
         super().__init__()
         self._modules["replica"] = module
-        self.__dict__.update(training=module.training, _sync_run=run)
+        self.__dict__["_sync_run"] = run
+        del self.__dict__["training"]  # handed on, like all other attributes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_modules"]["replica"], name)
@@ -71,6 +72,10 @@ class Replica(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self._modules["replica"], name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        names: Iterator[tuple[str, nn.Module]] = self.__dict__["_modules"]["replica"].named_modules(*args, **kwargs)
+        return names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._sync_run

@@ -28,21 +28,20 @@ class Place(NamedTuple):
         """Return whether operators on tensors of this device use this stream, whatever the current device is."""
         return self.stream is None or torch.accelerator.current_stream(self.device.index) == self.stream
 
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream and its device are the current ones: for code of users."""
-        return _NOTHING if self.stream is None else _entered(self.stream)
-
-
-@contextmanager
-def _entered(stream: torch.Stream) -> Iterator[None]:
-    # As `torch.cuda.stream` does it, with less Python.
-    device, former = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(former)
-        torch.accelerator.set_device_index(device)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this stream and its device the current ones in the body."""
+        if self.stream is None:
+            yield
+            return
+        # As `torch.cuda.stream` does it, with less Python.
+        device, former = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self.device.index)
+        torch.accelerator.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(former)
+            torch.accelerator.set_device_index(device)
 
 
 CPU = Place(torch.device("cpu"), None)
@@ -65,10 +64,7 @@ class Streams:
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
-        self.are_current = True
-        for place in places:
-            if not place.is_current():
-                self.are_current = False
+        self.are_current = all([place.is_current() for place in places])
 
     def at(self, place: Place) -> AbstractContextManager[Any]:
         """Return a context in which operators on tensors of the device of `place` use its stream."""
@@ -76,22 +72,18 @@ class Streams:
 
     def to_place(self, tensor: Any, source: Place, target: Place) -> Any:
         """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, otherwise a copy."""
-        if source.device == target.device:
-            if target.stream is not None and source.stream is not None and target.stream != source.stream:
-                target.stream.wait_stream(source.stream)
-                _record(tensor, target.stream)
-            return tensor
-        if self.are_current:  # Torch makes the copy wait for both streams, and both wait for it.
-            return tensor.to(target.device, non_blocking=True)
-        with self.at(source), self.at(target):
-            return tensor.to(target.device, non_blocking=True)
+        if source.device != target.device:
+            with self.at(source), self.at(target):  # Torch makes the copy wait for both, and both wait for it.
+                return tensor.to(target.device, non_blocking=True)
+        if source.stream is not None and target.stream is not None and source.stream != target.stream:
+            target.stream.wait_stream(source.stream)
+            _record(tensor, target.stream)
+        return tensor
 
     def to_place_joined(self, vectors: Sequence[Tensor], source: Place, target: Place) -> Sequence[Tensor]:
-        """Return vectors for use at `target`; between devices, they are concatenated and copied at once."""
+        """Return vectors for use at `target`: themselves if they are there, otherwise concatenated, to move once."""
         if source == target:
             return vectors
-        if source.device == target.device:
-            return [self.to_place(vector, source, target) for vector in vectors]
         with self.at(source):
             joined = torch.cat(tuple(vectors))
         return (self.to_place(joined, source, target),)
@@ -99,16 +91,14 @@ class Streams:
 
 def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
     """Tell the allocator that the current stream uses tensors that were made at `place`, on CUDA."""
-    if not place.is_current():
-        stream = torch.accelerator.current_stream(place.device.index)
-        for tensor in tensors:
-            if tensor is not None:
-                _record(tensor, stream)
+    for tensor in tensors:
+        _record(tensor, current_place(place.device).stream)
 
 
-def _record(tensor: Tensor, stream: torch.Stream) -> None:
-    with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
-        tensor.record_stream(stream)
+def _record(tensor: Tensor | None, stream: torch.Stream | None) -> None:
+    if tensor is not None and stream is not None:
+        with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
+            tensor.record_stream(stream)
 
 
 @contextmanager
@@ -133,19 +123,16 @@ def in_order_with_engine(master: Place, places: Sequence[Place], tensors: Iterab
     for device, stream in dict.fromkeys(places):
         if stream is None:
             continue
-        there = here if device == master.device else torch.accelerator.current_stream(device.index)
-        if there != stream:
-            streams.are_current = False
-            order.append((stream, there))
-        if here != stream and here != there:
-            order.append((stream, here))
-    for stream, engine in order:
-        if engine not in ready:
-            ready[engine] = engine.record_event()
-        stream.wait_event(ready[engine])
+        there = torch.accelerator.current_stream(device.index)
+        streams.are_current = streams.are_current and there == stream
+        for engine in dict.fromkeys((there, here)):
+            if engine != stream:
+                order.append((stream, engine))
+                if engine not in ready:
+                    ready[engine] = engine.record_event()
+                stream.wait_event(ready[engine])
     for tensor, place in zip(tensors, places, strict=True):
-        if tensor is not None and place.stream is not None:
-            _record(tensor, place.stream)
+        _record(tensor, place.stream)
     with streams.at(master):
         yield streams
     for stream, engine in order:
