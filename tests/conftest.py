@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from pairwise import mark_the_rest_slow
 
 WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
-FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # whether this Python can do without its lock
 
 
 # Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.
@@ -137,13 +135,6 @@ def _no_thread_left() -> Iterator[None]:
     for thread in left:
         thread.join(2.0)
     assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
-
-
-@pytest.fixture(autouse=True)
-def _lock_stays_off() -> Iterator[None]:
-    yield
-    if FREE_THREADED and sys._is_gil_enabled():
-        pytest.fail("something that was imported has turned the lock of the interpreter on; set PYTHON_GIL=0")
 
 
 @pytest.fixture(autouse=True)
