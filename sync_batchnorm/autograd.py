@@ -62,7 +62,7 @@ class Call(NamedTuple):
     saved: Sequence[Any]  # the nodes in which they have saved input and weight
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
-    peers: distributed.Peers | None  # the other processes, if there is a group
+    group: distributed.Group | None  # of processes
     kept: list[Tensor]  # what the node has saved
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         # Other processes may have gradients where this one has none, and wait for it.
-        if call.peers is None and not any([grad is not None for grad in grads]):
+        if call.group is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         with plain_tensors():
             if call.batch.master.stream is None:
@@ -125,8 +125,8 @@ def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: St
     at, reduce = batch.at, None
     if graph:
         at = {place: pair.unbind() for place, pair in zip(call.pair_places, ctx.saved_tensors, strict=True)}
-    if call.peers is not None:
-        reduce = partial(distributed.all_reduced_in_graph, peers=call.peers)
+    if call.group is not None:
+        reduce = partial(distributed.all_reduced, group=call.group)
     replicas = _replicas(ctx, call, grads, streams)
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)

@@ -107,11 +107,11 @@ class SyncMaster(_End):
     """
 
     identifier = MASTER
-    _may_be_kept = True  # by a module, from forward to forward
 
     def __init__(self, master_callback: MasterCallback) -> None:
         self._master_callback = master_callback
         here = _joining.get()
+        self._is_kept = here is None  # by a module, from forward to forward
         if here is None:
             self._begin(Coordinator(), "a SyncMaster of its own", 0)
         else:
@@ -146,7 +146,7 @@ class SyncMaster(_End):
     @property
     def is_alone(self) -> bool:
         """Whether no slave can call: none has registered, or this was kept by a module that now runs by itself."""
-        return not self.nr_slaves or (self._may_be_kept and self._coordinator.is_over)
+        return not self.nr_slaves or (self._is_kept and self._coordinator.is_over)
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.

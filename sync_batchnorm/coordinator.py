@@ -27,7 +27,7 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
-from .errors import CapturedError, ReplicaSyncError, ReplicaTimeoutError, add_note, is_caused_by
+from .errors import ReplicaSyncError, ReplicaTimeoutError
 
 __all__: list[str] = []
 
@@ -94,7 +94,7 @@ class Coordinator:
         self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
         self._released: set[int] = set()  # the replicas that got the error of the break
-        self._failures: dict[int, tuple[bool, CapturedError]] = {}  # of replicas; whether the break has caused it
+        self._failures: dict[int, Any] = {}  # of replicas, as they were recorded
 
     def who(self, replica_id: int) -> str:
         """Return the name of a replica in messages."""
@@ -137,27 +137,34 @@ class Coordinator:
             self._running.add(replica_id)
         return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
 
-    def leave(self, replica_id: int, error: BaseException | None = None) -> None:
+    def leave(self, replica_id: int, failure: Any = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
 
+        Args:
+            replica_id: the replica.
+            failure: how it failed, with the type of the error as `exc_type`; None if it returned. The first counts.
+
         Raises:
-            ReplicaSyncError: if it ends without an error, although it was released from a call: it has caught that.
+            ReplicaSyncError: if it returned, although it was released from a call: it has caught that error.
         """
-        if error is not None and replica_id in self._failures:
-            return
-        # Made without the lock held, since it reads source files, and may run code of the user.
-        caught = None if error is None else CapturedError(error, replica_id, self._devices.get(replica_id, "unknown"))
         with self._lock:
+            if failure is not None and replica_id in self._failures:
+                return
             self._running.discard(replica_id)
-            self._left[replica_id] = "left its forward" if error is None else f"failed with {type(error).__name__}"
+            self._left[replica_id] = (
+                "left its forward" if failure is None else f"failed with {failure.exc_type.__name__}"
+            )
             self._find_end()
-            if error is not None and caught is not None:
-                caused = self._broken is not None and is_caused_by(error, self._broken[1])
-                self._failures[replica_id] = caused, caught
-                return self._break_by(replica_id, error)
-            swallowed = self.swallowed() if replica_id in self._released else None
-            if swallowed is not None:
-                raise swallowed
+            if failure is not None:
+                self._failures[replica_id] = failure
+                return self._break_by(replica_id, failure.exc_type)
+            if self._broken is not None and replica_id in self._released:
+                error_type, text = self._broken
+                raise error_type(
+                    "expected errors of an exchange to leave the forward of every replica, but got replicas that "
+                    "caught one and went on; put the try around the call of the wrapper, or raise a ReplicaSyncError "
+                    f"again. The error that they caught: {text}"
+                )
             for rendezvous in self._waiting.values():
                 if replica_id in rendezvous.awaited():
                     return self._break_by_absence(replica_id, rendezvous)
@@ -165,7 +172,7 @@ class Coordinator:
     def interrupt(self, replica_id: int, error: BaseException) -> None:
         """Release all replicas, because an exception took one of them out of a rendezvous; `leave` records the rest."""
         with self._lock:
-            self._break_by(replica_id, error)
+            self._break_by(replica_id, type(error))
 
     def abort(self, error: BaseException, seconds: float) -> None:
         """Release all replicas, because their caller no longer waits; give them `seconds` to notice that."""
@@ -183,29 +190,19 @@ class Coordinator:
         while self._running and monotonic() < deadline:
             sleep(0.01)
 
-    def failure(self, returned: bool = False) -> BaseException | None:
-        """Return the error of the replicas for their caller, or None if none has failed; forget all failures.
+    def failure(self) -> Any:
+        """Return how a replica has failed, for the caller, or None if none has; forget all failures.
 
-        An original failure comes before those that it has caused, and then that of the lowest replica comes first. If
-        all replicas have `returned`, they may have caught the error of a broken forward.
+        An original failure comes before those of replicas that were released, and then that of the lowest replica.
         """
         with self._lock:
             failures, self._failures = self._failures, {}
-        if not failures:
-            return self.swallowed() if returned else None
-        first = min(failures, key=lambda replica_id: (failures[replica_id][0], replica_id))
-        return failures[first][1].rebuild()
 
-    def swallowed(self) -> ReplicaSyncError | None:
-        """Return the error for replicas that have all returned, although they were released; None if they were not."""
-        if self._broken is None:
-            return None
-        error_type, text = self._broken
-        return error_type(
-            "expected errors of an exchange to leave the forward of every replica, but got replicas that caught one "
-            "and went on; put the try around the call of the wrapper, or raise a ReplicaSyncError again. The error "
-            f"that they caught: {text}"
-        )
+        def rank(replica_id: int) -> tuple[bool, bool, int]:
+            is_caused = issubclass(failures[replica_id].exc_type, ReplicaSyncError)
+            return replica_id in self._released, is_caused, replica_id
+
+        return failures[min(failures, key=rank)] if failures else None
 
     # One call of a layer: the way of a slave, and that of the master.
 
@@ -250,8 +247,8 @@ class Coordinator:
         try:
             with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, merging"):
                 answers = dict(callback(messages))
-        except Exception as error:
-            add_note(error, f"Raised in the exchange of {rendezvous}.")
+        except Exception as error:  # as `add_note` of Python 3.11
+            vars(error).setdefault("__notes__", []).append(f"Raised in the exchange of {rendezvous}.")
             raise
         if len(answers) != len(messages) or not all([identifier in answers for identifier, _ in messages]):
             raise RuntimeError(
@@ -334,10 +331,10 @@ class Coordinator:
                 seen.add(peer)
                 todo += self._waiting[peer].awaited()
 
-    def _break_by(self, replica_id: int, error: BaseException) -> None:
+    def _break_by(self, replica_id: int, kind: type[BaseException]) -> None:
         self._break(
             ReplicaSyncError,
-            f"expected all replicas to finish, but got {type(error).__name__} in {self.who(replica_id)}; "
+            f"expected all replicas to finish, but got {kind.__name__} in {self.who(replica_id)}; "
             "fix that error, this replica was only released",
         )
 

@@ -15,16 +15,13 @@ All processes have the same weights, as `DistributedDataParallel` guarantees and
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends.base import host_can_read, merge_moments
+from .backends.base import merge_moments
 
 __all__: list[str] = []
 
@@ -57,102 +54,39 @@ def active_group(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-class Peers(NamedTuple):
-    """The processes that exchange in one call of a layer."""
-
-    group: Group
-    size: int
-    call: int  # the number of the call on this group
-
-
-_calls: WeakKeyDictionary[Group, Iterator[int]] = WeakKeyDictionary()  # the numbers of the calls on each group
-
-
-def peers_of_call(group: Group) -> Peers:
-    """Count a call on `group`, and return the processes of the group."""
-    return Peers(group, dist.get_world_size(group), next(_calls.setdefault(group, itertools.count())))
-
-
-def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) -> tuple[Tensor, Tensor, int | Tensor]:
+def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
     """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all.
 
     This takes one collective of one vector. Every process merges in the order of ranks, so the results are bitwise
     equal in all processes. The number of elements comes as a tensor, so that the host does not wait for it; as an int
     only if `count` is at most 1, since then the total may be too small.
-
-    Raises:
-        ValueError: on the CPU, if the processes differ in channels, and the collective has raised no error.
     """
-    packed = torch.cat((mean.new_full((1,), len(mean)), mean.new_full((1,), count), mean, var))
-    gathered = packed.new_empty(peers.size * len(packed))
+    size = dist.get_world_size(group)
+    packed = torch.cat((mean.new_full((1,), count), mean, var))
+    gathered = packed.new_empty(size * len(packed))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(gathered, packed, group=peers.group)
-    gathered = gathered.view(peers.size, -1)
-    if host_can_read(mean) and bool((gathered[:, 0] != len(mean)).any()):
-        raise ValueError(
-            f"expected inputs of one number of channels in all processes, but got {len(mean)} in this one and "
-            f"{gathered[:, 0].int().tolist()} by rank; make every process call the same layers in one order"
-        )
-    counts, total = gathered[:, 1:2], gathered[:, 1].sum()
-    means, variances = gathered[:, 2:].reshape(peers.size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
+    gather(gathered, packed, group=group)
+    gathered = gathered.view(size, -1)
+    counts, total = gathered[:, :1], gathered[:, 0].sum()
+    means, variances = gathered[:, 1:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
     return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
-
-
-def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
-    """Return the sum of `tensor` over all processes.
-
-    The number of the call is added up as well: otherwise, tensors of different calls could be mixed unnoticed. If the
-    numbers differ, the result is NaN on a device for which the host would have to wait.
-
-    Raises:
-        RuntimeError: on the CPU, if the processes are not in the same call.
-    """
-    call = peers.call % 4096  # exact in float32, also the sum over 4,096 processes
-    packed = torch.cat((tensor.flatten(), tensor.new_full((1,), call)))
-    dist.all_reduce(packed, group=peers.group)
-    total, calls = packed[:-1].view(tensor.shape), packed[-1]
-    if not host_can_read(tensor):
-        return torch.where(calls == call * peers.size, total, torch.nan)
-    if float(calls) != call * peers.size:
-        raise RuntimeError(
-            f"expected all processes to be in the backward of call {call} of their synchronized layers, but got "
-            "another call in some of them; make every process call the same layers in the same order, and take the "
-            "same gradients"
-        )
-    return total
 
 
 class _AllReduce(torch.autograd.Function):
     """The sum over all processes. The tensor of each process enters the losses of all, so its gradient is a sum too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return all_reduced(tensor, peers)
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.peers), None  # type: ignore[no-untyped-call]
+        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
-def all_reduced_in_graph(tensor: Tensor, peers: Peers) -> Tensor:
-    """Return the result of `all_reduced`, recorded in the graph if one is recorded."""
-    return _AllReduce.apply(tensor, peers)  # type: ignore
-
-
-class SharedGroup:
-    """A process group inside of the state of a layer: copies of the layer share it, and a pickle cannot hold it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> SharedGroup:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if dist.is_available() and dist.is_initialized() and self.group is dist.group.WORLD:
-            return type(None), ()
-        raise TypeError(
-            "expected a layer without a process_group to pickle, but got one with a group, which exists in running "
-            "processes only; save the state_dict, or set layer.process_group = None first"
-        )
+def all_reduced(tensor: Tensor, group: Group) -> Tensor:
+    """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
+    return _AllReduce.apply(tensor, group)  # type: ignore

@@ -149,14 +149,14 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         if input.requires_grad:
             recording.append(request)
             needs_grad = needs_grad or needs_gradient(input, weight, bias)
-    batch, peers = _merge([request for _, request in messages])
+    batch = _merge([request for _, request in messages])
     places = list(dict.fromkeys([request.place for _, request in messages]))
     pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if needs_grad:
         here = [request.place for request in recording]
         saved = [request.input.grad_fn for request in recording]
-        call = Call(first.backend, batch, here, saved, places, own_weights, peers, [])
+        call = Call(first.backend, batch, here, saved, places, own_weights, first.settings.group, [])
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
@@ -179,10 +179,10 @@ def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:
     )
 
 
-def _merge(requests: Sequence[Request]) -> tuple[BatchStatistics, distributed.Peers | None]:
-    """Merge the statistics of each replica, and of each process, into those of all; return also the processes."""
+def _merge(requests: Sequence[Request]) -> BatchStatistics:
+    """Merge the statistics of each replica, and of each process, into those of all."""
     first = requests[0]
-    master, settings, peers = first.place, first.settings, None
+    master, settings = first.place, first.settings
     statistics, count = [], 0
     for request in requests:
         own, source = request.statistics, request.statistics.place or request.place
@@ -193,9 +193,8 @@ def _merge(requests: Sequence[Request]) -> tuple[BatchStatistics, distributed.Pe
     batch = first.backend.merge(statistics, settings.eps, settings.running)
     batch.master, batch.count = master, count
     if settings.group is not None:
-        peers = distributed.peers_of_call(settings.group)
         var = cast(Tensor, batch.var)
-        batch.mean, batch.var, batch.count = distributed.merge_over_processes(batch.mean, var, count, peers)
+        batch.mean, batch.var, batch.count = distributed.merge_over_processes(batch.mean, var, count, settings.group)
         if isinstance(batch.count, int) and batch.count == 1:
             raise single_value([request.input.shape for request in requests])
     if batch.invstd is None:
@@ -203,7 +202,7 @@ def _merge(requests: Sequence[Request]) -> tuple[BatchStatistics, distributed.Pe
         if settings.clamps:
             batch.clamped = var < eps
         batch.invstd = (var.clamp(min=eps) if settings.clamps else var + eps).rsqrt()
-    return batch, peers
+    return batch
 
 
 def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> list[Tensor]:

@@ -83,16 +83,6 @@ class SyncOptions(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-class LayerMaster(SyncMaster):
-    """The `SyncMaster` of a layer: it belongs to one forward, and a copy or pickle is None, as of a `SlavePipe`."""
-
-    device: torch.device | None = None  # where it merges, if known
-    _may_be_kept = False
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
 class _SynchronizedBatchNorm(BatchNormBase):
     """The base class of all synchronized layers; not for use by itself.
 
@@ -104,7 +94,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     eps_mode: str | None = None
     group_size: int | None = None
     process_group: Any = None
-    _sync_pipe: LayerMaster | SlavePipe | None = None
+    _sync_pipe: SyncMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
     _sync_master_device: torch.device | None = None
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
@@ -138,12 +128,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         state = self.__dict__  # set directly, which is faster than `nn.Module.__setattr__`
         if copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0:
-            ctx.sync_master = state["_sync_pipe"] = LayerMaster(merge_requests)
+            ctx.sync_master = state["_sync_pipe"] = SyncMaster(merge_requests)
             tensor = self.weight if self.running_mean is None else self.running_mean
-            ctx.sync_master.device = None if tensor is None else tensor.device
+            ctx.device = None if tensor is None else tensor.device
         else:
             state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
-        state["_sync_master_device"] = ctx.sync_master.device
+        state["_sync_master_device"] = ctx.device
         state["_sync_updates_running_stats"] = copy_id == 0
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
@@ -196,18 +186,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
             )
         return None
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        if state.get("process_group") is not None:
-            state["process_group"] = distributed.SharedGroup(self.process_group)
-        return state
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The pickle of a layer of the older library holds a `SyncMaster`.
         state = {name: value for name, value in state.items() if not isinstance(value, SyncMaster)}
-        shared = state.get("process_group")
-        if isinstance(shared, distributed.SharedGroup):
-            state["process_group"] = shared.group
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _check_input(
@@ -276,8 +257,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
             group. The running statistics are those of the group of replica 0. None: all replicas. Groups lie
             inside of one process, and do not synchronize with other processes.
         process_group: the group over which processes synchronize once `torch.distributed` is initialized with more than
-            one process; None: all processes. Each process merges its replicas first. Copies of the layer share the
-            group, and a pickle cannot hold it.
+            one process; None: all processes. Torch cannot copy or pickle a group, nor a layer that has one.
 
     Shape:
         - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.

@@ -89,12 +89,11 @@ def _moments(input: Tensor, group: distributed.Group | None) -> Moments:
         var, mean = values.sum(dims), values.sum(dims)
     if group is None:
         return mean, var, count
-    peers = distributed.peers_of_call(group)
-    sums = distributed.all_reduced_in_graph(torch.cat((mean * count, mean.new_full((1,), count))), peers)
+    sums = distributed.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))), group)
     total = sums[-1].clamp(min=1)
     merged = sums[:-1] / total
     deviations = mean - merged
-    spread = distributed.all_reduced_in_graph((var + deviations * deviations) * count, peers)
+    spread = distributed.all_reduced((var + deviations * deviations) * count, group)
     return merged, spread / total, int(sums[-1])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .coordinator import Coordinator
-from .torch_private import mark_constant
+from .torch_private import ExceptionWrapper, mark_constant
 
 __all__: list[str] = []
 
@@ -52,6 +52,14 @@ class Run:
     replica_id: int
     modes: CallerModes
 
+    def fail(self, error: BaseException) -> None:
+        """Record that the replica has ended with `error`.
+
+        Only the text is kept, as in torch: the error would keep the frames of the forward alive, and their tensors.
+        """
+        where = f"in {self.coordinator.who(self.replica_id)}"
+        self.coordinator.leave(self.replica_id, ExceptionWrapper((type(error), error, error.__traceback__), where))
+
 
 class Replica(nn.Module):
     """Runs a replica of the wrapped module, once: all who call replicas call this. Its attributes are the replica's."""
@@ -85,7 +93,7 @@ class Replica(nn.Module):
             with span, run.modes.entered():
                 output = self.__dict__["_modules"]["replica"](*args, **kwargs)
         except BaseException as error:
-            run.coordinator.leave(run.replica_id, error)
+            run.fail(error)
             raise
         finally:
             _running.reset(token)

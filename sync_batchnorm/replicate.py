@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -127,6 +127,13 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
         )
 
 
+def _raise(failure: Any) -> NoReturn:
+    try:
+        raise failure.reraise()
+    except BaseException as error:
+        raise error.with_traceback(None) from None  # The frame of `reraise` refers to the error.
+
+
 # Seconds that an interrupted caller waits for its replicas: arbitrary, longer than most operations take. The program
 # probably ends then, and it would abort if a daemon thread were inside of torch ("terminate called without an active
 # exception").
@@ -187,13 +194,10 @@ class _Callbacks(DataParallel[Any]):
             if failure is None:
                 raise
         else:
-            failure = coordinator.failure(returned=True)
+            failure = coordinator.failure()
             if failure is None:
                 return outputs
-        try:
-            raise failure
-        finally:
-            del failure  # or it and this frame would hold each other
+        _raise(failure)
 
 
 class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):

@@ -24,6 +24,7 @@ _REQUIRED = {
     "torch.Tensor._version": "notice of a parameter that is changed in place",
     "torch.nn.parallel._functions.Broadcast": "the tensors of replicas on several devices",
     "torch.nn.modules.lazy.LazyModuleMixin._infer_parameters": "conversion of lazy layers that have their parameters",
+    "torch._utils.ExceptionWrapper": "the error of a replica, as its caller gets it",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
     "torch._C._will_engine_execute_node": "which gradients the running backward needs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
@@ -59,6 +60,7 @@ BatchNormBase = nn.modules.batchnorm._BatchNorm
 Broadcast: Any = _names["torch.nn.parallel._functions.Broadcast"]
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
+ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
 infer_parameters: Any = _names["torch.nn.modules.lazy.LazyModuleMixin._infer_parameters"]
 
 

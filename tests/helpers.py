@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.parallel.data_parallel import needs_own_parallel
@@ -128,6 +129,11 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float16: 5e-3,
     torch.bfloat16: 2e-2,
 }
+
+
+def failed(error: BaseException) -> Any:
+    """Return what a replica that failed with `error` tells its coordinator."""
+    return ExceptionWrapper((type(error), error, error.__traceback__), "in a replica")
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: float | None = None) -> None:

