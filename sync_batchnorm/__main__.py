@@ -1,4 +1,4 @@
-"""Check this machine, ``python -m sync_batchnorm``: versions, devices, copies between GPUs, parity and cost of a layer.
+"""Check this machine, ``python -m sync_batchnorm``: versions, devices, copies between GPUs, and parity of a layer.
 
 Prints a report that can be pasted into an issue. The exit status is 0 if all checks pass, 1 if one fails or hangs,
 2 for bad arguments, 130 after Ctrl-C.
@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
-import signal
 import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from statistics import median
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
+from torch import Tensor, nn
 
 from .conversion import convert_model
 from .parallel.data_parallel import as_device
@@ -37,8 +31,7 @@ from .replicate import DataParallelWithCallback
 
 __all__: list[str] = []
 
-# The other process; not with `-m`, so that the processes that it starts find the functions of this file.
-PROGRAM = f"import json, sys, {__package__}.__main__ as own; sys.exit(own.check(*json.loads(sys.argv[1])))"
+PROGRAM = f"import sys, {__package__}.__main__ as own; sys.exit(own.check(sys.argv[1:]))"  # of the other process
 BUDGET = 25.0  # seconds for all checks of GPUs together: the report is promised within 30
 TIMEOUT = 5.0  # seconds of a wait for other replicas: far more than any of them needs
 # Relative to the largest value. Large enough for any order of summation in the kernels of a device; the statistics of a
@@ -51,13 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = [str(index) for index in range(torch.cuda.device_count())]
     default = ",".join(gpus if len(gpus) > 1 else (gpus or ["cpu"]) * 2)  # A single replica has no peer.
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description="Check this machine, in 30 seconds.")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--devices", type=parsed_devices, default=default, help='as in "0,1", "0,0" or "cpu,cpu"; here %(default)s'
     )
     options = parser.parse_args(arguments)
     try:
-        return (check if options.devices[0] == "cpu" else watch)(options.devices, options.json)
+        return (check if options.devices[0] == "cpu" else watch)(options.devices)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -79,10 +71,9 @@ def parsed_devices(text: str) -> list[str]:
     return list(map(str, devices))
 
 
-def watch(devices: Sequence[str], as_json: bool) -> int:
+def watch(devices: Sequence[str]) -> int:
     """As `check`, in another process, for a limited time. See NOTE [checks that hang]."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps([devices, as_json])]
-    checking = subprocess.Popen(command, start_new_session=True)
+    checking = subprocess.Popen([sys.executable, "-c", PROGRAM, *devices])
     result = f"HANGS, no end after {BUDGET:.0f} seconds"
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -90,20 +81,18 @@ def watch(devices: Sequence[str], as_json: bool) -> int:
                 return checking.returncode
             result = f"CRASHES, with status {checking.returncode}"
     finally:
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(checking.pid, signal.SIGKILL)  # with the processes that it has started
+        checking.kill()
+        with suppress(subprocess.TimeoutExpired):
             checking.wait(0.5)
-    print(json.dumps({"ok": False, "result": result}) if as_json else f"{result}; the rest is not checked.")
+    print(f"{result}; the rest is not checked.")
     return 1
 
 
-def check(devices: Sequence[str], as_json: bool) -> int:
-    """Run all checks, print the report, and return the exit status; with JSON, the text goes to stderr."""
-    begin, checks = monotonic(), []
-    say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-    facts = versions()
+def check(devices: Sequence[str]) -> int:
+    """Run all checks, print the report, and return the exit status."""
+    begin, all_right, say = monotonic(), True, partial(print, flush=True)
     names = {d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.machine() for d in devices}
-    for name, fact in (facts | names | {"replicas on": ", ".join(devices)}).items():
+    for name, fact in (versions() | names | {"replicas on": ", ".join(devices)}).items():
         say(f"{name:23} {fact}")
     for name, run in checks_of(devices).items():
         say(f"{name:23}", end=" ")
@@ -112,13 +101,9 @@ def check(devices: Sequence[str], as_json: bool) -> int:
         except Exception as error:  # Any error belongs in the report.
             ok, result = False, f"{type(error).__name__}: {error}"
         say("right," if ok else "WRONG,", " ".join(result.split()))
-        checks.append({"check": name, "ok": ok, "result": result})
-    all_right, seconds = all(found["ok"] for found in checks), round(monotonic() - begin, 1)
-    say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {seconds} seconds.")
+        all_right = all_right and ok
+    say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {monotonic() - begin:.1f} seconds.")
     say("To report it, right or wrong, paste all of this text; docs/self-check.md says what each line means.")
-    if as_json:
-        report = {"ok": all_right, "seconds": seconds, "versions": facts, "devices": names, "replicas": devices}
-        print(json.dumps({**report, "checks": checks}, indent=2))
     return 0 if all_right else 1
 
 
@@ -142,11 +127,8 @@ def checks_of(devices: Sequence[str]) -> dict[str, Callable[[], str]]:
     checks |= {f"copy {a} -> {b}": partial(check_copy, a, b) for a in gpus for b in gpus if a != b}
     if checks:
         checks["NCCL broadcast to all"] = partial(check_broadcast, gpus)
-        checks["NCCL between processes"] = partial(check_processes, gpus)
     for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
         checks[f"parity in {dtype}"] = partial(check_parity, devices, dtype)
-    checks["cost, synchronized"] = partial(check_cost, devices, True)
-    checks["cost, not synchronized"] = partial(check_cost, devices, False)
     return checks
 
 
@@ -173,24 +155,6 @@ def check_broadcast(gpus: Sequence[str]) -> str:
     return compare(*nn.parallel.comm.broadcast(numbers(gpus[0]), gpus))  # type: ignore[no-untyped-call]
 
 
-def check_processes(gpus: Sequence[str]) -> str:
-    """Add up tensors of two processes on the first two GPUs, through NCCL, as `DistributedDataParallel` does."""
-    if not distributed.is_available() or not distributed.is_nccl_available():
-        return "not available in this torch"
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(add_up, (gpus, f"{folder}/store"), nprocs=2)  # type: ignore[no-untyped-call]
-    return f"{gpus[0]} and {gpus[1]}"
-
-
-def add_up(rank: int, gpus: Sequence[str], store: str) -> None:
-    """Be one of two processes that add up their tensors, and meet at the file `store`."""
-    distributed.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    received = numbers(gpus[rank])
-    distributed.all_reduce(received)
-    compare(received // 2)
-    distributed.destroy_process_group()
-
-
 def check_parity(devices: Sequence[str], dtype: str) -> str:
     """Compare two steps of replicas of unequal size on `devices` with `torch.nn.BatchNorm2d` on the first device."""
     torch.manual_seed(0)
@@ -213,22 +177,6 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     if not largest <= TOLERANCES[dtype]:
         raise RuntimeError(result)
     return result
-
-
-def check_cost(devices: Sequence[str], synchronized: bool) -> str:
-    """Time training steps of ten layers in the wrapper; return the time of one layer."""
-    torch.set_num_threads(1)  # Each replica on the CPU has threads of its own, which would fight for the cores.
-    plain = nn.Sequential(*(nn.BatchNorm2d(128) for _ in range(10))).to(devices[0])
-    net = DataParallelWithCallback(convert_model(plain) if synchronized else plain, devices, timeout=TIMEOUT)
-    input, grad = torch.randn(2, 4 * len(devices), 128, 28, 28, device=devices[0])
-    seconds = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "expected batch norms that synchronize")  # plain ones, for comparison
-        for _ in range(8):
-            start = perf_counter()
-            step(net, input, grad)[1].cpu()  # waits for the GPUs
-            seconds.append(perf_counter() - start)
-    return f"{100 * median(seconds):.2f} ms"  # a tenth of a step, in milliseconds
 
 
 def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,13 @@ from conftest import device_lists
 from forks import forked, needs_fork
 from helpers import as_devices
 from simulated_gpus import is_simulated
-from torch.multiprocessing.spawn import start_processes
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, revert_model
 from sync_batchnorm import __main__ as command
-from sync_batchnorm.__main__ import check_cost, check_parity
+from sync_batchnorm.__main__ import check_parity
 
 ROOT = Path(__file__).parents[1]
-NCCL = ["NCCL broadcast to all", "NCCL between processes"]
-LIBRARY = ["parity in float32", "parity in float64", "cost, synchronized", "cost, not synchronized"]
+LIBRARY = ["parity in float32", "parity in float64"]
 
 
 @pytest.fixture
@@ -46,25 +42,23 @@ def test_report_of_this_machine_is_all_right(capsys):
     assert facts["torch"] == torch.__version__
     assert facts["replicas on"] == "cpu, cpu, cpu"
     assert [facts[f"parity in {dtype}"].split()[-1] for dtype in ("float32", "float64")] == ["1e-04", "1e-10"]
-    assert [(name, facts[name].split()[0]) for name in list(facts)[-4:]] == [(name, "right,") for name in LIBRARY]
+    assert [(name, facts[name].split()[0]) for name in list(facts)[-2:]] == [(name, "right,") for name in LIBRARY]
     assert (status, empty) == (0, "")
     assert verdict.startswith("All is right, after ")
     assert "paste all of this text" in last
 
 
 @needs_fork
-def test_module_runs_as_a_program_and_prints_json_alone_to_stdout():
+def test_module_runs_as_a_program():
     def body():
-        sys.argv, sys.stderr = ["sync_batchnorm", "--json", "--devices", "cpu,cpu"], io.StringIO()
+        sys.argv = ["sync_batchnorm", "--devices", "cpu,cpu"]
         del sys.modules[command.__name__]
         with pytest.raises(SystemExit, match=r"^0$"):
             runpy.run_module("sync_batchnorm", run_name="__main__")
 
     status, output = forked(body)
-    report = json.loads(output)
-    assert (status, report["ok"], report["replicas"]) == (0, True, ["cpu", "cpu"])
-    assert [(check["check"], check["ok"]) for check in report["checks"]] == [(name, True) for name in LIBRARY]
-    assert report["versions"]["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert status == 0
+    assert "\nAll is right, after " in output
 
 
 @pytest.mark.slow
@@ -89,10 +83,6 @@ def test_check_that_raises_is_wrong_and_the_rest_is_checked(monkeypatch, capsys)
     assert copy == f"{'copy':23} WRONG, RuntimeError: no memory left"
     assert parity == f"{'parity':23} right, 12.0"
     assert verdict.startswith("Something is wrong, after ")
-    assert command.main(["--json", "--devices", "cpu,cpu"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert not report["ok"]
-    assert [check["ok"] for check in report["checks"]] == [False, True]
 
 
 def test_report_is_written_up_to_the_check_that_runs_as_it_may_hang(monkeypatch):
@@ -132,7 +122,7 @@ def test_replicas_are_on_the_devices_named_or_found(count, arguments, devices, m
     called = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     for name in ("check", "watch"):
-        monkeypatch.setattr(command, name, lambda devices, as_json, name=name: called.append((name, devices)))
+        monkeypatch.setattr(command, name, lambda devices, name=name: called.append((name, devices)))
     command.main(arguments)
     assert called == [("check" if devices[0] == "cpu" else "watch", devices)]
 
@@ -143,7 +133,10 @@ def test_replicas_are_on_the_devices_named_or_found(count, arguments, devices, m
         (["cpu"] * 3, LIBRARY),
         (["mps:0"] * 2, [name for name in LIBRARY if "float64" not in name]),
         (["cuda:0"] * 2, LIBRARY),
-        (["cuda:0", "cuda:1", "cuda:0"], ["copy cuda:0 -> cuda:1", "copy cuda:1 -> cuda:0", *NCCL, *LIBRARY]),
+        (
+            ["cuda:0", "cuda:1", "cuda:0"],
+            ["copy cuda:0 -> cuda:1", "copy cuda:1 -> cuda:0", "NCCL broadcast to all", *LIBRARY],
+        ),
     ],
 )
 def test_checks_are_those_of_the_kind_and_number_of_devices(devices, names):
@@ -153,8 +146,7 @@ def test_checks_are_those_of_the_kind_and_number_of_devices(devices, names):
 # Checks of GPUs run in another process.
 
 HANGS = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+import time
 print("hangs", flush=True)
 time.sleep(1000)
 """
@@ -178,12 +170,10 @@ def watched(program, *arguments, budget=1000.0, interrupt_at=None):
 
 @needs_fork
 @pytest.mark.usefixtures("_gpus")
-def test_check_that_hangs_is_told_and_killed_with_the_processes_that_it_has_started():
+def test_check_that_hangs_is_told_and_killed():
     assert command.BUDGET < 30  # which the page promises
     *_, result, status = watched(HANGS, budget=1.0)
     assert (result, status) == ("HANGS, no end after 1 seconds; the rest is not checked.", "1")
-    *_, result, status = watched(HANGS, "--json", budget=1.0)
-    assert (json.loads(result), status) == ({"ok": False, "result": "HANGS, no end after 1 seconds"}, "1")
 
 
 @needs_fork
@@ -197,8 +187,8 @@ def test_check_that_hangs_is_told_and_killed_with_the_processes_that_it_has_star
     ],
 )
 def test_process_that_ends_has_reported_unless_it_crashes(end, printed):
-    found = watched(f"import os, sys; print(sys.argv[1], flush=True); {end}")
-    assert found == ['[["cuda:0", "cuda:1", "cuda:2"], false]', *printed]
+    found = watched(f"import os, sys; print(sys.argv[1:], flush=True); {end}")
+    assert found == ["['cuda:0', 'cuda:1', 'cuda:2']", *printed]
 
 
 @needs_fork
@@ -213,31 +203,6 @@ def test_interrupt_ends_hung_checks_without_a_traceback():
 @pytest.fixture
 def _few_numbers(monkeypatch):
     monkeypatch.setattr(command, "numbers", lambda device: torch.arange(64, dtype=torch.int32, device=device))
-
-
-@needs_fork
-@pytest.mark.usefixtures("_few_numbers")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("error", [0, 1])
-def test_tensors_of_two_processes_are_added_up(error, monkeypatch):
-    start, add_up = torch.distributed.init_process_group, torch.distributed.all_reduce
-
-    def imitated(tensor):
-        add_up(tensor)
-        tensor[0] += 2 * error * torch.distributed.get_rank()
-
-    monkeypatch.setattr(command, "spawn", partial(start_processes, start_method="fork"))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: start("gloo", **options))
-    monkeypatch.setattr(torch.distributed, "all_reduce", imitated)
-    failure = pytest.raises(Exception, match="RuntimeError: 1 of 64 values arrive wrong on cpu")
-    with failure if error else nullcontext():
-        assert command.check_processes(["cpu", "cpu"]) == "cpu and cpu"
-
-
-def test_nccl_that_torch_does_not_have_is_no_error(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert command.check_processes(["cuda:0", "cuda:1"]) == "not available in this torch"
 
 
 @pytest.mark.usefixtures("_few_numbers")
@@ -264,7 +229,6 @@ def test_numbers_that_arrive_wrong_are_counted(wrong, monkeypatch):
 def test_library_is_checked_on_the_devices_that_are_given(devices):
     devices = list(map(str, as_devices(devices)))
     assert check_parity(devices, "float64").endswith("allowed 1e-10")
-    assert check_cost(devices, True).endswith(" ms")
 
 
 def stay_unsynchronized(model):
@@ -325,22 +289,6 @@ def test_parity_is_checked_with_replicas_of_unequal_size(monkeypatch):
     assert sizes == {1, 2}
 
 
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_cost_is_that_of_one_layer_of_ten_with_and_without_synchronization(monkeypatch, synchronized):
-    steps, clock = [], iter(range(16))
-
-    def step(net, input, grad):
-        steps.append((type(net.module[0]).__name__, len(net.module), input.shape))
-        return [input, input]
-
-    monkeypatch.setattr(command, "step", step)
-    monkeypatch.setattr(command, "perf_counter", lambda: next(clock) / 1000)
-    costs = [check for name, check in command.checks_of(["cpu", "cpu"]).items() if name.startswith("cost")]
-    assert costs[0 if synchronized else 1]() == "0.10 ms"
-    name = "SynchronizedBatchNorm2d" if synchronized else "BatchNorm2d"
-    assert steps == [(name, 10, (8, 128, 28, 28))] * 8
-
-
 SIMULATE = """
 import os, sys
 sys.path[:0] = ["tests", ""]
@@ -363,5 +311,5 @@ def test_gpus_of_this_machine_are_all_right():
     ended = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=140)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     several = torch.cuda.device_count() > 1
-    assert all((name in ended.stdout) == several for name in (*NCCL, "copy cuda:0 -> cuda:1"))
+    assert all((name in ended.stdout) == several for name in ("NCCL broadcast to all", "copy cuda:0 -> cuda:1"))
     assert all(f"{name:23} right, " in ended.stdout for name in LIBRARY)

@@ -28,20 +28,21 @@ class Place(NamedTuple):
         """Return whether operators on tensors of this device use this stream, whatever the current device is."""
         return self.stream is None or torch.accelerator.current_stream(self.device.index) == self.stream
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Make this stream and its device the current ones in the body."""
-        if self.stream is None:
-            yield
-            return
-        # As `torch.cuda.stream` does it, with less Python.
-        device, former = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self.device.index)
-        torch.accelerator.set_stream(self.stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(former)
-            torch.accelerator.set_device_index(device)
+    def entered(self) -> AbstractContextManager[Any]:
+        """Return a context in which this stream and its device are the current ones."""
+        return _NOTHING if self.stream is None else _entered(self.stream)
+
+
+@contextmanager
+def _entered(stream: torch.Stream) -> Iterator[None]:
+    # As `torch.cuda.stream` does it, with less Python.
+    device, former = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(former)
+        torch.accelerator.set_device_index(device)
 
 
 CPU = Place(torch.device("cpu"), None)
