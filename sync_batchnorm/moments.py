@@ -6,12 +6,10 @@ Gradients go through the graph that these operators record, from the outputs of 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from . import distributed
 from .backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
@@ -26,11 +24,10 @@ Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and 
 
 
 class _Message(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    moments: Moments
+    pair: Tensor  # mean and biased variance, ``(2, C)``
+    elements: int  # per channel
+    shape: torch.Size  # of the input
     place: Place
-    inference: bool  # whether the replica is in inference mode
 
 
 @uncompiled
@@ -53,19 +50,16 @@ def sync_moments(
         of elements per channel over all replicas.
 
     Raises:
-        ValueError: if `input` has less than two dimensions; if the inputs differ in channels, dtype or number of
-            dimensions, or have a single value per channel in all replicas together; if this process is no member of the
-            group.
+        ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel;
+            if this process is no member of the group.
         ReplicaSyncError: if the replicas cannot exchange.
-        RuntimeError: for several replicas in one of several processes, and in a recomputation by activation
-            checkpointing.
+        RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
+            recomputation by activation checkpointing.
     """
     if input.dim() < 2:
         raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")
-    if isinstance(pipe, SyncMaster) and pipe.is_alone and not (pipe.nr_slaves and graph_task_id() != -1):
-        pipe = None
     group = distributed.active_group(process_group)
-    if pipe is not None:
+    if pipe is not None and not (isinstance(pipe, SyncMaster) and pipe.nr_slaves == 0):
         if group is not None:
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(pipe.where))
         if graph_task_id() != -1:
@@ -74,8 +68,8 @@ def sync_moments(
                 "leave the norm out of the checkpointed function"
             )
     with torch.autocast(input.device.type, enabled=False):
-        inference, place = torch.is_inference_mode_enabled(), current_place(input.device)
-        message = _Message(input.shape, input.dtype, _moments(input, group), place, inference)
+        mean, var, count = _moments(input, group)
+        message = _Message(torch.stack((mean, var)), count, input.shape, current_place(input.device))
         mean, var, count = merge_messages([(0, message)])[0][1] if pipe is None else pipe.run(message)
         return mean.clone(), var.clone(), count  # copies, which users may change in place
 
@@ -101,37 +95,18 @@ def merge_messages(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`.
 
     Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or have a single value per channel
-            in all replicas together.
+        ValueError: if the inputs have a single value per channel in all replicas together.
+        RuntimeError: torch's own, if they differ in channels.
     """
     contents = [message for _, message in messages]
-    if len({(m.dtype, m.shape[1], len(m.shape), m.inference) for m in contents}) > 1:
-        modes = (", in inference mode", "")
-        texts = ", ".join(f"{tuple(m.shape)} of {m.dtype}{modes[not m.inference]} in replica {i}" for i, m in messages)
-        raise ValueError(
-            "expected inputs of one dtype, number of channels and number of dimensions in all replicas, "
-            f"but got {texts}; give every replica the same kind of input"
-        )
-    count = sum(message.moments[2] for message in contents)
+    count = sum(message.elements for message in contents)
     if count == 1:
         raise single_value([message.shape for message in contents])
     master, streams = contents[0].place, Streams([message.place for message in contents])
-    records = any(message.moments[0].requires_grad for message in contents)
-    # Hooks on saved tensors of this thread, the master's, are for what its replica saves, not for the merge.
-    hooks = saved_tensors_hooks(_unchanged, _unchanged) if len(contents) > 1 else nullcontext()
-    with torch.set_grad_enabled(records), hooks:
-        pairs = []
-        for message in contents:
-            with streams.at(message.place):
-                pair = torch.stack(message.moments[:2])
-            pairs.append(streams.to_place(pair, message.place, master))
+    with torch.enable_grad():
+        pairs = [streams.to_place(message.pair, message.place, master) for message in contents]
         means, variances = torch.stack(pairs, 1)  # (2, R, C)
-        parts = [message.moments[2] / max(count, 1) for message in contents]
-        fractions = torch.cat([means.new_full((1, 1), part) for part in parts])
+        fractions = torch.cat([means.new_full((1, 1), message.elements / max(count, 1)) for message in contents])
         merged = torch.stack(merge_moments(means, variances, fractions))
         answers = [streams.to_place(merged, master, message.place).unbind() for message in contents]
     return [(replica, (*pair, count)) for (replica, _), pair in zip(messages, answers, strict=True)]
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
