@@ -50,7 +50,7 @@ __all__: list[str] = []
 
 GENERAL = General()
 
-Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # input, weight and bias of a replica
+Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # token, input, weight and bias of a replica
 
 
 class Call(NamedTuple):
@@ -60,6 +60,7 @@ class Call(NamedTuple):
     batch: BatchStatistics
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
     saved: Sequence[Any]  # the nodes in which they have saved input and weight
+    made_by: Sequence[Any]  # the nodes of their inputs; None for a leaf
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
     group: distributed.Group | None  # of processes
@@ -76,12 +77,12 @@ class Call(NamedTuple):
 
 
 def record(
-    call: Call, replicas: Sequence[Tensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+    call: Call, replicas: Sequence[Arguments], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return `outputs`, one for each of `replicas`, as functions of the tensors of all of them."""
     tensors: list[Tensor | None] = []
-    for of_replica in replicas:
-        tensors += of_replica
+    for arguments in replicas:
+        tensors += arguments
     # Hooks on saved tensors of this thread, the master's, are not for what this node saves.
     with torch.enable_grad(), saved_tensors_hooks(call.keep, _unchanged):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
@@ -139,7 +140,7 @@ def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: St
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.
             with streams.at(replica.place):
                 replica.grad_weight = replica.grad_bias = torch.zeros_like(batch.at[replica.place][0])
-        gradients = [replica.grad_input, replica.grad_weight, replica.grad_bias]
+        gradients = [None, replica.grad_input, replica.grad_weight, replica.grad_bias]
         made += gradients
         if not streams.are_current:
             # The engine assumes that they were computed on the streams that are current now.
@@ -151,13 +152,13 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
     """Return the replicas of the running backward, with what it needs of each; see NOTE [who saves what]."""
     replicas = []
     for i, place in enumerate(call.places):
-        _, weight_needed, bias_needed = ctx.needs_input_grad[3 + 3 * i : 6 + 3 * i]
-        saved, grad_output = call.saved[i], grads[i]
-        wants_input = saved.needs_input_grad[0] and will_run(saved)
+        _, input_needed, weight_needed, bias_needed = ctx.needs_input_grad[3 + 4 * i : 7 + 4 * i]
+        made_by, grad_output = call.made_by[i], grads[i]
+        wants_input = input_needed and (made_by is None or will_run(made_by))
         input = weight = None
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
-                input, weight = saved.saved_tensors
+                input, weight = call.saved[i].saved_tensors
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas
 

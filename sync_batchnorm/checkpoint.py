@@ -29,14 +29,14 @@ REFUSED = (
 
 class _Save(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, leaf: Tensor | None, weight: tuple[Tensor | None]) -> Tensor:
+    def forward(ctx: Any, source: Tensor, tensors: tuple[Tensor, Tensor | None]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, *weight)
-        return input.detach()
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: None) -> tuple[None, None]:
+        return None, None
 
 
 # What `_Save.apply` does outside of transforms of `torch.func`, without its search for them. Layers refuse those.
@@ -44,34 +44,27 @@ _apply: Any = super(torch.autograd.Function, _Save).apply
 
 
 @functools.cache
-def _leaf() -> Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(0, device="cpu", requires_grad=True)
+def _source() -> Tensor:
+    # No leaf: two threads that use one for the first time would wait for each other in anomaly mode (torch 2.13).
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.empty(0, device="cpu", requires_grad=True).clone()
 
 
 def save(input: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `input` behind a node that has saved it and `weight`, if this thread records a graph.
+    """Return an empty tensor, whose node has saved `input` and `weight` if this thread records a graph.
 
-    It does so also if neither needs a gradient: the input of a replica is needed for the gradients of its peers.
+    The node of the call takes it as an argument. So torch frees what it has saved, or notices that it was changed. It
+    gets no gradient, and it is on the CPU, so it runs in the thread that calls the backward: those of the devices, in
+    which gradients travel, do not wait for Python.
     """
-    # In a tuple, the weight gets no edge from this node: its gradient comes from the node of the call.
-    saved: Tensor = _apply(input, None if input.requires_grad else _leaf(), (weight,))
-    return saved
-
-
-def needs_gradient(saved: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Return whether the input of `save` needs a gradient, or one of the parameters."""
-    node: Any = saved.grad_fn
-    return (
-        node.needs_input_grad[0]
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
+    # In a tuple, input and weight get no edge from this node: their gradients come from the node of the call.
+    token: Tensor = _apply(_source(), (input, weight))
+    return token
 
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, constant: tuple[Tensor], saved: Tensor) -> Tensor:
+    def forward(ctx: Any, constant: tuple[Tensor], token: Tensor, input: Tensor) -> Tensor:
         # It is in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
         return constant[0]
 
@@ -80,10 +73,10 @@ class _Refuse(torch.autograd.Function):
         raise RuntimeError(REFUSED)
 
 
-def refuse_gradient(constant: Tensor, saved: Tensor) -> Tensor:
-    """Return `constant` as a function of `saved`, as it was in the first call; its backward raises an error."""
+def refuse_gradient(constant: Tensor, token: Tensor, input: Tensor) -> Tensor:
+    """Return `constant` as a function of `token` and `input`, as the output was; its backward raises an error."""
     with torch.enable_grad():
-        return _Refuse.apply((constant,), saved)  # type: ignore
+        return _Refuse.apply((constant,), token, input)  # type: ignore
 
 
 class Remembered(NamedTuple):
