@@ -50,7 +50,7 @@ __all__: list[str] = []
 
 GENERAL = General()
 
-Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # token, input, weight and bias of a replica
+Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # input, weight and bias of a replica
 
 
 class Call(NamedTuple):
@@ -77,12 +77,12 @@ class Call(NamedTuple):
 
 
 def record(
-    call: Call, replicas: Sequence[Arguments], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+    call: Call, replicas: Sequence[Tensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return `outputs`, one for each of `replicas`, as functions of the tensors of all of them."""
     tensors: list[Tensor | None] = []
-    for arguments in replicas:
-        tensors += arguments
+    for of_replica in replicas:
+        tensors += of_replica
     # Hooks on saved tensors of this thread, the master's, are not for what this node saves.
     with torch.enable_grad(), saved_tensors_hooks(call.keep, _unchanged):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
@@ -140,7 +140,7 @@ def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: St
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.
             with streams.at(replica.place):
                 replica.grad_weight = replica.grad_bias = torch.zeros_like(batch.at[replica.place][0])
-        gradients = [None, replica.grad_input, replica.grad_weight, replica.grad_bias]
+        gradients = [replica.grad_input, replica.grad_weight, replica.grad_bias]
         made += gradients
         if not streams.are_current:
             # The engine assumes that they were computed on the streams that are current now.
@@ -152,13 +152,14 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
     """Return the replicas of the running backward, with what it needs of each; see NOTE [who saves what]."""
     replicas = []
     for i, place in enumerate(call.places):
-        _, input_needed, weight_needed, bias_needed = ctx.needs_input_grad[3 + 4 * i : 7 + 4 * i]
+        input_needed, weight_needed, bias_needed = ctx.needs_input_grad[3 + 3 * i : 6 + 3 * i]
         made_by, grad_output = call.made_by[i], grads[i]
         wants_input = input_needed and (made_by is None or will_run(made_by))
         input = weight = None
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
                 input, weight = call.saved[i].saved_tensors
+            call.saved[i].maybe_clear_saved_tensors()  # unless the graph is retained
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas
 

@@ -28,15 +28,12 @@ REFUSED = (
 
 
 class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, tensors: tuple[Tensor, Tensor | None]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0, device="cpu")
+    """Has no part in any backward: its node only holds what it has saved, and the node of the call reads it there."""
 
     @staticmethod
-    def backward(ctx: Any, grad: None) -> tuple[None, None]:
-        return None, None
+    def forward(ctx: Any, source: Tensor, tensors: tuple[Tensor, Tensor | None]) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return source
 
 
 # What `_Save.apply` does outside of transforms of `torch.func`, without its search for them. Layers refuse those.
@@ -50,21 +47,14 @@ def _source() -> Tensor:
         return torch.empty(0, device="cpu", requires_grad=True).clone()
 
 
-def save(input: Tensor, weight: Tensor | None) -> Tensor:
-    """Return an empty tensor, whose node has saved `input` and `weight` if this thread records a graph.
-
-    The node of the call takes it as an argument. So torch frees what it has saved, or notices that it was changed. It
-    gets no gradient, and it is on the CPU, so it runs in the thread that calls the backward: those of the devices, in
-    which gradients travel, do not wait for Python.
-    """
-    # In a tuple, input and weight get no edge from this node: their gradients come from the node of the call.
-    token: Tensor = _apply(_source(), (input, weight))
-    return token
+def save(input: Tensor, weight: Tensor | None) -> Any:
+    """Return a node that has saved `input` and `weight`; None if this thread does not record a graph."""
+    return _apply(_source(), (input, weight)).grad_fn if torch.is_grad_enabled() else None
 
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, constant: tuple[Tensor], token: Tensor, input: Tensor) -> Tensor:
+    def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
         # It is in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
         return constant[0]
 
@@ -73,10 +63,10 @@ class _Refuse(torch.autograd.Function):
         raise RuntimeError(REFUSED)
 
 
-def refuse_gradient(constant: Tensor, token: Tensor, input: Tensor) -> Tensor:
-    """Return `constant` as a function of `token` and `input`, as the output was; its backward raises an error."""
+def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
+    """Return `constant` as a function of `input`, also if that needs no gradient; its backward raises an error."""
     with torch.enable_grad():
-        return _Refuse.apply((constant,), token, input)  # type: ignore
+        return _Refuse.apply((constant,), _source(), input)  # type: ignore
 
 
 class Remembered(NamedTuple):

@@ -32,7 +32,7 @@ from .layers import (
 )
 from .parallel.data_parallel import as_device, needs_own_parallel
 from .replicate import DataParallelWithCallback, _Callbacks, patch_replication_callback
-from .torch_private import BatchNormBase, infer_parameters
+from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -183,15 +183,20 @@ def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
         inputs.append(input)
         return input
 
-    sizes = [4] * (1 if issubclass(ours, nn.BatchNorm1d) else 3 if issubclass(ours, nn.BatchNorm3d) else 2)
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
         trial: Any = copy.deepcopy(layer).cpu().train()
         swap_class(trial, ours)
         trial.__dict__.update(_sync_pipe=inputs, _forward_synchronized=synchronized)  # as if it were in a replica
-        dtype = None if trial.weight is None else trial.weight.dtype
-        ours.forward(trial, torch.ones(4, trial.num_features, *sizes, dtype=dtype))
+        ours.forward(trial, _small_input(trial, ours))
         return bool(inputs)
     return True
+
+
+def _small_input(layer: Any, cls: Any) -> Tensor:
+    """Return an input for `layer`, with the number of dimensions that `cls` takes."""
+    sizes = [4] * (1 if issubclass(cls, nn.BatchNorm1d) else 3 if issubclass(cls, nn.BatchNorm3d) else 2)
+    like = torch.empty(layer.num_features) if layer.weight is None else layer.weight.detach()
+    return like.new_ones(4, *like.shape, *sizes)
 
 
 def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions) -> str | None:
@@ -204,10 +209,10 @@ def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions)
     if reason is not None:
         return f"{cls.__name__} {reason}"
     if isinstance(layer, LazyModuleMixin):
-        # A state dict has given this lazy layer its parameters, but only its first forward would make it an ordinary
-        # one. This is what that forward calls (torch 1.8 to 2.13); it makes no parameters.
-        infer_parameters(layer, layer, (torch.empty(0),))
-        cls = type(layer)
+        # A state dict has given this lazy layer its parameters, but only its first forward makes it an ordinary one.
+        training = layer.training
+        layer.eval()(_small_input(layer, layer.cls_to_become))
+        cls = type(layer.train(training))
     swap_class(layer, ours or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
     if options.process_group is not None and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)

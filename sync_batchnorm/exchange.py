@@ -58,11 +58,11 @@ class Request(NamedTuple):
     place: Place
     statistics: ReplicaStatistics
     memory: Tensor  # of the output, see NOTE [memory of the outputs] in `autograd.py`
-    token: Tensor  # of `save`; it requires a gradient if the replica records a graph
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None
     settings: Settings
+    saved: Any  # the node that has saved input and weight; None if the replica records no graph
 
 
 class Answer(NamedTuple):
@@ -87,22 +87,24 @@ def sync_batch_norm(
     """
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
-    token, device_type = save(input, weight), input.device.type
+    if input.is_leaf and input.requires_grad:
+        input = input[...]  # A leaf has no node to ask whether its gradient is needed.
+    saved, device_type = save(input, weight), input.device.type
     recomputes = graph_task_id() != -1
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     autocast = torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-        request = _request(token, input, weight, bias, settings)
+        request = _request(input, weight, bias, settings, saved)
         if recomputes and pipe is not None:
             call: Remembered = recall(pipe.remembered, request.statistics[:2], pipe.where)
-            output = request.memory if call.is_constant else refuse_gradient(request.memory, token, input)
+            output = request.memory if call.is_constant else refuse_gradient(request.memory, input)
             normalizer = call.normalizer
         else:
             answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]
             output, pair, batch = answer
             normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
             if pipe is not None:
-                is_constant = token.requires_grad and not output.requires_grad
+                is_constant = saved is not None and not output.requires_grad
                 pipe.remembered.append(Remembered(request.statistics[:2], normalizer, is_constant))
             if settings.running is not None and not recomputes:
                 # Only now, so that a call whose merge fails is not counted.
@@ -112,7 +114,7 @@ def sync_batch_norm(
         return output
 
 
-def _request(token: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Request:
+def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, saved: Any) -> Request:
     """Compute the statistics of the input, and send them to the device of the master; allocate the output.
 
     A recomputation does so too: selective checkpoints expect the operators of the forward, in their order.
@@ -128,7 +130,7 @@ def _request(token: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor |
         statistics = backend.nothing(input)
     memory = memory_for_output(input, memory)
     kind = (input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, torch.is_inference_mode_enabled())
-    return Request(kind, backend, place, statistics, memory, token, input, weight, bias, settings)
+    return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved)
 
 
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
@@ -147,24 +149,23 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         weight, bias = request.weight, request.bias
         if not (request.settings.weight_of_module and first.settings.weight_of_module):
             own_weights = own_weights or weight is not first.weight or bias is not first.bias
-        if request.token.requires_grad:
+        if request.saved is not None:
             recording.append(request)
-            tensors = (request.input, weight, bias)
-            needs_grad = needs_grad or any([tensor is not None and tensor.requires_grad for tensor in tensors])
+            needs_grad = needs_grad or any([t is not None and t.requires_grad for t in (request.input, weight, bias)])
     batch = _merge([request for _, request in messages])
     places = list(dict.fromkeys([request.place for _, request in messages]))
     pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if needs_grad:
         here = [request.place for request in recording]
-        saved = [request.token.grad_fn for request in recording]
+        saved = [request.saved for request in recording]
         made_by = [request.input.grad_fn for request in recording]
         call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.group, [])
-        arguments = [(request.token, request.input, request.weight, request.bias) for request in recording]
-        outputs = iter(record(call, arguments, [request.memory.detach() for request in recording], pairs))
+        tensors = [(request.input, request.weight, request.bias) for request in recording]
+        outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
     for replica, request in messages:
-        output = next(outputs, request.memory) if request.token.requires_grad else request.memory
+        output = next(outputs, request.memory) if request.saved is not None else request.memory
         answers.append((replica, Answer(output, batch.at[request.place], batch)))
     return answers
 

@@ -23,9 +23,9 @@ _REQUIRED = {
     "torch.nn.Module._replicate_for_data_parallel": "the copy of a module in a replica",
     "torch.Tensor._version": "notice of a parameter that is changed in place",
     "torch.nn.parallel._functions.Broadcast": "the tensors of replicas on several devices",
-    "torch.nn.modules.lazy.LazyModuleMixin._infer_parameters": "conversion of lazy layers that have their parameters",
     "torch._utils.ExceptionWrapper": "the error of a replica, as its caller gets it",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
+    "torch.autograd.function.BackwardCFunction.maybe_clear_saved_tensors": "the release of what a replica has saved",
     "torch._C._will_engine_execute_node": "which gradients the running backward needs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
     "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
@@ -61,7 +61,6 @@ Broadcast: Any = _names["torch.nn.parallel._functions.Broadcast"]
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
-infer_parameters: Any = _names["torch.nn.modules.lazy.LazyModuleMixin._infer_parameters"]
 
 
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward

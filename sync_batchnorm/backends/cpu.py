@@ -227,6 +227,8 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
         plain = input.is_contiguous() or not looks_channels_last(input)
         memory_format = torch.contiguous_format if plain else CHANNELS_LAST[input.dim()]
         grad_output = grad_output.contiguous(memory_format=memory_format)
+        if input.is_contiguous(memory_format=memory_format):
+            grad_output = grad_output.as_strided(input.shape, input.stride())
     _, dot, total = batch_norm_backward(
         grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
