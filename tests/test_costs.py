@@ -75,12 +75,17 @@ class Allocating(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype):
+def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kind, dtype):
     _, parallel = twins(Allocating(), ["cpu"] * 2)
-    data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind]).requires_grad_()
-    output = parallel(data)
+    data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind])
+    parts = [part.requires_grad_() for part in data.chunk(2)]
+    outputs = run_parts(parallel, parts)
     assert parallel.module.counts == [1, 1]
-    output.backward(torch.randn_like(output))
+    grads = [torch.randn_like(output) for output in outputs]
+    with Allocations(parts[0]) as backward:
+        torch.autograd.backward(outputs, grads)
+    # The gradients; of half precision, input and upstream gradient in float32 and the result as well.
+    assert len(backward.taken) == (2 if dtype == torch.float32 else 8)
 
 
 # Of the size of the input: the output; and one more. With channels_last for the input minus its mean. Contiguous inputs

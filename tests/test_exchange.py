@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, assert_same_step, doubles, randomize, twins
+from helpers import FORMATS, as_devices, assert_equal, assert_same_step, doubles, randomize, twins
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -164,24 +164,21 @@ VIEWS = {
     "transposed": lambda x: x.transpose(2, 3),
     "channels-moved": lambda x: x.movedim(-1, 1)[:, :3],
     "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
-    "flipped": lambda x: x.flip(2),
+    "unsqueezed": lambda x: x.unsqueeze(2).transpose(1, 2).squeeze(1),
 }
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_views_that_are_not_contiguous_are_normalized(devices, view):
+def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kind):
     plain, parallel = twins(Layouts(VIEWS[view]).double(), devices)
-    assert_same_step(plain, parallel, doubles(6, 3, 4, 4, devices=devices))
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_upstream_gradients_need_not_be_contiguous(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    expanded = doubles(1, 3, 1, 1, devices=devices).expand(4, 3, 5, 5)
-    reversed_axes = doubles(5, 5, 3, 4, devices=devices).permute(3, 2, 1, 0)
+    data = doubles(6, 3, 4, 4, devices=devices).contiguous(memory_format=FORMATS[kind])
+    sizes = VIEWS[view](data).shape
+    expanded = doubles(1, 3, 1, 1, devices=devices).expand(sizes)
+    reversed_axes = doubles(*sizes[::-1], devices=devices).permute(3, 2, 1, 0)
     for grad in (expanded, reversed_axes):
-        assert_same_step(plain, parallel, doubles(4, 3, 5, 5, devices=devices), grad)
+        assert_same_step(plain, parallel, data, grad)
 
 
 class Transformed(nn.Module):
