@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages
 from sync_batchnorm.parallel.data_parallel import needs_own_parallel
 
 
@@ -90,6 +90,17 @@ def saved_bytes(output: Tensor) -> int:
         saved = node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
     return sum(sizes.values())
+
+
+class WithPipe(nn.Module):
+    """A module of a user's own whose replicas are connected, for `sync_moments` in its forward."""
+
+    pipe: Any = None
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
 
 
 class TwoLayers(nn.Module):
@@ -205,6 +216,18 @@ def assert_same_step(
     expected.backward(grad)
     actual.backward(grad)
     assert_equal(inputs[1].grad, inputs[0].grad, "input gradient", tolerance)
+    assert_same_state(parallel, plain, tolerance)
+
+
+def assert_same_results(
+    plain: nn.Module,
+    parallel: nn.Module,
+    compute: Callable[[nn.Module], Sequence[Tensor]],
+    tolerance: float | None = None,
+) -> None:
+    """Compare what `compute` returns for each of the two, tensor by tensor, and their state after it."""
+    for i, (expected, actual) in enumerate(zip(compute(plain), compute(parallel), strict=True)):
+        assert_equal(actual, expected, f"result {i}", tolerance)
     assert_same_state(parallel, plain, tolerance)
 
 
