@@ -25,7 +25,7 @@ if __name__ == "__main__" and sys.argv[4] == "gpus":
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import WITHOUT_BIAS, assert_equal, randomize
+from helpers import WITHOUT_BIAS, WithPipe, assert_equal, randomize
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,10 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from sync_batchnorm import (
     DataParallelWithCallback,
     SynchronizedBatchNorm2d,
-    SyncMaster,
     assert_synchronized,
     convert_model,
-    merge_messages,
     sync_moments,
 )
 
@@ -517,14 +515,7 @@ def group_size_counts_replicas_of_one_process() -> None:
 # One replica in each process.
 
 
-class OwnNorm(nn.Module):
-    pipe = None
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        if copy_id == 0:
-            ctx.master = SyncMaster(merge_messages)
-        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
-
+class OwnNorm(WithPipe):
     def forward(self, input: Tensor) -> Tensor:
         return input - sync_moments(input, self.pipe)[0][:, None, None]
 

@@ -8,7 +8,16 @@ import weakref
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, assert_equal, assert_same_gradient, assert_same_state, assert_same_step, doubles, twins
+from helpers import (
+    TwoLayers,
+    assert_equal,
+    assert_same_gradient,
+    assert_same_results,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    twins,
+)
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -185,10 +194,8 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_th
     plain, parallel = checkpointed_twins(path, devices)
     data = doubles(4, 3, 4, 5, devices=devices)
     data[:2] = 150.0 if constant else data[:2] + 150
-    parts = [data[:2].clone().requires_grad_(), data[2:].clone().requires_grad_()]
-    expected = plain(torch.cat(parts))
-    output = parallel(torch.cat(parts))
-    assert_equal(output, expected)
+    output = parallel(data.requires_grad_())
+    assert_equal(output, plain(data))
     with pytest.raises(
         RuntimeError, match=r"expected one answer for the recomputed input of bns\.0, replica 0, but got"
     ):
@@ -214,31 +221,33 @@ class Siamese(nn.Module):
 def test_siamese_net_is_exact_and_counted_once_a_call(devices):
     plain, parallel = twins(Siamese().double(), devices)
     plain.checkpoints = False
-    for steps in (1, 2):
-        one, other = (doubles(6, 3, 6, 6, devices=devices) for _ in range(2))
-        inputs = [[one.clone().requires_grad_(), other.clone().requires_grad_()] for _ in range(2)]
-        expected, output = plain(*inputs[0]), parallel(*inputs[1])
-        assert_equal(output, expected)
-        grad = torch.randn_like(expected)
-        expected.backward(grad)
+    views = [doubles(6, 3, 6, 6, devices=devices) for _ in range(2)]
+    grad = doubles(6, 4, 2, 2, devices=devices)
+
+    def step(model):
+        inputs = [view.clone().requires_grad_() for view in views]
+        output = model(*inputs)
         output.backward(grad)
-        for ours, theirs in zip(inputs[1], inputs[0], strict=True):
-            assert_equal(ours.grad, theirs.grad)
-        assert_same_state(parallel, plain)
+        return [output, *(input.grad for input in inputs)]
+
+    for steps in (1, 2):
+        assert_same_results(plain, parallel, step)
         assert parallel.module.backbone.bn1.num_batches_tracked == 2 * steps
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_graph_can_be_used_again(devices, path):
-    plain, parallel = checkpointed_twins(path, devices)
     data = doubles(4, 3, 4, 5, devices=devices)
     grads = [torch.randn_like(data) for _ in range(3)]
-    for module in (plain, parallel):
-        output = module(data)
+
+    def step(model):
+        output = model(data)
         for grad in grads:
             output.backward(grad, retain_graph=True)
-    assert_same_state(parallel, plain)
+        return [output]
+
+    assert_same_results(*checkpointed_twins(path, devices), step)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -247,42 +256,46 @@ def test_segments_can_be_differentiated_one_by_one(devices, first):
     def two_outputs(net, x):
         return net.run(net.segment, x), net.run(net.segment, x.sin())
 
-    plain, parallel = checkpointed_twins(two_outputs, devices)
     data = doubles(4, 3, 4, 5, devices=devices)
     grad = torch.randn_like(data)
-    for module in (plain, parallel):
-        outputs = module(data)
+
+    def step(model):
+        outputs = model(data)
         outputs[first].backward(grad, retain_graph=True)
         outputs[1 - first].backward(grad * 2)
-    assert_same_state(parallel, plain)
+        return outputs
+
+    assert_same_results(*checkpointed_twins(two_outputs, devices), step)
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replica_outside_of_the_loss_needs_no_recomputation(devices, replica):
-    plain, parallel = checkpointed_twins(around_all, devices)
-    data = doubles(4, 3, 4, 5, devices=devices)
+    data, grad = doubles(4, 3, 4, 5, devices=devices), doubles(2, 3, 4, 5, devices=devices)
     rows = slice(2 * replica, 2 * replica + 2)
-    inputs = [data.clone().requires_grad_() for _ in range(2)]
-    grad = doubles(2, 3, 4, 5, devices=devices)
-    for module, input in zip((plain, parallel), inputs, strict=True):
-        module(input)[rows].backward(grad)
-    assert_equal(inputs[1].grad, inputs[0].grad)
-    assert_same_state(parallel, plain)
+
+    def step(model):
+        input = data.clone().requires_grad_()
+        model(input)[rows].backward(grad)
+        return [input.grad]
+
+    assert_same_results(*checkpointed_twins(around_all, devices), step)
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
-    plain, parallel = checkpointed_twins(path, devices)
     data = doubles(4, 3, 4, 5, devices=devices)
     weights = torch.randn_like(data)
-    for module in (plain, parallel):
+
+    def step(model):
         input = data.clone().requires_grad_()
-        output = module(input)
+        output = model(input)
         (grad,) = torch.autograd.grad((output * weights).sum(), input, create_graph=True)
         ((grad.flatten(1).norm(dim=1) - 1).square().sum() + (output * weights.sin()).sum()).backward()
-    assert_same_state(parallel, plain)
+        return [output, grad]
+
+    assert_same_results(*checkpointed_twins(path, devices), step)
 
 
 def with_forces(net, x):

@@ -29,8 +29,9 @@ def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
     assert input <= saved_bytes(parallel(data)) <= expected
 
 
+@pytest.mark.parametrize("asked", [0, 1, 2])
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
+def test_only_inputs_that_are_asked_for_get_a_gradient(devices, asked, monkeypatch):
     _, parallel = twins(nn.BatchNorm1d(3), devices)
     parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]
     inner = [part * 1 for part in parts]
@@ -38,8 +39,9 @@ def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
     backend = backend_for(parts[0].device)
     made, gradient = [], backend.input_gradient
     monkeypatch.setattr(backend, "input_gradient", lambda *args: made.append(args) or gradient(*args))
-    torch.autograd.grad(outputs, parts[1], [torch.randn_like(output) for output in outputs])
-    assert len(made) == 1
+    wanted = [parallel.module.weight, *parts[:asked]]
+    torch.autograd.grad(outputs, wanted, [torch.randn_like(output) for output in outputs])
+    assert len(made) == asked
 
 
 class Allocations(TorchDispatchMode):
