@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,6 +146,25 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
 def failed(error: BaseException) -> Any:
     """Return what a replica that failed with `error` tells its coordinator."""
     return ExceptionWrapper((type(error), error, error.__traceback__), "in a replica")
+
+
+def in_threads(*bodies: Callable[[], Any]) -> None:
+    """Run each body in a thread of its own, wait for all, and raise the first error of them."""
+    errors: list[BaseException] = []
+
+    def run(body: Callable[[], Any]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: float | None = None) -> None:

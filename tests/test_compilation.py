@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, sync_moments
-from sync_batchnorm.glue import uncompiled
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
@@ -152,13 +151,6 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
-
-
-def test_compiler_that_nobody_has_imported_is_not_asked(monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        patched.setattr(torch.compiler, "disable", None)
-        assert uncompiled(lambda number: number + 1)(2) == 3
 
 
 @pytest.mark.slow

@@ -12,17 +12,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
-from sync_batchnorm.backends.base import RunningStatistics
-from sync_batchnorm.exchange import Settings, sync_batch_norm
-
-
-def test_normalization_of_a_single_replica_needs_no_pipe():
-    input, weight, bias = doubles(5, 3, 2), doubles(3), doubles(3)
-    running = RunningStatistics(doubles(3) * 0, doubles(3) * 0, None, 1.0)
-    output = sync_batch_norm(input, weight, bias, None, Settings(0.1, False, None, running, False, None))
-    assert_equal(output, F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1))
-    assert_equal(running.mean, input.mean((0, 2)))
-    assert_equal(running.var, input.var((0, 2)))
 
 
 class Conditional(nn.Module):
@@ -83,6 +72,8 @@ def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
         assert_equal(replica.bn.weight.grad.to(data), part.sum(0))
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernel", ["fast", "general"], indirect=True)
 @pytest.mark.parametrize("makers", ["all", "first", "others"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
