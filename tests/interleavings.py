@@ -180,13 +180,13 @@ def _cooperative_sleep(seconds: float) -> None:
 
 @contextmanager
 def cooperative() -> Iterator[Executor]:
-    """Replace what `coordinator.py` waits with, and for speed the traceback that nobody reads."""
+    """Replace what `coordinator.py` waits with; return threads that are used again: to start them takes long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordinator, "Lock", _CooperativeLock)
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
         patch.setattr(coordinator, "monotonic", lambda: 0.0)
-        with ThreadPoolExecutor(16) as pool:  # Threads are used again: to start them would take most of the time.
+        with ThreadPoolExecutor(16) as pool:
             yield pool
 
 
