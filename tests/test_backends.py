@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import device_lists
 from helpers import as_devices, assert_equal, assert_same_parts, assert_same_step, doubles, randomize, twins
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
@@ -63,6 +64,16 @@ def test_operators_of_the_cpu_need_float64():
     _, parallel = twins(WithoutFloat64(), ["cpu"] * 3)
     with pytest.raises(AssertionError):
         parallel(torch.randn(7, 3, 4))
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
+def test_constants_that_are_made_in_another_mode_are_usual_tensors_afterwards(mode):
+    constants = base.cached_constants(lambda size: (torch.ones(size),))
+    with mode():
+        constants(3)
+    (found,) = constants(3)
+    assert type(found) is torch.Tensor
+    assert not found.is_inference()
 
 
 def test_constants_are_forgotten_when_they_are_many():
