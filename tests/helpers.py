@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages
 from sync_batchnorm.parallel.data_parallel import needs_own_parallel
 
 
@@ -94,6 +95,17 @@ def saved_bytes(output: Tensor) -> int:
     return sum(sizes.values())
 
 
+class WithPipe(nn.Module):
+    """A module of a user's own whose replicas are connected, for `sync_moments` in its forward."""
+
+    pipe: Any = None
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.master = SyncMaster(merge_messages)
+        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+
+
 class TwoLayers(nn.Module):
     """Two layers with a ReLU in place between them: the smallest net with everything that can go wrong."""
 
@@ -136,6 +148,25 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
 def failed(error: BaseException) -> Any:
     """Return what a replica that failed with `error` tells its coordinator."""
     return ExceptionWrapper((type(error), error, error.__traceback__), "in a replica")
+
+
+def in_threads(*bodies: Callable[[], Any]) -> None:
+    """Run each body in a thread of its own, wait for all, and raise the first error of them."""
+    errors: list[BaseException] = []
+
+    def run(body: Callable[[], Any]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: float | None = None) -> None:
@@ -207,6 +238,18 @@ def assert_same_step(
     expected.backward(grad)
     actual.backward(grad)
     assert_equal(inputs[1].grad, inputs[0].grad, "input gradient", tolerance)
+    assert_same_state(parallel, plain, tolerance)
+
+
+def assert_same_results(
+    plain: nn.Module,
+    parallel: nn.Module,
+    compute: Callable[[nn.Module], Sequence[Tensor]],
+    tolerance: float | None = None,
+) -> None:
+    """Compare what `compute` returns for each of the two, tensor by tensor, and their state after it."""
+    for i, (expected, actual) in enumerate(zip(compute(plain), compute(parallel), strict=True)):
+        assert_equal(actual, expected, f"result {i}", tolerance)
     assert_same_state(parallel, plain, tolerance)
 
 

@@ -8,16 +8,13 @@ steps, and what a thread does outside of them commutes with the steps of all oth
 mailbox: to take what is there commutes too, and a thread that finds its mailbox empty waits, or, where a scenario says
 so, its wait is cut short. To begin a forward writes only what nobody reads before its owner waits or leaves, except
 that the text of a timeout says who has started; so it is done first. The remaining steps are choices: who enters the
-next section under the lock, and whose wait is cut. With ``fine=True`` every operation of lock and queue is a choice,
-and to begin a forward too; tests compare the outcomes of both. Where a replica has several threads, a mailbox has
-several takers, and to take from it is always a choice.
+next section under the lock, and whose wait is cut.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -66,15 +63,12 @@ def _held_lock() -> threading.Lock:
 class Run:
     """One execution: it repeats `choices`, then takes first options; `options` counts what each choice offered."""
 
-    def __init__(
-        self, scenario: Scenario, bodies: Sequence[Callable[[], Any]], choices: Sequence[int], fine: bool
-    ) -> None:
+    def __init__(self, scenario: Scenario, bodies: Sequence[Callable[[], Any]], choices: Sequence[int]) -> None:
         self.scenario = scenario
         self.parties = [_Party(body) for body in bodies]
         self.choices = list(choices)
         self.options: list[int] = []
         self.cuts_left = scenario.cuts
-        self.fine = fine
         self.deadlock = False
         self._current: _Party | None = None
         self._done = _held_lock()
@@ -161,8 +155,6 @@ class _CooperativeLock:
 
     def __exit__(self, *args: Any) -> None:
         self.held = False
-        if _run is not None and _run.fine:
-            _run.step()
 
 
 class _CooperativeQueue:
@@ -170,18 +162,14 @@ class _CooperativeQueue:
         self.items: list[Any] = []
 
     def put(self, item: Any) -> None:
-        if _run is not None and _run.fine:
-            _run.step()
         self.items.append(item)
 
     def empty(self) -> bool:
         return not self.items
 
     def get(self, timeout: float | None = None) -> Any:
-        if _run is not None:
-            to_take_is_a_choice = _run.fine or _run.scenario.has_threads
-            if to_take_is_a_choice or not self.items:
-                _run.step(lambda: bool(self.items), to_take_is_a_choice, may_be_cut=timeout is not None)
+        if _run is not None and not self.items:
+            _run.step(lambda: bool(self.items), concerns_others=False, may_be_cut=timeout is not None)
         return self.items.pop(0)
 
 
@@ -192,13 +180,13 @@ def _cooperative_sleep(seconds: float) -> None:
 
 @contextmanager
 def cooperative() -> Iterator[Executor]:
-    """Replace what `coordinator.py` waits with, and for speed the traceback that nobody reads."""
+    """Replace what `coordinator.py` waits with; return threads that are used again: to start them takes long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordinator, "Lock", _CooperativeLock)
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
         patch.setattr(coordinator, "monotonic", lambda: 0.0)
-        with ThreadPoolExecutor(16) as pool:  # Threads are used again: to start them would take most of the time.
+        with ThreadPoolExecutor(16) as pool:
             yield pool
 
 
@@ -210,8 +198,8 @@ class Failing(Exception):
 class Scenario:
     """What each replica does: it calls the layers named by the letters, and then returns.
 
-    A ``!`` at the end lets it fail instead, a ``?`` lets it catch the error of an exchange and return. Letters after a
-    ``|`` are called by another thread of the replica. A replica whose script is ``-`` never begins.
+    A ``!`` at the end lets it fail instead, a ``?`` lets it catch the error of an exchange and return. A replica whose
+    script is ``-`` never begins.
     """
 
     scripts: tuple[str, ...]
@@ -224,12 +212,7 @@ class Scenario:
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
         everybody = tuple(range(len(self.scripts)))
-        return {name: self.members.get(name, everybody) for name in sorted(set("".join(self.scripts)) - set("!?|-"))}
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether a mailbox may have several takers."""
-        return any("|" in script for script in self.scripts)
+        return {name: self.members.get(name, everybody) for name in sorted(set("".join(self.scripts)) - set("!?-"))}
 
     def calls(self) -> list[str]:
         return [script.rstrip("!?-") for script in self.scripts]
@@ -249,8 +232,8 @@ class Scenario:
 class _Scene:
     """A scenario that is executed: its coordinator, its replicas, and what they got."""
 
-    def __init__(self, scenario: Scenario, fine: bool) -> None:
-        self.scenario, self.fine = scenario, fine
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
         self.number = len(scenario.scripts)
         self.coordinator = Coordinator(["cpu"] * self.number, timeout=1.0)
         self.pipes: dict[str, dict[int, Any]] = {}
@@ -262,17 +245,15 @@ class _Scene:
                 self.pipes[here.name] = {members[0]: master}
                 for here.replica_id in members[1:]:
                     self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
-        if not fine:
-            for replica, script in enumerate(scenario.scripts):
-                if script != "-":
-                    self.coordinator.begin(replica)
-        self.threads = [
-            (replica, script) for replica, scripts in enumerate(scenario.scripts) for script in scripts.split("|")
-        ]
-        self.threads_left = Counter(replica for replica, _ in self.threads)
+        for replica, script in enumerate(scenario.scripts):
+            if script != "-":
+                self.coordinator.begin(replica)
 
     def bodies(self) -> list[Callable[[], Any]]:
-        bodies: list[Callable[[], Any]] = [lambda thread=thread: self._forward(*thread) for thread in self.threads]
+        bodies: list[Callable[[], Any]] = [
+            lambda replica=replica, script=script: self._forward(replica, script)
+            for replica, script in enumerate(self.scenario.scripts)
+        ]
         if self.scenario.abort:
             bodies.append(lambda: self.coordinator.abort(KeyboardInterrupt(), 1.0))
         return bodies
@@ -288,18 +269,14 @@ class _Scene:
             return
         error: BaseException | None = None
         try:
-            if self.fine:
-                self.coordinator.begin(replica)
             self._play(replica, script)
         except BaseException as raised:
             error = raised
-        self.threads_left[replica] -= 1
-        if not self.threads_left[replica]:
-            try:
-                self._leave(replica, error)
-            except ReplicaSyncError as swallowed:
-                self._leave(replica, swallowed)
-                raise
+        try:
+            self._leave(replica, error)
+        except ReplicaSyncError as swallowed:
+            self._leave(replica, swallowed)
+            raise
         if error is not None:
             raise error
 
@@ -323,20 +300,18 @@ class _Scene:
             if not script.endswith("?"):
                 raise
 
-    def check(self, run: Run, outcomes: Sequence[Any]) -> str:
-        """Compare what happened with what may happen; return it in one line."""
+    def check(self, run: Run, outcomes: Sequence[Any]) -> None:
+        """Compare what happened with what may happen."""
         assert not run.deadlock, "deadlock"
         assert not self.coordinator._waiting, "somebody is still registered as waiting"
         assert self.coordinator.is_over, "not over"
         for outcome in outcomes:
             assert not isinstance(outcome, AssertionError), outcome
-        if not self.scenario.has_threads:
-            items = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
-            allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
-            assert max(items) <= allowed, "an item that nobody took"
-            self._check_outcomes(outcomes[: self.number])
-            self._check_shown(outcomes[: self.number])
-        return "; ".join("done" if outcome is None else str(outcome) or repr(outcome) for outcome in outcomes)
+        items = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
+        allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
+        assert max(items) <= allowed, "an item that nobody took"
+        self._check_outcomes(outcomes[: self.number])
+        self._check_shown(outcomes[: self.number])
 
     def _check_outcomes(self, outcomes: Sequence[Any]) -> None:
         scenario, completing = self.scenario, self.scenario.completing()
@@ -401,23 +376,24 @@ class _Scene:
         assert (shown.replica, shown.exc_type) == (replica, type(outcomes[replica])), f"{shown} is shown"
 
 
-def explore(scenario: Scenario, pool: Executor, fine: bool = False) -> Counter[str]:
-    """Run `scenario` in every order, check each, and return how often each outcome came."""
-    seen: Counter[str] = Counter()
+def explore(scenario: Scenario, pool: Executor) -> int:
+    """Run `scenario` in every order, check each, and return how many there are."""
+    interleavings = 0
     choices: list[int] = []
     while True:
-        scene = _Scene(scenario, fine)
-        run = Run(scenario, scene.bodies(), choices, fine)
+        scene = _Scene(scenario)
+        run = Run(scenario, scene.bodies(), choices)
         outcomes = run.execute(pool)
+        interleavings += 1
         try:
-            seen[scene.check(run, outcomes)] += 1
+            scene.check(run, outcomes)
         except AssertionError as error:
             raise AssertionError(f"{error} ({scenario}, choices {run.choices}, outcomes {outcomes})") from None
         choices = run.choices
         while choices and choices[-1] + 1 == run.options[len(choices) - 1]:
             choices.pop()
         if not choices:
-            return seen
+            return interleavings
         choices[-1] += 1
 
 
@@ -450,7 +426,7 @@ def explore_all(scenarios: Iterable[Scenario]) -> tuple[int, int]:
     with cooperative() as pool:
         for scenario in scenarios:
             number += 1
-            interleavings += explore(scenario, pool).total()
+            interleavings += explore(scenario, pool)
     return number, interleavings
 
 

@@ -8,9 +8,6 @@ import gc
 import io
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -93,24 +90,6 @@ def test_many_failing_forwards_leave_nothing_behind(forwards):
     assert len(gc.get_objects()) - objects < forwards / 2
 
 
-SIGINT_PROGRAM = """
-import signal, sys, threading
-sys.path.insert(0, {tests!r})
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell lets what it runs in the background ignore it.
-from scripted import *
-
-def stands_still(model, x):
-    print("ready", flush=True)
-    threading.Event().wait({seconds})
-
-parallel = WRAPPERS[{name!r}](scripted((1, "between", stands_still)))
-try:
-    parallel(*batch())
-finally:
-    print("ended", flush=True)
-"""
-
-
 def _stands_still(model: Scripted, x: Tensor) -> None:
     print("ready", flush=True)
     threading.Event().wait()
@@ -131,26 +110,6 @@ def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
     assert status == 1
     assert output.startswith("ready\nPython waits for []\n")
     assert output.endswith("\nKeyboardInterrupt\n")
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize(("name", "seconds"), [("wrapper", None), ("own-parallel_apply", 0.5)])
-def test_control_c_while_replicas_wait_ends_the_program(name, seconds):
-    """A replica blocks, for ever or, where the threads are the user's own and keep the process alive, for a moment."""
-    program = SIGINT_PROGRAM.format(tests=str(ROOT / "tests"), seconds=seconds, name=name)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, cwd=ROOT, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert output == "ended\n"
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert process.returncode not in (0, None)
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from conftest import device_lists, usual_kernels
 from helpers import (
     FORMATS,
     TwoLayers,
+    WithPipe,
     as_devices,
     assert_equal,
+    assert_same_results,
     assert_same_state,
     assert_same_step,
     doubles,
@@ -21,10 +23,10 @@ from helpers import (
 )
 from torch import nn
 
-from sync_batchnorm import SyncMaster, merge_messages, sync_moments
-from sync_batchnorm.backends import cpu
+from sync_batchnorm import sync_moments
 
 pytestmark = usual_kernels
+SECOND_TIME = "Trying to backward through the graph a second time"
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -54,23 +56,15 @@ class Packing(nn.Module):
 
 @pytest.mark.parametrize("input_needs_gradient", [True, False], ids=["inner", "first-layer"])
 @pytest.mark.parametrize("devices", device_lists(1, 2, 3))
-def test_input_is_saved_once_and_nothing_else_of_its_size(devices, input_needs_gradient):
+def test_input_itself_is_saved_once_and_nothing_else_of_its_size(devices, input_needs_gradient):
     _, parallel = twins(Packing(), devices)
-    data = torch.randn(6, 3, 4, 5, device=as_devices(devices)[0], requires_grad=input_needs_gradient)
-    output = parallel(data)
+    parts = [torch.randn(2, 3, 4, 5, device=device) for device in as_devices(devices)]
+    outputs = run_parts(parallel, [part.requires_grad_(input_needs_gradient) for part in parts])
     saved = parallel.module.saved
     inputs = [tensor for tensor in saved if tensor.numel() > 3]
-    assert sorted(len(tensor) for tensor in inputs) == [6 // len(devices)] * len(devices)
+    assert sorted(tensor.data_ptr() for tensor in inputs) == sorted(part.data_ptr() for part in parts)
     assert len(saved) - len(inputs) <= 5 * len(devices)  # as many vectors as the layer of torch saves
-    output.backward(torch.randn_like(output))
-
-
-def test_saved_input_shares_the_storage_of_the_input():
-    _, parallel = twins(Packing(), ["cpu"] * 2)
-    parts = [torch.randn(3, 3, 4, 5, requires_grad=True) for _ in range(2)]
-    run_parts(parallel, parts)
-    saved = {tensor.untyped_storage().data_ptr() for tensor in parallel.module.saved if tensor.numel() > 3}
-    assert saved == {part.untyped_storage().data_ptr() for part in parts}
+    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
 @pytest.mark.parametrize("after", ["backward", "deletion"])
@@ -125,46 +119,16 @@ def test_backward_runs_in_the_thread_of_the_caller_and_waits_for_nobody(devs, mu
 @pytest.mark.parametrize("devices", device_lists(3))
 @pytest.mark.parametrize("rows", [slice(2), slice(2, 4), slice(4, 6), slice(1, 5)], ids=str)
 def test_replicas_outside_of_the_loss_still_count(devices, rows):
-    plain, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
-    data, inputs = doubles(6, 3, devices=devices), []
+    data = doubles(6, 3, devices=devices)
     grad = torch.randn_like(data[rows])
-    for module in (plain, parallel):
-        inputs.append(data.clone().requires_grad_())
-        module(inputs[-1])[rows].backward(grad)
-    assert_equal(inputs[1].grad, inputs[0].grad)
-    assert inputs[1].grad.abs().min() > 0
-    assert_same_state(parallel, plain)
 
+    def step(model):
+        input = data.clone().requires_grad_()
+        model(input)[rows].backward(grad)
+        assert input.grad.abs().min() > 0
+        return [input.grad]
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_output_of_one_replica_reaches_the_inputs_of_all(devices):
-    # Not through `gather`, whose backward has zeros for the outputs of the others.
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    parts = [doubles(2, 3, 4, 5, devices=[device]).requires_grad_() for device in as_devices(devices)]
-    outputs = run_parts(parallel, parts)
-    grad = torch.randn_like(outputs[1])
-    outputs[1].backward(grad)
-    whole = torch.cat([part.detach().to(as_devices(devices)[0]) for part in parts]).requires_grad_()
-    plain(whole)[2:4].backward(grad.to(whole.device))
-    for part, expected in zip(parts, whole.grad.split(2), strict=True):
-        assert_equal(part.grad.to(expected.device), expected)
-    assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_gradient_of_the_parameter_of_one_replica_is_that_of_its_rows(devices, replica, name):
-    _, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    parts = [doubles(2, 3, 4, 5, devices=[device]) for device in as_devices(devices)]
-    replicas = parallel.replicate(parallel.module, devices)
-    outputs = parallel.parallel_apply(replicas, [(part,) for part in parts], [{}, {}])
-    grads = [torch.randn_like(output) for output in outputs]
-    (found,) = torch.autograd.grad(outputs, getattr(replicas[replica], name), grads)
-    shape = (1, 3, 1, 1)
-    normalized = (outputs[replica] - replicas[replica].bias.view(shape)) / replicas[replica].weight.view(shape)
-    expected = grads[replica] * normalized if name == "weight" else grads[replica]
-    assert_equal(found, expected.sum((0, 2, 3)))
+    assert_same_results(*twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices), step)
 
 
 class Recorded(nn.Module):
@@ -196,18 +160,12 @@ def test_only_the_replica_that_records_is_in_the_graph(replica):
     assert_same_state(parallel, plain)
 
 
-class InItsMode(nn.Module):
+class InItsMode(WithPipe):
     """Calls its layer, and `sync_moments`, in inference mode, without gradients or as usual, as its number says."""
 
     def __init__(self):
         super().__init__()
-        self.bn, self.pipe, self.results = nn.BatchNorm2d(4), None, []
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = self.pipe = SyncMaster(merge_messages)
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
+        self.bn, self.results = nn.BatchNorm2d(4), []
 
     def forward(self, input, mode):
         with (torch.inference_mode, torch.no_grad, nullcontext)[mode]():
@@ -240,29 +198,19 @@ def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, fi
         assert not any(vector.requires_grad for vector in moments)
 
 
-def test_outputs_can_go_backward_one_after_the_other():
-    _, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
-    data, grad = doubles(4, 3).requires_grad_(), doubles(4, 3)
-    output = parallel(data)
-    for half in (slice(2), slice(2, 4)):
-        output[half].backward(grad[half], retain_graph=True)
-    again = data.detach().clone().requires_grad_()
-    parallel(again).backward(grad)
-    assert_equal(data.grad, again.grad)
-
-
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_backward_twice_with_retain_graph_adds_up(devices):
-    plain, parallel = twins(TwoLayers().double(), devices)
-    data = doubles(4, 3, 6, 6, devices=devices)
-    grad = doubles(*plain.eval()(data).shape, devices=devices)
-    for module in (plain.train(), parallel):
-        output = module(data)
+    data, grad = doubles(4, 3, 6, 6, devices=devices), doubles(4, 4, 2, 2, devices=devices)
+
+    def step(model):
+        output = model(data)
         output.backward(grad, retain_graph=True)
         output.backward(3 * grad)
-        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        with pytest.raises(RuntimeError, match=SECOND_TIME):
             output.backward(grad)
-    assert_same_state(parallel, plain)
+        return [output]
+
+    assert_same_results(*twins(TwoLayers().double(), devices), step)
 
 
 TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.weight",), ("0.bias", "1.bias")]
@@ -273,30 +221,15 @@ TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.we
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, targets):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    plain, parallel = twins(net, devices)
     data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
-    results = []
-    for module in (plain, parallel):
-        named = dict(getattr(module, "module", module).named_parameters())
+
+    def step(model):
+        named = dict(getattr(model, "module", model).named_parameters())
         named["input"] = data.clone().requires_grad_()
-        output = module(named["input"])
-        results.append(torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph))
-    for expected, actual in zip(*results, strict=True):
-        assert_equal(actual, expected)
+        output = model(named["input"])
+        return torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph)
 
-
-@pytest.mark.parametrize("needs_grad", [True, False], ids=["not-asked", "not-needed"])
-def test_gradients_that_nobody_asks_for_are_not_computed(kernel, needs_grad, monkeypatch):
-    if kernel == "general":
-        pytest.skip("the general arithmetic makes the sums that both need")
-    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
-    outputs = run_parts(parallel, [torch.randn(4, 3, requires_grad=needs_grad) * 1 for _ in range(2)])
-    made, backward = [], cpu.batch_norm_backward
-    monkeypatch.setattr(cpu.Cpu, "input_gradient", None)
-    monkeypatch.setattr(cpu, "batch_norm_backward", lambda *args: made.append(args[-1]) or backward(*args))
-    torch.autograd.grad(outputs, parallel.module.weight, [torch.randn(4, 3) for _ in range(2)])
-    assert made
-    assert not any(needs_input for needs_input, *_ in made)
+    assert_same_results(*twins(net, devices), step)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
@@ -413,9 +346,6 @@ class Outputs:
         return torch.autograd.grad(rows, parts[i if by is None else by], self.grads[i].cpu())[0]
 
 
-SECOND_TIME = "Trying to backward through the graph a second time"
-
-
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_inputs_are_freed_by_a_backward_although_the_outputs_are_kept(devices):
     raw = Outputs(devices)
@@ -439,10 +369,11 @@ def test_output_is_differentiated_a_second_time_only_if_the_graph_was_retained(d
         raw.grad(order[-1])
 
 
-def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved():
-    raw = Outputs()
-    assert_equal(raw.grad(0, by=1, retain_graph=True), raw.expected(0, by=1))
-    assert_equal(raw.grad(0, by=1), raw.expected(0, by=1))
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(devices):
+    raw = Outputs(devices)
+    assert_equal(raw.grad(0, by=1, retain_graph=True).cpu(), raw.expected(0, by=1))
+    assert_equal(raw.grad(0, by=1).cpu(), raw.expected(0, by=1))
     with pytest.raises(RuntimeError, match=SECOND_TIME):  # as if each replica had a node of its own
         raw.grad(1)
 

@@ -7,12 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import assert_same_state, assert_same_step, doubles, twins
+from helpers import WithPipe, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
-from sync_batchnorm.glue import uncompiled
+from sync_batchnorm import DataParallelWithCallback, sync_moments
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
@@ -128,15 +127,7 @@ def test_checkpoint_in_a_compiled_forward_is_exact_and_counted_once():
         assert_same_state(parallel, plain)
 
 
-class Moments(nn.Module):
-    pipe = None
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = self.pipe = SyncMaster(merge_messages)
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
+class Moments(WithPipe):
     @torch.compile(backend="eager")
     def forward(self, input):
         mean, var, count = sync_moments(input * 2, self.pipe)
@@ -160,13 +151,6 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
-
-
-def test_compiler_that_nobody_has_imported_is_not_asked(monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        patched.setattr(torch.compiler, "disable", None)
-        assert uncompiled(lambda number: number + 1)(2) == 3
 
 
 @pytest.mark.slow

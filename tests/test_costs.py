@@ -29,8 +29,9 @@ def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
     assert input <= saved_bytes(parallel(data)) <= expected
 
 
+@pytest.mark.parametrize("asked", [0, 1, 2])
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
+def test_only_inputs_that_are_asked_for_get_a_gradient(devices, asked, monkeypatch):
     _, parallel = twins(nn.BatchNorm1d(3), devices)
     parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]
     inner = [part * 1 for part in parts]
@@ -38,8 +39,9 @@ def test_only_inputs_that_are_asked_for_get_a_gradient(devices, monkeypatch):
     backend = backend_for(parts[0].device)
     made, gradient = [], backend.input_gradient
     monkeypatch.setattr(backend, "input_gradient", lambda *args: made.append(args) or gradient(*args))
-    torch.autograd.grad(outputs, parts[1], [torch.randn_like(output) for output in outputs])
-    assert len(made) == 1
+    wanted = [parallel.module.weight, *parts[:asked]]
+    torch.autograd.grad(outputs, wanted, [torch.randn_like(output) for output in outputs])
+    assert len(made) == asked
 
 
 class Allocations(TorchDispatchMode):
@@ -75,12 +77,17 @@ class Allocating(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_large_inputs_take_no_memory_but_that_of_the_output(kind, dtype):
+def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kind, dtype):
     _, parallel = twins(Allocating(), ["cpu"] * 2)
-    data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind]).requires_grad_()
-    output = parallel(data)
+    data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind])
+    parts = [part.requires_grad_() for part in data.chunk(2)]
+    outputs = run_parts(parallel, parts)
     assert parallel.module.counts == [1, 1]
-    output.backward(torch.randn_like(output))
+    grads = [torch.randn_like(output) for output in outputs]
+    with Allocations(parts[0]) as backward:
+        torch.autograd.backward(outputs, grads)
+    # The gradients; of half precision, input and upstream gradient in float32 and the result as well.
+    assert len(backward.taken) == (2 if dtype == torch.float32 else 8)
 
 
 # Of the size of the input: the output; and one more. With channels_last for the input minus its mean. Contiguous inputs

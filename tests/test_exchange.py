@@ -7,22 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, assert_same_step, doubles, randomize, twins
+from helpers import FORMATS, as_devices, assert_equal, assert_same_step, doubles, randomize, twins
 from torch import nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
-from sync_batchnorm.backends.base import RunningStatistics
-from sync_batchnorm.exchange import Settings, sync_batch_norm
-
-
-def test_normalization_of_a_single_replica_needs_no_pipe():
-    input, weight, bias = doubles(5, 3, 2), doubles(3), doubles(3)
-    running = RunningStatistics(doubles(3) * 0, doubles(3) * 0, None, 1.0)
-    output = sync_batch_norm(input, weight, bias, None, Settings(0.1, False, None, running, False, None))
-    assert_equal(output, F.batch_norm(input, None, None, weight, bias, True, 0.0, 0.1))
-    assert_equal(running.mean, input.mean((0, 2)))
-    assert_equal(running.var, input.var((0, 2)))
 
 
 class Conditional(nn.Module):
@@ -83,6 +72,8 @@ def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
         assert_equal(replica.bn.weight.grad.to(data), part.sum(0))
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernel", ["fast", "general"], indirect=True)
 @pytest.mark.parametrize("makers", ["all", "first", "others"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
@@ -164,24 +155,21 @@ VIEWS = {
     "transposed": lambda x: x.transpose(2, 3),
     "channels-moved": lambda x: x.movedim(-1, 1)[:, :3],
     "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
-    "flipped": lambda x: x.flip(2),
+    "unsqueezed": lambda x: x.unsqueeze(2).transpose(1, 2).squeeze(1),
 }
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_views_that_are_not_contiguous_are_normalized(devices, view):
+def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kind):
     plain, parallel = twins(Layouts(VIEWS[view]).double(), devices)
-    assert_same_step(plain, parallel, doubles(6, 3, 4, 4, devices=devices))
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_upstream_gradients_need_not_be_contiguous(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    expanded = doubles(1, 3, 1, 1, devices=devices).expand(4, 3, 5, 5)
-    reversed_axes = doubles(5, 5, 3, 4, devices=devices).permute(3, 2, 1, 0)
+    data = doubles(6, 3, 4, 4, devices=devices).contiguous(memory_format=FORMATS[kind])
+    sizes = VIEWS[view](data).shape
+    expanded = doubles(1, 3, 1, 1, devices=devices).expand(sizes)
+    reversed_axes = doubles(*sizes[::-1], devices=devices).permute(3, 2, 1, 0)
     for grad in (expanded, reversed_axes):
-        assert_same_step(plain, parallel, doubles(4, 3, 5, 5, devices=devices), grad)
+        assert_same_step(plain, parallel, data, grad)
 
 
 class Transformed(nn.Module):

@@ -6,6 +6,7 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
 from helpers import (
-    TOLERANCES,
     TwoLayers,
     are_distinct_gpus,
     as_devices,
@@ -22,6 +22,7 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
+    in_threads,
     randomize,
     run_parts,
     twins,
@@ -149,15 +150,6 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
         assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
 
 
-def in_threads(work, number):
-    """Call ``work(i)`` for each number, in a thread of its own, and wait for all."""
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def run_on_streams_of_their_own(parallel, parts):
     """Do what `run_parts` does, with a stream for each replica, also where several share a GPU."""
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
@@ -169,7 +161,7 @@ def run_on_streams_of_their_own(parallel, parts):
             outputs[i] = replicas[i](parts[i])
 
     follow(streams, defaults(streams))
-    in_threads(work, len(parts))
+    in_threads(*[functools.partial(work, i) for i in range(len(parts))])
     follow(defaults(streams), streams)
     return used_here(outputs)
 
@@ -286,7 +278,7 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
                 outputs[i] = parallel(batches[i])
 
     if threads:
-        in_threads(call, 2)
+        in_threads(functools.partial(call, 0), functools.partial(call, 1))
     else:
         call(0)
         call(1)
@@ -411,31 +403,6 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
     (expected,) = torch.autograd.grad(rows, batch, grads[first].to(rows.device))
     (found,) = module.found
     assert_equal(*used_here((found.detach(), expected)))
-
-
-LOW = [torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize(("dtype", "weights"), [(low, w) for low in LOW for w in (low, torch.float32)], ids=str)
-@pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
-def test_half_precision_is_as_close_to_double_precision_as_its_digits_are(devices, dtype, weights):
-    _, parallel = twins(nn.BatchNorm2d(3).to(weights), devices)
-    exact = copy.deepcopy(parallel.module).double()
-    data = torch.randn(8, 3, 6, 5, device=as_devices(devices)[0]).to(dtype)
-    ours, theirs = data.clone().requires_grad_(), data.double().requires_grad_()
-    output = parallel(ours)
-    grad = torch.randn_like(output)
-    output.backward(grad)
-    expected = exact(theirs)
-    expected.backward(grad.double())
-    assert output.dtype == ours.grad.dtype == dtype
-    assert_equal(output.double(), expected, "output", TOLERANCES[dtype])
-    assert_equal(ours.grad.double(), theirs.grad, "input gradient", TOLERANCES[dtype])
-    for name, parameter in exact.named_parameters():
-        actual = getattr(parallel.module, name).grad
-        assert_equal(actual.double(), parameter.grad, name, TOLERANCES[dtype])
-    assert_equal(parallel.module.running_mean.double(), exact.running_mean, "running mean", TOLERANCES[weights])
-    assert_equal(parallel.module.running_var.double(), exact.running_var, "running variance", TOLERANCES[weights])
 
 
 class FailsOnce(nn.Module):

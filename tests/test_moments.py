@@ -4,23 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import as_devices, assert_equal, doubles
-from torch import nn
+from helpers import WithPipe, as_devices, assert_equal, doubles
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
+from sync_batchnorm import DataParallelWithCallback, sync_moments
 
 
-class Whitening(nn.Module):
+class Whitening(WithPipe):
     """A normalization of a user's own, with nothing of ours but the moments."""
-
-    pipe = None
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = SyncMaster(merge_messages)
-        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
 
     def forward(self, input):
         mean, var, count = sync_moments(input, self.pipe)

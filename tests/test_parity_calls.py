@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import device_lists, usual_kernels
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
 pytestmark = usual_kernels
@@ -72,12 +72,6 @@ def test_training_forward_between_an_eval_forward_and_its_backward_is_no_error(d
     parallel.train()(data)
     output.backward(torch.randn_like(output))
     assert parallel.module.bn1.weight.grad is not None
-
-
-def run(parallel, replicas, parts):
-    """Run replicas that are there already, each on a part on its own device."""
-    inputs = [(part.to(device),) for part, device in zip(parts, as_devices(parallel.device_ids), strict=True)]
-    return parallel.parallel_apply(replicas, inputs, [{} for _ in inputs])
 
 
 class Branching(nn.Module):

@@ -1,5 +1,6 @@
 """How far float32 results are from float64 on the same data: nowhere farther than those of one device."""
 
+import copy
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from sync_batchnorm.coordinator import Coordinator
 
-RATIOS = [0.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation
+RATIOS = [0.0, 12.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation; up to 16, fast statistics are used
 VARIANCE = 1e-6  # the largest error of the variance, relative to it
 ROUNDING = 2e-7  # what float32 rounds off a number near one, whoever computes it
 SUMS = 5e-6  # what sums over channels_last lose, which the operators of torch add up row by row in float32
@@ -83,32 +84,27 @@ class Errors:
 SIZES = {"small": (8, 16, 6, 5), "medium": (8, 16, 32, 32), "large": (8, 8, 96, 96)}
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("parts", [[4, 4], [5, 3], [2, 2, 2, 2], [1] * 8], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", ["small", "medium"])
-def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, replicas):
+@pytest.mark.parametrize("size", SIZES)
+def test_step_is_as_exact_as_that_of_one_device(size, ratio, memory_format, parts):
     data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
-    Errors(data, [8 // replicas] * replicas, FORMATS[memory_format]).check()
-
-
-@pytest.mark.once("memory_format", "ratio")
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-def test_step_on_large_inputs_is_as_exact_as_that_of_one_device(ratio, memory_format):
-    data = noise(*SIZES["large"]) + ratio * channels(SIZES["large"][1])
-    Errors(data, [5, 3], FORMATS[memory_format]).check()
+    Errors(data, parts, FORMATS[memory_format]).check()
 
 
 @pytest.mark.once("memory_format", "size")
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
 @pytest.mark.parametrize("size", ["medium", "large"])
-def test_upstream_gradient_that_follows_the_input_leaves_the_step_as_exact(size, ratio, memory_format):
+def test_upstream_gradient_that_follows_the_input_leaves_gradients_as_exact(size, ratio, memory_format):
     data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
     errors = Errors(data, [4, 4], FORMATS[memory_format], follows=True)
     # A multiple of the input is part of the gradient: it is rounded where it is as large as the mean makes it.
     assert errors.ours_grad <= (2 * errors.rounding + 3e-8 * ratio) * errors.largest_grad
+    elements = data[:, 0].numel()  # which is about what the gradients of weight and bias are
+    assert errors.ours_weight <= 2 * errors.rounding * elements
+    assert errors.ours_bias <= 2 * errors.rounding * elements
 
 
 @pytest.mark.parametrize("parts", [[2, 6], [1, 1, 3, 3]], ids=str)
@@ -147,6 +143,16 @@ def one_far_value():
     return data
 
 
+def one_far_channel():
+    data = noise(8, 8, 40, 40)
+    data[:, 3] += 1e4
+    return data
+
+
+def many_channels():
+    return noise(8, 512, 7, 7) + 12 * channels(512)
+
+
 def few_levels():
     return (noise(8, 8, 40, 40) * 2).round() / 8 + 255.0
 
@@ -178,6 +184,8 @@ ADVERSARIES = [
     constant_first_samples,
     far_first_samples,
     one_far_value,
+    one_far_channel,
+    many_channels,
     few_levels,
     one_constant_replica,
     nearly_constant,
@@ -210,17 +218,6 @@ def test_one_value_a_channel_in_each_replica_loses_what_rounding_takes_of_its_te
     ):
         assert worst(found, expected, scale) <= ROUNDING
     assert errors.ours_variance <= VARIANCE
-
-
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("ratio", [1e3, 1e6], ids=lambda ratio: f"{ratio:g}")
-@pytest.mark.parametrize("size", ["medium", "large"])
-def test_parameter_gradients_keep_the_digits_of_a_large_mean(size, ratio, memory_format):
-    data = noise(*SIZES[size]) + ratio * channels(SIZES[size][1])
-    errors = Errors(data, [4, 4], FORMATS[memory_format], follows=True)
-    elements = data[:, 0].numel()  # which is about what both gradients are
-    assert errors.ours_weight <= 2 * errors.rounding * elements
-    assert errors.ours_bias <= 2 * errors.rounding * elements
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -265,54 +262,43 @@ class TestEveryKernel:
             torch.testing.assert_close(parallel.module.running_var[channel], plain.running_var[channel])
 
 
-class Order:
-    """Lets replicas arrive at each rendezvous in a chosen order: each waits until the one before it has arrived."""
+class InTurn(nn.Module):
+    """Waits for the turn of its replica before it calls its layer."""
 
-    def __init__(self, order, monkeypatch):
-        self.order, self.changed, self.arrived = order, threading.Condition(), []
-        collect, send, arrive = Coordinator.collect, Coordinator.send, Coordinator._arrive
+    def __init__(self, wait_for_turn):
+        super().__init__()
+        self.bn, self.wait_for_turn = nn.BatchNorm2d(3), wait_for_turn
 
-        def wait_for(identifier):
-            with self.changed:
-                self.changed.wait_for(lambda: self.order[len(self.arrived) % len(self.order)] == identifier)
-
-        def wait_and_collect(coordinator, rendezvous, message):
-            wait_for(0)
-            return collect(coordinator, rendezvous, message)
-
-        def wait_and_send(coordinator, rendezvous, identifier, message):
-            wait_for(identifier)
-            return send(coordinator, rendezvous, identifier, message)
-
-        def arrive_and_tell(coordinator, rendezvous, identifier, message):
-            arrived = arrive(coordinator, rendezvous, identifier, message)
-            with self.changed:
-                self.arrived.append(identifier)
-                self.changed.notify_all()
-            return arrived
-
-        monkeypatch.setattr(Coordinator, "collect", wait_and_collect)
-        monkeypatch.setattr(Coordinator, "send", wait_and_send)
-        monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
+    def forward(self, input, replica):
+        self.wait_for_turn(int(replica[0]))
+        return self.bn(input)
 
 
 @on_the_cpu
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
 def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monkeypatch):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
-    data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 4, 3), []
-    for chosen in (None, order):
-        torch.manual_seed(1)
-        _, parallel = twins(net, ["cpu"] * 4)
-        arrivals = None if chosen is None else Order(chosen, monkeypatch)
-        input = data.clone().requires_grad_()
-        output = parallel(input)
+    chosen, arrived, changed, arrive = [], [], threading.Condition(), Coordinator._arrive
+
+    def wait_for_turn(replica):
+        with changed:
+            changed.wait_for(lambda: chosen[len(arrived)] == replica)
+
+    def arrive_and_tell(coordinator, rendezvous, identifier, message):
+        arrive(coordinator, rendezvous, identifier, message)
+        with changed:
+            arrived.append(identifier)
+            changed.notify_all()
+
+    monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
+    _, parallel = twins(InTurn(wait_for_turn), ["cpu"] * 4)
+    data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 6, 5), []
+    for chosen in ([0, 1, 2, 3], order):
+        arrived.clear()
+        net, input = copy.deepcopy(parallel), data.clone().requires_grad_()
+        output = net(input, torch.arange(4).repeat_interleave(2)[:7])
         output.backward(grad)
-        state = [p.grad for p in parallel.module.parameters()] + list(parallel.module.buffers())
-        results.append([output, input.grad, *state])
-        if arrivals is not None:
-            assert arrivals.arrived[:8] == order * 2
-        net.load_state_dict(_.state_dict())
+        assert arrived == chosen
+        results.append([output, input.grad, *(p.grad for p in net.parameters()), *net.buffers()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
 

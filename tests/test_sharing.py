@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
+import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal
+from helpers import assert_equal, in_threads
 from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
@@ -59,24 +59,6 @@ def test_batches_of_any_size_in_turn_meet_with_the_replicas_that_there_are(wrap)
         assert_equal(parallel.module.head.running_var, plain.head.running_var, f"running_var of step {step}")
 
 
-def _in_threads(bodies: list[Any]) -> None:
-    errors: list[BaseException] = []
-
-    def run(body: Any) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_one_wrapper_in_several_user_threads_is_right(wrap):
     model = scripted()
     model.stem[0].track_running_stats = model.head.track_running_stats = False  # who comes last is up to the threads
@@ -88,7 +70,7 @@ def test_one_wrapper_in_several_user_threads_is_right(wrap):
             assert_equal(parallel(*inputs[i]), expected[i], f"output of thread {i}")
 
     expected = [plain(*pair).detach() for pair in inputs]
-    _in_threads([lambda i=i: train(i) for i in range(4)])
+    in_threads(*[functools.partial(train, i) for i in range(4)])
 
 
 def test_failure_in_one_user_thread_leaves_another_alone(wrap):
@@ -107,7 +89,7 @@ def test_failure_in_one_user_thread_leaves_another_alone(wrap):
                 bad(*batch())
             failures.append(caught.type)
 
-    _in_threads([train, fail])
+    in_threads(train, fail)
     assert len(failures) == 10
 
 
@@ -140,7 +122,7 @@ def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
 def test_layer_in_a_thread_of_the_replica_meets_the_others():
     def in_a_thread(model: Scripted, x: Tensor) -> Tensor:
         outputs: list[Tensor] = []
-        _in_threads([lambda: outputs.append(model.head(model.stem(x) * 2))])
+        in_threads(lambda: outputs.append(model.head(model.stem(x) * 2)))
         return outputs[0]
 
     parallel = WRAPPERS["wrapper"](scripted(*[(i, "before", in_a_thread) for i in range(R)]))

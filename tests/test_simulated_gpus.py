@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import os
-import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import simulated_gpus
 import torch
-from helpers import assert_same_state
 from simulated_gpus import recording, reports
 from simulated_gpus.free import costing_nothing
 from torch import nn
@@ -97,20 +89,6 @@ def test_thread_knows_what_its_parent_waited_for():
     assert reports() == []
 
 
-def test_two_threads_have_each_their_own_stream():
-    side, seen = torch.cuda.Stream(), []
-
-    def look() -> None:
-        seen.append(torch.cuda.current_stream())
-
-    with torch.cuda.stream(side):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        assert torch.cuda.current_stream() == side
-    assert seen == [torch.cuda.default_stream()]
-
-
 # Memory
 
 
@@ -151,9 +129,6 @@ def test_statistics_follow_what_is_allocated_and_freed(index):
     free, total = torch.cuda.mem_get_info(device)
     assert free == total - torch.cuda.memory_reserved(device)
     assert y.device == device
-    for statistics in (torch.cuda.memory_allocated, torch.cuda.mem_get_info):
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
-            statistics(DEVICES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -169,13 +144,11 @@ def test_new_memory_is_nan(dtype):
 @pytest.mark.parametrize(
     "combine",
     [
-        torch.add,
         lambda x, y: torch.cat([x, y]),
         lambda x, y: x.add_(y),
-        lambda x, y: torch.where(x > 0, x, y),
         lambda x, y: nn.functional.conv1d(x.view(1, 1, 3), y.view(1, 1, 3)),
     ],
-    ids=["add", "cat", "add_", "where", "conv"],
+    ids=["cat", "add_", "conv"],
 )
 def test_tensors_of_two_devices_in_one_operator_are_an_error(combine):
     x, y = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
@@ -191,13 +164,8 @@ def test_tensors_of_cpu_and_device_are_an_error_unless_one_is_a_number():
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.zeros(()).add_(x[0])
     assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
-
-
-def test_host_cannot_read_a_tensor_without_a_copy():
-    x = torch.ones(3, device="cuda")
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         x.numpy()
-    assert x.cpu().numpy().tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("index", [DEVICES, 63])
@@ -224,22 +192,6 @@ def test_current_device_and_stream_are_restored():
             assert torch.cuda.current_stream() == torch.cuda.default_stream(0)
     assert torch.cuda.current_device() == 0
     assert torch.cuda.current_stream(1) == torch.cuda.default_stream(1)
-
-
-def test_stream_and_event_are_those_of_torch_cuda():
-    stream = torch.cuda.current_stream()
-    assert isinstance(stream, torch.cuda.Stream)
-    assert stream.device == torch.device("cuda:0")
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    end.record(stream)
-    stream.wait_event(end)
-    assert end.query()
-    end.synchronize()
-    assert start.elapsed_time(end) >= 0
-    with pytest.raises(RuntimeError):
-        start.elapsed_time(torch.cuda.Event(enable_timing=True))
 
 
 @two_devices
@@ -296,21 +248,17 @@ def test_bytes_between_devices_are_counted():
 
 
 WAITS: dict[str, tuple[int, Callable[[torch.Tensor], object]]] = {  # with how often the host waits
-    "sum": (0, lambda x: x.sum()),
     "item": (1, lambda x: x[0].item()),
     "bool": (1, lambda x: bool((x > 0).all())),
-    "tolist": (1, lambda x: x.tolist()),
     "cpu": (1, lambda x: x.cpu()),
     "cpu-non-blocking": (0, lambda x: x.to("cpu", non_blocking=True)),  # into pinned memory
     "copy-non-blocking": (1, lambda x: torch.empty(4).copy_(x, non_blocking=True)),
     "pinned": (0, lambda x: x.add_(torch.ones(4).pin_memory().to("cuda", non_blocking=True))),
     "index_put": (1, lambda x: x.index_put_((x > 0,), x[1:])),
     "tensor": (1, lambda x: torch.tensor([1.0, 2.0], device="cuda")),
-    "mask": (1, lambda x: x[x > 0]),
     "index": (1, lambda x: x[torch.tensor([0, 1])]),
     "nonzero": (1, lambda x: x.nonzero()),
     "where": (0, lambda x: torch.where(x > 0, x, 0.0)),
-    "zeros": (0, lambda x: torch.zeros(2, device="cuda")),
 }
 
 
@@ -322,48 +270,24 @@ def test_hidden_wait_of_the_host_is_counted(wait, syncs):
     assert ran.host_syncs == syncs, str(ran)
 
 
-def test_recordings_nest_and_print_what_ran():
-    with recording() as outer:
-        work()
-        with recording() as inner:
-            work()
-        work()
-    assert outer.by_operator()["mul"] == 3
-    assert inner.by_operator()["mul"] == 1
-    assert "mul" in str(inner)
-    assert "launches: 2" in str(inner)
-    with recording() as nothing:
-        pass
-    assert nothing.log == []
-
-
 # Operators of nets, of which CUDA has other kernels than the CPU
 
-Made = tuple[nn.Module, tuple[int, ...]]  # a layer, and the shape of its input
-LAYERS: dict[str, Callable[[], Made]] = {
-    "conv3d": lambda: (nn.Conv3d(4, 6, 3, padding=1), (2, 4, 3, 5, 4)),
-    "grouped": lambda: (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
-    "dilated-3d": lambda: (nn.Conv3d(4, 6, 2, dilation=2, padding="same"), (2, 4, 5, 5, 5)),
-    "depthwise-multiplied": lambda: (nn.Conv2d(4, 8, 3, groups=4, padding="same", dilation=2), (2, 4, 5, 5)),
-    "depthwise-3d": lambda: (nn.Conv3d(4, 8, 3, groups=4), (2, 4, 5, 4, 3)),
-    "transposed-grouped": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, bias=False), (2, 4, 5, 5)),
-    "adaptive-pool-3d": lambda: (nn.AdaptiveMaxPool3d(2), (2, 3, 5, 4, 3)),
-    "hardswish": lambda: (nn.Hardswish(), (5, 6)),
-    "silu": lambda: (nn.SiLU(), (5, 6)),
-    "gelu": lambda: (nn.GELU(), (5, 6)),
-    "prelu": lambda: (nn.PReLU(6), (5, 6, 3)),
-    "bilinear": lambda: (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 5, 4)),
-    "nearest": lambda: (nn.Upsample(scale_factor=2), (2, 3, 4, 3, 2)),
-    "instance-norm": lambda: (nn.InstanceNorm3d(3, affine=True), (2, 3, 4, 3, 2)),
-    "attention": lambda: (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
-}
+LAYERS = [  # each with the shape of its input
+    (nn.Conv2d(4, 8, 3, groups=4, padding="same", dilation=2), (2, 4, 5, 5)),
+    (nn.Conv3d(4, 8, 3, groups=4), (2, 4, 5, 4, 3)),
+    (nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, bias=False), (2, 4, 5, 5)),
+    (nn.AdaptiveMaxPool3d(2), (2, 3, 5, 4, 3)),
+    (nn.PReLU(6), (5, 6, 3)),
+    (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 5, 4)),
+    (nn.InstanceNorm3d(3, affine=True), (2, 3, 4, 3, 2)),
+    (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+]
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("make", LAYERS.values(), ids=list(LAYERS))
-def test_layer_computes_and_derives_as_on_the_cpu(make, dtype):
-    layer, shape = make()
-    layer.to(dtype)
+@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=lambda value: type(value).__name__)
+def test_layer_computes_and_derives_as_on_the_cpu(layer, shape, dtype):
+    layer = copy.deepcopy(layer).to(dtype)
     on_device = copy.deepcopy(layer).cuda()
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     y = x.detach().cuda().requires_grad_()
@@ -376,74 +300,6 @@ def test_layer_computes_and_derives_as_on_the_cpu(make, dtype):
     pairs += [(b.grad, a.grad) for a, b in zip(layer.parameters(), on_device.parameters(), strict=True)]
     for ours, theirs in pairs:
         torch.testing.assert_close(ours.cpu(), theirs)
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_convolution_is_derived_twice(groups):
-    grads = []
-    torch.manual_seed(0)
-    layer = nn.Conv2d(4, 4, 3, groups=groups, dtype=F64)
-    data = torch.randn(2, 4, 5, 5, dtype=F64)
-    for device in ("cpu", "cuda"):
-        x = data.to(device).requires_grad_()
-        (first,) = torch.autograd.grad(layer.to(device)(x).pow(3).sum(), x, create_graph=True)
-        grads.append(torch.autograd.grad(first.pow(2).sum(), [x, layer.weight]))
-    for ours, theirs in zip(grads[1], grads[0], strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs)
-
-
-@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.ConvTranspose2d(4, 4, 3)])
-def test_convolution_is_one_launch_each_way(layer):
-    layer = layer.cuda()
-    x = torch.randn(2, 4, 5, 5, device="cuda", requires_grad=True)
-    with recording() as ran:
-        y = layer(x)
-    assert ran.by_operator() == {"convolution": 1}
-    with recording() as ran:
-        y.backward(torch.ones_like(y))
-    assert ran.by_operator()["convolution_backward"] == 1
-    assert ran.host_syncs == 0
-
-
-def test_convolution_names_the_types_of_input_and_weight():
-    x = torch.ones(2, 4, 5, 5)
-    with pytest.raises(RuntimeError, match=r"\(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\)"):
-        nn.Conv2d(4, 4, 3)(x.cuda())
-    layer = nn.Conv2d(4, 4, 3, device="cuda", bias=False)
-    with pytest.raises(RuntimeError, match=r"Input type \(torch.cuda.DoubleTensor\) and weight type .* be the same"):
-        torch.ops.aten.convolution(x.double().cuda(), layer.weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_optimizer_moves_as_on_the_cpu(make, options):
-    moved = []
-    start = torch.randn(3, 4, dtype=F64)
-    for device in ("cpu", "cuda"):
-        weight = nn.Parameter(start.clone().to(device))
-        optimizer = make([weight], lr=0.1, weight_decay=0.1, **(options if device == "cuda" else {}))
-        for _ in range(3):
-            optimizer.zero_grad()
-            weight.pow(3).sum().backward()
-            torch.nn.utils.clip_grad_norm_([weight], 1.0)
-            optimizer.step()
-        moved.append(weight.detach().cpu())
-    torch.testing.assert_close(moved[1], moved[0])
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
-def test_convolution_under_autocast_has_the_dtype_of_autocast(dtype, channels_last):
-    layer, x = nn.Conv2d(4, 4, 3, groups=4).cuda(), torch.randn(2, 4, 5, 5, device="cuda")
-    if channels_last:
-        x = x.to(memory_format=torch.channels_last)
-    with torch.autocast("cuda", dtype=dtype):
-        y = layer(x)
-    assert y.dtype == dtype
-    y.float().pow(2).sum().backward()
-    torch.testing.assert_close(y.float(), layer(x), rtol=2e-2, atol=2e-2)
-    assert layer.weight.grad.dtype == F32
-    assert layer.weight.grad.isfinite().all()
 
 
 # Batch norm operators
@@ -563,41 +419,6 @@ def test_backward_takes_a_float16_weight_in_channels_last_only():
     assert dx.stride() == x.stride()
 
 
-# Random numbers and copies of objects
-
-
-@pytest.mark.parametrize("draw", [lambda: torch.rand(5, device="cuda"), lambda: nn.functional.dropout(work(64))])
-def test_random_numbers_follow_the_seed_of_their_device(draw):
-    torch.manual_seed(3)
-    first, second = draw(), draw()
-    assert not torch.equal(first, second)
-    torch.rand(7)  # of the CPU, which has numbers of its own
-    torch.cuda.manual_seed(3)
-    assert torch.equal(draw(), first)
-    state = torch.cuda.get_rng_state()
-    assert torch.equal(draw(), second)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(draw(), second)
-    generator = torch.Generator("cuda").manual_seed(3)
-    expected = torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
-    assert torch.equal(torch.rand(2, device="cuda", generator=generator), expected)
-
-
-def test_copies_of_tensors_stay_on_their_device():
-    x = torch.randn(4, 3, device=f"cuda:{DEVICES - 1}")
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    for copied in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(file)):
-        assert copied.device == x.device
-        assert torch.equal(copied, x)
-        assert copied.data_ptr() != x.data_ptr()
-    file.seek(0)
-    assert torch.load(file, map_location="cpu").device.type == "cpu"
-    layer = copy.deepcopy(nn.Linear(2, 2).cuda())
-    assert layer.weight.is_cuda
-
-
 # torch.nn.DataParallel without this library
 
 
@@ -635,28 +456,6 @@ def test_data_parallel_resnet_has_the_gradients_of_one_device():
     assert reports() == []
 
 
-@pytest.mark.slow
-@pytest.mark.watchdog(300)
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "efficientnet_b0"])
-def test_net_of_torchvision_trains_on_all_devices_as_on_one(name):
-    """With synchronized layers, and without dropout, which each device draws by itself."""
-    models = pytest.importorskip("torchvision").models
-    options = {"stochastic_depth_prob": 0.0} if name == "efficientnet_b0" else {}
-    model = models.get_model(name, num_classes=3, dropout=0.0, **options).double()
-    data = [torch.randn(size, 3, 32, 32, dtype=F64) for size in (8, 7)]
-    single = copy.deepcopy(model)
-    parallel = convert_model(nn.DataParallel(model.cuda()))
-    for net, device in ((single, "cpu"), (parallel, "cuda")):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        for batch in data:
-            optimizer.zero_grad()
-            labels = torch.arange(len(batch), device=device) % 3
-            nn.functional.cross_entropy(net(batch.to(device)), labels).backward()
-            optimizer.step()
-    assert_same_state(parallel, single)
-    assert reports() == []
-
-
 def test_operator_that_has_no_kernel_is_named():
     x = torch.ones(2, 3, device="cuda")
     with pytest.raises(NotImplementedError, match="simulated GPUs have no kernel for aten::_thnn_fused_lstm_cell"):
@@ -679,19 +478,8 @@ def kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
         lambda x: [*x.unbind(), *x.split(1, 1), torch.stack([x, x], 1), torch.cat([x, x])],
         lambda x: [x.sum((0, 2)), *torch.var_mean(x, 1), torch.empty_like(x), x.to(torch.float16)],
         lambda x: [x.to(f"cuda:{DEVICES - 1}"), x.cpu(), torch.ones(3).to("cuda")],
-        lambda x: [
-            *torch.batch_norm_stats(x, 1e-5),
-            torch.batch_norm_elemt(x, *torch.ones(4, 3, device="cuda"), 1e-5),
-            *torch.batch_norm_gather_stats_with_counts(
-                x, *torch.ones(2, 2, 3, device="cuda"), None, None, 0.1, 1e-5, torch.ones(2, device="cuda")
-            ),
-            *torch.batch_norm_backward_reduce(x, x, *torch.ones(3, 3, device="cuda"), True, True, True),
-            torch.batch_norm_backward_elemt(
-                x, x, *torch.ones(5, 3, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda")
-            ),
-        ],
     ],
-    ids=["values", "views", "lists", "sizes", "copies", "batch norm"],
+    ids=["values", "views", "lists", "sizes", "copies"],
 )
 def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind(run):
     x = torch.randn(2, 3, 4, device="cuda")
@@ -712,31 +500,3 @@ def test_replicas_train_with_kernels_that_cost_nothing():
             output.sum().backward()
     assert output.shape == (8, 4)
     assert all(parameter.grad.shape == parameter.shape for parameter in parallel.parameters())
-
-
-@pytest.mark.watchdog(60)
-def test_streams_of_torch_run_in_the_simulation():
-    program = """
-        import os
-        from simulated_gpus import recording, reports, simulate
-        simulate(int(os.environ["SIMULATED_GPUS"]))
-        import torch
-        from simulated_gpus.free import use_streams_of_torch
-        use_streams_of_torch()
-        assert type(torch.cuda.stream(None)).__module__ == "torch.cuda"
-        last = torch.cuda.device_count() - 1
-        side = torch.cuda.Stream(last)
-        with recording() as ran:
-            side.wait_stream(torch.cuda.current_stream(last))
-            with torch.cuda.stream(side):
-                assert torch.cuda.current_stream() == side and hash(side) == hash(torch.cuda.current_stream())
-                torch.ones(3, device=f"cuda:{last}").add_(1)
-        assert torch.cuda.current_stream() == torch.cuda.default_stream() != side
-        assert torch.cuda.current_device() == 0
-        assert (ran.events, ran.waits) == (1, 1)
-        assert ran.by_stream() == {f"cuda:{last} stream {side.stream_id}": 2}, ran
-        assert reports() == []
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    tests = str(Path(__file__).parent)
-    subprocess.run(command, check=True, timeout=50, env=os.environ | {"PYTHONPATH": tests})

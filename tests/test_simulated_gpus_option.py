@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import simulated_gpus
 import torch
 from simulated_gpus import NotPossible, build, plugin
 
@@ -78,28 +76,6 @@ def refusal(number: int) -> str:
     return str(error.value)
 
 
-class Item:
-    """As much of a test as decides whether it runs."""
-
-    def __init__(self, *marks: str) -> None:
-        self.marks = marks
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.marks else None
-
-
-@pytest.mark.parametrize(("gpus", "simulated", "kept"), [(0, False, [2]), (1, False, [0, 2]), (1, True, [0, 1])])
-def test_tests_that_cannot_run_here_are_left_out(monkeypatch, gpus, simulated, kept):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(simulated_gpus, "is_simulated", lambda: simulated)
-    every = [Item("cuda"), Item("cuda", "simulated"), Item()]
-    items, left_out = list(every), []
-    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)))
-    plugin.pytest_collection_modifyitems(config, items)
-    assert items == [every[i] for i in kept]
-    assert left_out == [item for item in every if item not in items]
-
-
 @pytest.mark.parametrize("number", [0, 65, -1])
 def test_number_out_of_range_is_refused(number):
     expected = f"--simulated-gpus: expected between 1 and 64 simulated GPUs, but got {number}"
@@ -117,28 +93,6 @@ def test_machine_without_a_compiler_is_told_so_in_one_sentence(project, tmp_path
     )
 
 
-@needs_cpu_build
-@pytest.mark.parametrize(
-    ("compiler", "cache", "words"),
-    [
-        ("false", "cache", "could not be built for torch {version} with false, as {folder}"),
-        ("no-such-cxx", "cache", "could not be built with no-such-cxx: "),
-        ("g++", "file", "cannot be kept in {folder}"),
-    ],
-)
-def test_extension_that_cannot_be_built_is_told_with_the_reason(monkeypatch, tmp_path, compiler, cache, words):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-    with pytest.raises(NotPossible) as error:
-        build.built_extension()
-    version = importlib.metadata.version("torch")
-    assert words.format(version=version, folder=tmp_path / cache) in str(error.value)
-    assert all(str(log) in str(error.value) for log in tmp_path.rglob("build.log"))
-    assert len(list(tmp_path.rglob("build.log"))) == (compiler == "false")
-    assert not list(tmp_path.rglob("*.so"))
-
-
 def test_process_that_has_torch_already_is_refused():
     assert refusal(2) == (
         "--simulated-gpus: GPUs must be simulated before torch is imported, and something has imported it already"
@@ -151,15 +105,6 @@ def test_torch_that_is_built_for_gpus_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_folder_of_torch", lambda: tmp_path)
     with pytest.raises(NotPossible, match="GPUs can only be simulated with a build of torch for the CPU"):
         build.built_extension()
-
-
-def test_every_torch_and_every_source_has_an_extension_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    (tmp_path / "module.cpp").write_text("first")
-    first = build._key("2.13.0")
-    assert build._key("2.13.0") == first != build._key("2.14.0")
-    (tmp_path / "module.cpp").write_text("second")
-    assert build._key("2.13.0") != first
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""What trainings do around batch norm: low precision, memory formats, frozen layers, norms of one's own."""
+"""What trainings do around batch norm: low precision, memory formats, frozen layers, losses inside, other formulas."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import device_lists, usual_kernels
 from helpers import (
+    FORMATS,
     TOLERANCES,
     as_devices,
     assert_equal,
@@ -18,25 +19,17 @@ from helpers import (
     twins,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import (
     DataParallelWithCallback,
     ReplicaSyncError,
     SynchronizedBatchNorm2d,
-    SyncMaster,
-    merge_messages,
-    sync_moments,
 )
 
 pytestmark = usual_kernels
 
 LOW = [torch.float16, torch.bfloat16]
-FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-}
 
 
 # Low precision.
@@ -44,21 +37,23 @@ FORMATS = {
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("cast_module", [True, False], ids=["module-too", "input-only"])
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices, dtype, cast_module):
+def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices, kind, dtype, cast_module):
     plain, parallel = twins(nn.BatchNorm2d(5).to(dtype if cast_module else torch.float32), devices)
     exact = copy.deepcopy(plain).float()
-    data = (torch.randn(5, 5, 6, 7, device=devices[0]) * 3 + 7).to(dtype)
+    data = (torch.randn(5, 5, 6, 7, device=devices[0]) * 3 + 7).to(dtype, memory_format=FORMATS[kind])
     grad = torch.randn_like(data)
     results = []
-    for model, layer, kind in (
+    for model, layer, used in (
         (exact, exact, torch.float32),
         (plain, plain, dtype),
         (parallel, parallel.module, dtype),
     ):
-        input = data.to(kind, copy=True).requires_grad_()
+        input = data.to(used, copy=True).requires_grad_()
         output = model(input)
-        output.backward(grad.to(kind))
+        output.backward(grad.to(used))
+        assert output.is_contiguous(memory_format=FORMATS[kind])
         parameters = [parameter.grad for parameter in layer.parameters()]
         results.append([output, input.grad, *parameters, layer.running_mean, layer.running_var])
     for i, (expected, of_torch, ours) in enumerate(zip(*results, strict=True)):
@@ -148,12 +143,14 @@ def test_mixes_of_types_are_taken_and_refused_as_torch_does(input, parameters):
 # Memory formats.
 
 
-def strides(tensor):
-    """Return the strides that mean something: those of dimensions with several elements."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-SHAPES = {"even": (6, 4, 3, 5), "odd": (4, 65, 6, 5), "pixels": (4, 9, 1, 1), "one-channel": (4, 1, 9, 9)}
+SHAPES = {
+    "even": (6, 4, 3, 5),
+    "odd": (4, 65, 6, 5),
+    "pixels": (4, 9, 1, 1),
+    "one-channel": (4, 1, 9, 9),
+    "volumes": (4, 5, 3, 4, 2),
+}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -161,33 +158,22 @@ SHAPES = {"even": (6, 4, 3, 5), "odd": (4, 65, 6, 5), "pixels": (4, 9, 1, 1), "o
 @pytest.mark.parametrize("of_input", FORMATS)
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_formats_are_kept_and_change_no_value(devices, of_input, of_grad, shape):
-    plain, parallel = twins(nn.BatchNorm2d(shape[1]).double(), devices)
-    input = doubles(*shape, devices=devices).contiguous(memory_format=FORMATS[of_input]).requires_grad_()
-    grad = doubles(*shape, devices=devices).contiguous(memory_format=FORMATS[of_grad])
+    layer = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm3d
+    formats = {"contiguous": torch.contiguous_format, "channels_last": CHANNELS_LAST[len(shape)]}
+    plain, parallel = twins(layer(shape[1]).double(), devices)
+    input = doubles(*shape, devices=devices).contiguous(memory_format=formats[of_input]).requires_grad_()
+    grad = doubles(*shape, devices=devices).contiguous(memory_format=formats[of_grad])
     output = parallel(input)
     output.backward(grad)
-    assert output.is_contiguous(memory_format=FORMATS[of_input])
+    assert output.is_contiguous(memory_format=formats[of_input])
     if of_input == of_grad:
-        assert input.grad.is_contiguous(memory_format=FORMATS[of_input])
+        assert input.grad.is_contiguous(memory_format=formats[of_input])
     reference = input.detach().contiguous().requires_grad_()
     expected = plain(reference)
     expected.backward(grad.contiguous())
     assert_equal(output, expected)
     assert_equal(input.grad, reference.grad)
     assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_channels_last_in_three_dimensions_is_kept(devices, dtype):
-    plain, parallel = twins(nn.BatchNorm3d(5), devices)
-    data = torch.randn(4, 5, 3, 4, 2, device=devices[0]).to(dtype).contiguous(memory_format=torch.channels_last_3d)
-    input, grad = data.clone().requires_grad_(), torch.randn_like(data)
-    output = parallel(input)
-    output.backward(grad)
-    assert output.is_contiguous(memory_format=torch.channels_last_3d)
-    assert input.grad.is_contiguous(memory_format=torch.channels_last_3d)
-    assert_equal(output.float(), plain(data.float()), tolerance=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("formats", [("channels_last", "contiguous"), ("contiguous", "channels_last")], ids=str)
@@ -203,67 +189,6 @@ def test_replicas_may_differ_in_their_formats(devices, formats, sizes):
         assert output.is_contiguous(memory_format=FORMATS[kind])
     plain.load_state_dict(parallel.module.state_dict())
     assert_same_parts(plain, parallel, parts)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("view", ["every-second", "transposed", "expanded", "unsqueezed"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_views_are_normalized_as_their_contiguous_copies(view, kind, dtype):
-    plain, parallel = twins(nn.BatchNorm2d(4).to(dtype), ["cpu"] * 2)
-    base = torch.randn(6, 4, 4, 8, dtype=dtype).contiguous(memory_format=FORMATS[kind])
-    data = {
-        "every-second": base[..., ::2],
-        "transposed": base.transpose(1, 2),
-        "expanded": base[:, :, :1].expand(-1, -1, 5, -1),
-        "unsqueezed": base.unsqueeze(2).transpose(1, 2).squeeze(1),
-    }[view]
-    grad = torch.randn(data.shape[::-1], dtype=dtype).permute(3, 2, 1, 0)
-    leaves = [data.detach().requires_grad_(), data.detach().contiguous().requires_grad_()]
-    output, expected = parallel(leaves[0]), plain(leaves[1])
-    output.backward(grad)
-    expected.backward(grad.contiguous())
-    assert_equal(output, expected)
-    assert_equal(leaves[0].grad, leaves[1].grad)
-    assert_same_state(parallel, plain)
-
-
-class Copies(TorchDispatchMode):
-    """Notes the operators that copy something of a given size."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.numel, self.found = numel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("clone", "copy_", "_to_copy", "contiguous") and result.numel() == self.numel:
-            self.found.append(name)
-        return result
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_large_inputs_are_not_copied(kind):
-    found = []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm2d(8)
-
-        def forward(self, input):
-            with Copies(input.numel()) as copies:
-                output = self.bn(input)
-            found.extend(copies.found)
-            assert strides(output) == strides(input)
-            return output
-
-    _, parallel = twins(Watched(), ["cpu"] * 2)
-    data, grad = (torch.randn(8, 8, 70, 70).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
-    outputs = run_parts(parallel, [part.requires_grad_() for part in data.chunk(2)])
-    with Copies(outputs[0].numel()) as copies:
-        torch.autograd.backward(outputs, grad.chunk(2))
-    assert found + copies.found == []
 
 
 # Layers that are frozen, for all or some of the time.
@@ -290,15 +215,6 @@ def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
     assert parallel.module.bn.num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_frozen_backbone_under_a_training_head_is_that_of_torch(devices):
-    plain, parallel = twins(nn.Sequential(conv_net(), nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)).double(), devices)
-    for module in (plain, parallel.module):
-        module[0].eval().requires_grad_(False)
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
-
-
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_model_may_change_its_mode_at_every_step(devices):
     plain, parallel = twins(conv_net().double(), devices)
@@ -306,28 +222,6 @@ def test_model_may_change_its_mode_at_every_step(devices):
         for module in (plain, parallel):
             module.train(step % 2 == 0)
         assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
-
-
-@pytest.mark.parametrize("momentum", [None, 0.1], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_standing_statistics_are_those_of_one_device(devices, momentum):
-    net = conv_net().double()
-    for layer in (net[1], net[4]):
-        layer.momentum = momentum
-    plain, parallel = twins(net, devices)
-    assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
-    batches = [doubles(rows, 3, 6, 5, devices=devices) for rows in (4, 6, 5)]
-    for module in (plain, parallel):
-        for layer in module.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.reset_running_stats()
-        with torch.no_grad():
-            for batch in batches:
-                module(batch)
-    assert_same_state(parallel, plain)
-    for module in (plain, parallel):
-        module.eval()
-    assert_equal(parallel(batches[0]), plain(batches[0]))
 
 
 # Models that do more than one thing in their forward.
@@ -433,68 +327,6 @@ def test_recurrent_nets_and_complex_parameters_go_along(devices):
     assert parallel.module.phase.grad.dtype == torch.complex128
     assert_equal(torch.view_as_real(parallel.module.phase.grad), torch.view_as_real(plain.phase.grad))
     assert_equal(parallel.module.rnn.weight_ih_l0.grad, plain.rnn.weight_ih_l0.grad)
-
-
-# Norms of one's own, built on `sync_moments`.
-
-
-class ConditionalNorm(nn.Module):
-    """A norm with the statistics of all replicas, whose weight and bias are learned functions of a class."""
-
-    pipe = None
-
-    def __init__(self, channels, classes, eps=1e-5):
-        super().__init__()
-        self.gain, self.shift, self.eps = nn.Embedding(classes, channels), nn.Embedding(classes, channels), eps
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id == 0:
-            ctx.master = SyncMaster(merge_messages)
-        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
-
-    def forward(self, input, label):
-        mean, var, _ = sync_moments(input, self.pipe)
-        normalized = (input - mean.view(-1, 1, 1)) * (var + self.eps).rsqrt().view(-1, 1, 1)
-        return normalized * self.gain(label)[:, :, None, None] + self.shift(label)[:, :, None, None]
-
-
-class Conditional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 1), ConditionalNorm(4, 5)
-
-    def forward(self, input, label):
-        return torch.tanh(self.norm(self.conv(input), label))
-
-
-@pytest.mark.parametrize("penalty", [False, True], ids=["loss", "gradient-penalty"])
-@pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])
-def test_norm_of_ones_own_is_the_same_on_all_replicas_as_on_one_device(devs, rows, penalty):
-    plain, parallel = twins(Conditional().double(), devs)
-    data, label = doubles(rows, 3, 4, 5, devices=devs), torch.randint(5, (rows,), device=devs[0])
-    grad = doubles(rows, 4, 4, 5, devices=devs)
-    outputs = []
-    for model in (plain, parallel):
-        input = data.clone().requires_grad_()
-        output = model(input, label)
-        if penalty:
-            (slope,) = torch.autograd.grad(output, input, grad, create_graph=True)
-            slope.square().sum().backward()
-        else:
-            output.backward(grad)
-        outputs.append((output, input.grad))
-    for actual, expected in zip(*reversed(outputs), strict=True):
-        assert_equal(actual, expected)
-    assert_same_state(parallel, plain)
-
-
-def test_norm_of_ones_own_on_one_device_is_that_of_torch():
-    norm, bn = ConditionalNorm(3, 1).double(), nn.BatchNorm2d(3).double()
-    with torch.no_grad():
-        bn.weight.copy_(norm.gain.weight[0])
-        bn.bias.copy_(norm.shift.weight[0])
-    data = doubles(4, 3, 5, 4)
-    assert_equal(norm(data, torch.zeros(4, dtype=torch.long)), bn(data))
 
 
 # The formula of older libraries.

@@ -26,13 +26,6 @@ def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
     return [_to(tensor, index) for index in devices]
 
 
-def broadcast_out(tensor: Tensor, out: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy a tensor into tensors of other devices."""
-    for target in out:
-        target.copy_(tensor, non_blocking=True)
-    return out
-
-
 def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
     """Return the tensors on each device: themselves on the first, copies on the others.
 
@@ -58,17 +51,6 @@ def scatter(
         with StreamContext(streams[i] if streams is not None else None):
             result.append(_to(chunk, devices[i]))
     return result
-
-
-def scatter_out(
-    tensor: Tensor, out: Sequence[Tensor], dim: int, streams: Sequence[torch.Stream | None] | None
-) -> Sequence[Tensor]:
-    """Copy the chunks of a tensor into tensors of other devices."""
-    chunks = tensor.split([target.size(dim) for target in out], dim)
-    for i, (chunk, target) in enumerate(zip(chunks, out, strict=True)):
-        with StreamContext(streams[i] if streams is not None else None):
-            target.copy_(chunk, non_blocking=True)
-    return out
 
 
 def gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
@@ -104,7 +86,7 @@ def _suggested_format(tensor: Tensor) -> torch.memory_format:
 
 def install() -> None:
     """Put the functions where `torch.nn.parallel.comm` finds them."""
-    functions = (broadcast, broadcast_out, broadcast_coalesced, scatter, scatter_out, gather, gather_out)
+    functions = (broadcast, broadcast_coalesced, scatter, gather, gather_out)
     for function in functions:
         setattr(torch._C, f"_{function.__name__}", _without_subclasses(function))
 
