@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 from conftest import every_kernel
-from helpers import FORMATS, TOLERANCES, run_parts, twins
+from helpers import FORMATS, TOLERANCES, assert_equal, run_parts, twins
 from torch import nn
 
+from sync_batchnorm.backends import cpu
 from sync_batchnorm.coordinator import Coordinator
 
 RATIOS = [0.0, 12.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation; up to 16, fast statistics are used
@@ -367,3 +368,15 @@ def test_running_statistics_take_over_what_is_infinite_at_any_momentum(value, mo
         module(data)
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(parallel.module, name), getattr(plain, name), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_of_gradients_do_not_depend_on_the_stride_of_a_single_row(dtype):
+    def row(stride):
+        rows = torch.randn(1, 3, 40, 30).to(dtype).contiguous(memory_format=torch.channels_last)
+        return rows.as_strided(rows.shape, (stride, *rows.stride()[1:]))
+
+    for input, grad in ((row(3), row(3600)), (row(3600), row(3))):
+        total, dot = cpu.gradient_sums(grad, input, torch.zeros(3), torch.ones(3))
+        assert_equal(total, grad.double().sum((0, 2, 3)).float())
+        assert_equal(dot, (grad.double() * input.double()).sum((0, 2, 3)).float())
