@@ -167,8 +167,10 @@ class Computing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        linear = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-        self.body = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
+        norms = nn.utils.parametrizations
+        by_hook = nn.utils.spectral_norm(nn.Linear(3, 3))
+        linear = norms.weight_norm(nn.Linear(3, 3))
+        self.body = nn.Sequential(by_hook, norms.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
 
     def forward(self, input):
         return self.body(input)
