@@ -754,12 +754,17 @@ def test_layer_whose_attributes_are_set_elsewhere_converts_and_reverts():
     assert type(revert_model(layer)) is Redirects
 
 
+def checked(self: _BatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    return NormAbs.forward(self, input)
+
+
 Unrelated = type("Unrelated", (SynchronizedBatchNorm2d,), {})
 ForgetsTheAbs = type("ForgetsTheAbs", (SynchronizedBatchNorm2d, NormAbs), {})
 NeverSynchronizes = type("NeverSynchronizes", (NormAbs, SynchronizedBatchNorm2d), {})
 GetsStuck = type("GetsStuck", (NormAbsTanh, SynchronizedBatchNorm2d), {})
-NormAbs1d = type("NormAbs1d", (nn.BatchNorm1d,), {"forward": NormAbs.forward})
-NormAbs3d = type("NormAbs3d", (nn.BatchNorm3d,), {"forward": NormAbs.forward})
+NormAbs1d = type("NormAbs1d", (nn.BatchNorm1d,), {"forward": checked})
+NormAbs3d = type("NormAbs3d", (nn.BatchNorm3d,), {"forward": checked})
 NeverSynchronizes1d = type("NeverSynchronizes1d", (NormAbs1d, SynchronizedBatchNorm1d), {})
 NeverSynchronizes3d = type("NeverSynchronizes3d", (NormAbs3d, SynchronizedBatchNorm3d), {})
 UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; write a forward"

@@ -183,6 +183,7 @@ class Mirroring(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, input):
+        assert self.mirrored is self.weight
         return self.bn(input * self.mirrored)
 
 
