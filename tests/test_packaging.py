@@ -147,3 +147,18 @@ def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_
 
 def test_code_of_a_user_runs():
     runpy.run_path(str(USER), run_name="__main__")
+
+
+PICTURES = {".png", ".svg", ".gif", ".jpg"}
+LARGEST = 300_000  # bytes, more than the largest file of text has
+
+
+def test_no_large_file_but_pictures_is_tracked():
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("the files are not those of a repository")
+    tracked = [ROOT / name for name in listed.split("\0")[:-1]]
+    assert Path(__file__) in tracked
+    files = [path for path in tracked if path.suffix not in PICTURES and path.is_file()]  # not those deleted just now
+    assert {path.name: size for path in files if (size := path.stat().st_size) > LARGEST} == {}
