@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.ao.nn.quantized as quantized
-import torch.distributed as dist
 import torch.nn.functional as F
-from forks import forked, needs_fork
-from helpers import (
-    WITHOUT_BIAS,
-    anatomy,
-    assert_equal,
-    assert_same_state,
-    assert_same_step,
-    classes,
-    randomize,
-)
+from helpers import WITHOUT_BIAS, anatomy, assert_equal, assert_same_state, assert_same_step, classes, randomize
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
@@ -98,10 +86,7 @@ class OfNoDimension(_BatchNorm):
 Slotted = type("Slotted", (nn.BatchNorm2d,), {"__slots__": ("extra",)})
 Metaclass = type("Metaclass", (type(nn.Module),), {})
 WithMetaclass = Metaclass("WithMetaclass", (nn.BatchNorm2d,), {})
-
-
-class Wrapper(nn.DataParallel):
-    """A subclass of `nn.DataParallel`, as projects have them."""
+Wrapper = type("Wrapper", (nn.DataParallel,), {})
 
 
 def small_net() -> nn.Sequential:
@@ -228,7 +213,6 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
     [
         ({"eps_mode": "max"}, ValueError, "expected eps_mode to be one of"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
-        ({"group_size": 2.0}, TypeError, "expected group_size as a number of replicas"),
         ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
     ],
 )
@@ -378,36 +362,10 @@ def left(net: nn.Module, convert: Callable[[nn.Module], nn.Module] = convert_mod
     return str(caught[0].message)
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_left_and_named():
-    net = nn.Sequential(BatchNormReLU(2), nn.BatchNorm2d(2), nn.Sequential(BatchNormReLU(2)))
-    before = anatomy(net)
-    text = left(net)
-    assert text == (
-        "convert_model left BatchNorm layers as they are, which do not synchronize, 2 in all:\n"
-        "- 0, 2.0: BatchNormReLU has a forward of its own; write class "
-        "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
-        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see its documentation"
-    )
-    assert [type(net[0]), type(net[1]), type(net[2][0])] == [BatchNormReLU, SynchronizedBatchNorm2d, BatchNormReLU]
-    assert anatomy(net) == before
-
-
-class Called(nn.BatchNorm2d):
-    def __call__(self, input: Tensor) -> Tensor:
-        return input
-
-
-class Reduced(nn.BatchNorm1d):
-    def __reduce__(self) -> Any:
-        return Reduced, (self.num_features,)
-
-
-class Saved(nn.BatchNorm3d):
-    def __getstate__(self) -> Any:
-        return vars(self) | {"training": True}
-
-
-Grouped = type("Grouped", (nn.BatchNorm2d,), {"group_size": 8})
+Called = type("Called", (nn.BatchNorm2d,), {"__call__": lambda self, input: input})
+Reduced = type("Reduced", (nn.BatchNorm1d,), {"__reduce__": lambda self: (Reduced, (self.num_features,))})
+Saved = type("Saved", (nn.BatchNorm3d,), {"__getstate__": lambda self: vars(self) | {"training": True}})
+Grouped = type("Grouped", (nn.BatchNorm2d,), {"group_size": property(lambda self: self.missing_so_far)})
 Sync = type("Sync", (nn.SyncBatchNorm,), {})
 
 
@@ -429,6 +387,12 @@ def parametrized() -> nn.Module:
 
 
 LEFT: list[tuple[Callable[[], nn.Module], str]] = [
+    (
+        lambda: BatchNormReLU(2),
+        "BatchNormReLU has a forward of its own; write class "
+        "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
+        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see its documentation",
+    ),
     (lambda: Called(2), "Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNo"),
     (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized"),
     (lambda: Saved(2), "Saved has a __getstate__ of its own"),
@@ -455,27 +419,23 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("make", "text"), LEFT, ids=[text[:40] for _, text in LEFT])
-def test_a_layer_that_cannot_be_converted_is_left_as_it_is_and_named(make, text):
-    net = nn.Sequential(make(), nn.BatchNorm2d(2))
-    before, kind = anatomy(net[0]), type(net[0])
-    assert f"- 0: {text}" in left(net)
-    assert [type(layer) for layer in net] == [kind, SynchronizedBatchNorm2d]
-    assert anatomy(net[0]) == before
-
-
-LAZY = [
-    (nn.LazyBatchNorm1d, SynchronizedBatchNorm1d),
-    (nn.LazyBatchNorm2d, SynchronizedBatchNorm2d),
-    (nn.LazyBatchNorm3d, SynchronizedBatchNorm3d),
-]
+def test_layers_that_cannot_be_converted_are_left_as_they_are_and_named(make, text):
+    net = nn.Sequential(make(), nn.BatchNorm2d(2), nn.Sequential(make()))
+    before, kinds = [anatomy(net[i]) for i in (0, 2)], [type(net[0]), type(net[2][0])]
+    message = left(net)
+    assert message.startswith("convert_model left BatchNorm layers as they are, which do not synchronize, 2 in all:\n")
+    assert f"- 0, 2.0: {text}" in message
+    assert [type(net[0]), type(net[2][0])] == kinds
+    assert type(net[1]) is SynchronizedBatchNorm2d
+    assert [anatomy(net[i]) for i in (0, 2)] == before
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["called", "loaded"])
-@pytest.mark.parametrize(("lazy", "ours"), LAZY)
-def test_a_lazy_layer_that_has_seen_an_input_or_was_loaded_is_converted(lazy, ours, loaded):
-    sizes = [4] * (LAZY.index((lazy, ours)) + 1)
-    source = randomize(nn.Sequential(revert_model(ours(3))))
-    net = nn.Sequential(lazy())
+@pytest.mark.parametrize(("plain", "ours"), KINDS[:3])
+def test_a_lazy_layer_that_has_seen_an_input_or_was_loaded_is_converted(plain, ours, loaded):
+    sizes = [4] * (KINDS.index((plain, ours)) + 1)
+    source = randomize(nn.Sequential(plain(3)))
+    net = nn.Sequential(getattr(nn, f"Lazy{plain.__name__}")())
     if not loaded:
         net(torch.randn(2, 3, *sizes))
     net.load_state_dict(source.state_dict())
@@ -512,20 +472,11 @@ def test_a_class_derived_from_ours_is_left_by_both_ways():
 
 def test_a_module_that_refuses_new_children_is_no_obstacle():
     class Sealed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.BatchNorm2d(2)
-            self.sealed = True
-
         def add_module(self, name: str, module: nn.Module | None) -> None:
             raise RuntimeError("sealed")
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if vars(self).get("sealed"):
-                raise RuntimeError("sealed")
-            super().__setattr__(name, value)
-
     net = nn.Sequential(Sealed(), nn.BatchNorm2d(2))
+    net[0].layer = nn.BatchNorm2d(2)
     convert_model(net)
     assert [type(net[0].layer), type(net[1])] == [SynchronizedBatchNorm2d] * 2
     revert_model(net)
@@ -536,32 +487,23 @@ def test_a_module_that_refuses_new_children_is_no_obstacle():
 
 
 @pytest.mark.parametrize("outer", [nn.Identity, nn.Sequential], ids=["alone", "inside"])
-def test_a_data_parallel_keeps_its_arguments_both_ways(outer):
-    net = nn.DataParallel(nn.Sequential(nn.BatchNorm2d(2)))
-    net.device_ids, net.output_device, net.dim = [0, 2], 2, 1
+@pytest.mark.parametrize("kind", [Wrapper, nn.DataParallel])
+def test_a_wrapper_and_its_subclass_keep_what_they_have_both_ways(kind, outer):
+    net = kind(nn.Sequential(nn.BatchNorm2d(2)))
+    net.device_ids, net.output_device, net.dim, net.timeout = [0, 2], 2, 1, "mine"
     net.eval()
-    before, module = anatomy(net), net.module
+    before = anatomy(net)
     model = nn.Sequential(net, nn.ReLU()) if outer is nn.Sequential else net
     assert convert_model(model) is model
-    assert type(net) is DataParallelWithCallback
-    assert type(module[0]) is SynchronizedBatchNorm2d
-    assert (net.device_ids, net.output_device, net.dim, net.training) == ([0, 2], 2, 1, False)
-    assert net.module is module
-    assert revert_model(model) is model
-    assert type(net) is nn.DataParallel
-    assert anatomy(net) == before
-
-
-@pytest.mark.parametrize("kind", [Wrapper, nn.DataParallel])
-def test_a_wrapper_and_its_subclass_keep_what_they_have_and_come_back(kind):
-    net = kind(nn.BatchNorm2d(2))
-    net.timeout = "mine"
-    before = anatomy(net)
-    for twin in (convert_model(net), copy.deepcopy(net), through_pickle(net)):
+    for twin in (net, copy.deepcopy(net), through_pickle(net)):
         assert isinstance(twin, kind)
-        assert classes(twin) == classes(patch_replication_callback(convert_model(kind(nn.BatchNorm2d(2)))))
+        assert classes(twin) == classes(patch_replication_callback(convert_model(kind(twin.module))))
+        assert (twin.device_ids, twin.output_device, twin.dim, twin.training) == ([0, 2], 2, 1, False)
         assert twin.timeout == "mine"
-    assert type(revert_model(net)) is kind
+        assert type(twin.module[0]) is SynchronizedBatchNorm2d
+    assert isinstance(net, DataParallelWithCallback) == (kind is nn.DataParallel)
+    assert revert_model(model) is model
+    assert type(net) is kind
     assert anatomy(net) == before
 
 
@@ -585,31 +527,6 @@ def test_a_wrapper_of_replicas_that_share_a_device_reverts_to_each_device_once()
     assert revert_model(net).device_ids == [1, 0]
 
 
-@pytest.fixture
-def _world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_world_of_one")
-def test_the_module_of_a_distributed_data_parallel_is_converted_and_trains_on():
-    plain = randomize(small_net()).double()
-    net = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    module = net.module
-    assert convert_model(net) is net
-    assert type(net) is nn.parallel.DistributedDataParallel
-    assert net.module is module
-    assert type(module[1]) is SynchronizedBatchNorm2d
-    input = torch.randn(5, 3, 6, 6, dtype=torch.float64)
-    grad = torch.randn(5, 4, 4, 4, dtype=torch.float64)
-    for _ in range(2):
-        plain(input).backward(grad)
-        net(input).backward(grad)
-        assert_same_state(module, plain)
-    assert type(revert_model(net).module[1]) is nn.BatchNorm2d
-
-
 # Going back
 
 
@@ -627,54 +544,46 @@ def test_training_leaves_nothing_on_a_model_that_reverts_and_evaluates_to_the_sa
     assert torch.equal(net.eval()(input), expected)
 
 
-@needs_fork
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_reverted_model_loads_where_the_library_is_missing(wrapped, tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SyncBatchNorm(4))
-    net = convert_model(nn.DataParallel(net) if wrapped else net, eps_mode="clamp", group_size=2)
-    net(torch.randn(4, 3, 5, 5))
-    revert_model(net).eval()
-    input = torch.randn(2, 3, 5, 5)
-    torch.save(net, tmp_path / "model")
-    assert b"sync_batchnorm" not in (tmp_path / "model").read_bytes()
-
-    def without_the_library() -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
-            sys.modules[name] = None  # whoever imports it gets an ImportError
-        loaded = torch.load(tmp_path / "model", weights_only=False)
-        torch.save(loaded(input), tmp_path / "output")
-
-    assert forked(without_the_library) == (0, "")
-    assert torch.equal(torch.load(tmp_path / "output"), net(input))
-
-
-def test_a_reverted_subclass_and_wrapper_pickle_without_the_library():
-    net = revert_model(convert_model(nn.Sequential(Wrapper(Tagged("a", 2)), nn.BatchNorm2d(2))))
-    assert b"sync_batchnorm" not in pickle.dumps(net)
-    assert b"sync_batchnorm" in pickle.dumps(convert_model(net))
+def test_a_reverted_model_pickles_without_the_library():
+    net = nn.Sequential(Wrapper(Tagged("a", 2)), nn.DataParallel(nn.BatchNorm2d(2)), nn.SyncBatchNorm(4))
+    convert_model(net, eps_mode="clamp", group_size=2)
+    assert b"sync_batchnorm" in pickle.dumps(net)
+    assert b"sync_batchnorm" not in pickle.dumps(revert_model(net))
 
 
 # What torch does with a model in eval, converted or reverted
 
 
-@pytest.fixture(params=["plain", "converted", "reverted"])
-def served(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model in eval, an input, and what the plain model makes of it."""
-    net = randomize(small_net())
-    input = torch.randn(2, 3, 5, 5)
+def exported_to_onnx(net: nn.Module, input: Tensor) -> Callable[[Tensor], Tensor]:
+    reference = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    with pytest.MonkeyPatch.context() as monkeypatch:  # The exporter shows its progress, which leaves a thread behind.
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+        program = torch.onnx.export(net, (input,), dynamo=True, verbose=False)
+    evaluator = reference.ReferenceEvaluator(program.model_proto)
+    name = program.model.graph.inputs[0].name
+    return lambda input: torch.from_numpy(evaluator.run(None, {name: input.numpy()})[0])
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
+    "fused": lambda net, input: nn.Sequential(fuse_conv_bn_eval(net[0], net[1]), *net[2:]),
+    "traced": lambda net, input: torch.jit.trace(net, (input,)),
+    "compiled": lambda net, input: torch.compile(net, fullgraph=True, backend="eager"),
+    "exported": lambda net, input: torch.export.export(net, (input,)).module(),
+    "onnx": exported_to_onnx,
+}
+
+
+@pytest.mark.watchdog(120.0)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("convert", [convert_model, lambda net: revert_model(convert_model(net))], ids=["ours", "back"])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow if w == "onnx" else ()) for w in WAYS])
+def test_tools_of_torch_take_a_converted_and_a_reverted_model_in_eval(way, convert):
+    torch.compiler.reset()
+    net, input = randomize(small_net()), torch.randn(2, 3, 5, 5)
     net(input)
     expected = net.eval()(input).detach()
-    if request.param != "plain":
-        convert_model(net)
-    if request.param == "reverted":
-        revert_model(net)
-    return net, input, expected
-
-
-def test_convolutions_fuse(served):
-    net, input, expected = served
-    fused = nn.Sequential(fuse_conv_bn_eval(net[0], net[1]), *net[2:])
-    assert_equal(fused(input), expected)
+    assert_equal(WAYS[way](convert(net), input)(input), expected)
 
 
 @pytest.mark.parametrize("settings", [{"affine": False}, *WITHOUT_BIAS], ids=str)
@@ -685,39 +594,6 @@ def test_convolutions_fuse_with_layers_that_lack_parameters(settings):
     expected = layer.eval()(conv.eval()(input))
     assert_equal(fuse_conv_bn_eval(conv, convert_model(layer))(input), expected)
     assert_equal(fuse_conv_bn_eval(conv, revert_model(layer))(input), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_models_trace(served):
-    net, input, expected = served
-    assert_equal(torch.jit.trace(net, (input,))(input), expected)
-
-
-@pytest.mark.watchdog(60.0)
-def test_models_compile_without_a_graph_break(served):
-    net, input, expected = served
-    torch.compiler.reset()
-    assert_equal(torch.compile(net, fullgraph=True, backend="eager")(input), expected)
-
-
-def test_models_export(served):
-    net, input, expected = served
-    assert_equal(torch.export.export(net, (input,)).module()(input), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120.0)
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_models_export_to_onnx(served, monkeypatch):
-    onnx_reference = pytest.importorskip("onnx.reference")
-    pytest.importorskip("onnxscript")
-    # The exporter shows its progress, which leaves a thread behind.
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    net, input, expected = served
-    program = torch.onnx.export(net, (input,), dynamo=True, verbose=False)
-    evaluator = onnx_reference.ReferenceEvaluator(program.model_proto)
-    (output,) = evaluator.run(None, {program.model.graph.inputs[0].name: input.numpy()})
-    assert_equal(torch.from_numpy(output), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -760,14 +636,6 @@ class NormTanh(nn.BatchNorm2d):
         return torch.tanh(super().forward(input)) * self.scale
 
 
-class NormDecorated(nn.BatchNorm2d):
-    """Hides its code in a decorator, as those of torch for autocast and gradients do."""
-
-    @torch.autocast("cpu", enabled=False)
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.tanh(super().forward(input))
-
-
 class NormAbs(nn.BatchNorm2d):
     """Calls the function of torch."""
 
@@ -805,7 +673,6 @@ class NormOnValues(nn.BatchNorm2d):
 
 
 SynchronizedNormTanh = type("SynchronizedNormTanh", (NormTanh, SynchronizedBatchNorm2d), {})
-SynchronizedNormDecorated = type("SynchronizedNormDecorated", (NormDecorated, SynchronizedBatchNorm2d), {})
 SynchronizedNormOnValues = type("SynchronizedNormOnValues", (NormOnValues, SynchronizedBatchNorm2d), {})
 SynchronizedNormAbsTanh = type("SynchronizedNormAbsTanh", (NormAbsTanh, SynchronizedNormAbs), {})
 
@@ -813,14 +680,13 @@ SynchronizedNormAbsTanh = type("SynchronizedNormAbsTanh", (NormAbsTanh, Synchron
 class Standalone(nn.Module):
     """Has what a batch norm has, and is none."""
 
-    def __init__(self, size: int, count: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats = size, 1e-5, 0.1, True, True
         self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
         self.register_buffer("running_mean", torch.zeros(size))
         self.register_buffer("running_var", torch.ones(size))
-        if count:
-            self.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     forward = NormAbs.forward
 
@@ -830,7 +696,6 @@ SynchronizedStandalone = type(
 )
 USERS_OWN = [
     (NormTanh, (3, 0.5), SynchronizedNormTanh),
-    (NormDecorated, (3,), SynchronizedNormDecorated),
     (NormAbs, (3,), SynchronizedNormAbs),
     (NormAbs, (3,), OtherOrder),
     (NormAbsTanh, (3,), SynchronizedNormAbsTanh),
@@ -889,14 +754,17 @@ def test_layer_whose_attributes_are_set_elsewhere_converts_and_reverts():
     assert type(revert_model(layer)) is Redirects
 
 
+def checked(self: _BatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    return NormAbs.forward(self, input)
+
+
 Unrelated = type("Unrelated", (SynchronizedBatchNorm2d,), {})
 ForgetsTheAbs = type("ForgetsTheAbs", (SynchronizedBatchNorm2d, NormAbs), {})
 NeverSynchronizes = type("NeverSynchronizes", (NormAbs, SynchronizedBatchNorm2d), {})
 GetsStuck = type("GetsStuck", (NormAbsTanh, SynchronizedBatchNorm2d), {})
-NormAbs1d = type("NormAbs1d", (nn.BatchNorm1d,), {"forward": NormAbs.forward})
-NormAbs3d = type("NormAbs3d", (nn.BatchNorm3d,), {"forward": NormAbs.forward})
-NormAbsOnValues = type("NormAbsOnValues", (NormAbs,), {"forward": lambda s, x: NormAbs.forward(s, x * float(x.sum()))})
-NeverSynchronizesOnValues = type("NeverSynchronizesOnValues", (NormAbsOnValues, SynchronizedBatchNorm2d), {})
+NormAbs1d = type("NormAbs1d", (nn.BatchNorm1d,), {"forward": checked})
+NormAbs3d = type("NormAbs3d", (nn.BatchNorm3d,), {"forward": checked})
 NeverSynchronizes1d = type("NeverSynchronizes1d", (NormAbs1d, SynchronizedBatchNorm1d), {})
 NeverSynchronizes3d = type("NeverSynchronizes3d", (NormAbs3d, SynchronizedBatchNorm3d), {})
 UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; write a forward"
@@ -915,11 +783,10 @@ UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; writ
         (NormAbsTanh, GetsStuck, f"expected a class that synchronizes, but got GetsStuck{UNSYNCHRONIZED}"),
         (NormAbs1d, NeverSynchronizes1d, UNSYNCHRONIZED),
         (NormAbs3d, NeverSynchronizes3d, UNSYNCHRONIZED),
-        (NormAbsOnValues, NeverSynchronizesOnValues, UNSYNCHRONIZED),
     ],
 )
 def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
-    layers = [cls(3).half() for cls in (NormAbs, NormAbsTanh, NormAbs1d, NormAbs3d, NormAbsOnValues)]
+    layers = [cls(3).half() for cls in (NormAbs, NormAbsTanh, NormAbs1d, NormAbs3d)]
     net = nn.Sequential(nn.BatchNorm2d(3), *layers)
     before, kinds = anatomy(net), classes(net)
     with pytest.raises(TypeError, match=message):
@@ -949,15 +816,7 @@ def test_class_whose_forward_fails_in_the_call_that_checks_it_is_taken():
     assert type(convert_model(NormGated(3), classes={NormGated: ours})) is ours
 
 
-def test_layer_that_lacks_a_buffer_names_it_in_its_first_step():
-    net = convert_model(Standalone(3, count=False), classes={Standalone: SynchronizedStandalone})
-    with pytest.raises(AttributeError, match="'SynchronizedStandalone' object has no attribute 'num_batches_tracked'"):
-        DataParallelWithCallback(net, ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
-
-
 # patch_sync_batchnorm
-
-SHAPES = {nn.BatchNorm1d: (4, 2), nn.BatchNorm2d: (4, 2, 3, 3), nn.BatchNorm3d: (4, 2, 3, 3, 3)}
 
 
 INIT = _BatchNorm.__init__
@@ -965,39 +824,25 @@ INIT = _BatchNorm.__init__
 
 def assert_not_patched() -> None:
     assert _BatchNorm.__init__ is INIT
-    for plain in SHAPES:
+    for plain, _ in KINDS[:3]:
         assert "__init__" not in vars(plain)
         assert type(plain(2)) is plain
 
 
-@pytest.mark.parametrize("names", [nn, nn.modules, nn.modules.batchnorm], ids=lambda names: names.__name__)
 @pytest.mark.parametrize(("plain", "ours"), KINDS[:3])
-def test_layers_built_inside_of_the_context_are_synchronized(names, plain, ours):
-    assert plain in SHAPES
+def test_layers_built_inside_of_the_context_are_synchronized(plain, ours):
     with patch_sync_batchnorm():
-        layer = getattr(names, plain.__name__)(2, eps=0.25, momentum=None, affine=False)
-        assert getattr(names, plain.__name__) is plain  # which libraries look up by name
-        assert plain.__name__ == ours.__name__.replace("Synchronized", "")
+        layer = plain(2, eps=0.25, momentum=None, affine=False)
+        assert getattr(nn, plain.__name__) is plain  # which libraries look up by name
         assert inspect.signature(plain.__init__) == inspect.signature(INIT)
     assert type(layer) is ours
     assert isinstance(layer, plain)
     assert type(through_pickle(layer)) is ours
     expected = plain(2, eps=0.25, momentum=None, affine=False)
-    batch = torch.randn(SHAPES[plain])
+    batch = torch.randn(4, 2, *[3] * (KINDS.index((plain, ours)) + 1))
     assert torch.equal(layer(batch), expected(batch))
     assert layer.state_dict().keys() == expected.state_dict().keys()
     assert type(revert_model(layer)) is plain
-    assert_not_patched()
-
-
-def test_code_that_took_the_class_before_builds_synchronized_layers():
-    def build(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
-        return norm(2, eps=0.5)
-
-    registered = functools.partial(nn.BatchNorm2d, 2, eps=0.5)
-    with patch_sync_batchnorm():
-        layers = build(), registered()
-    assert [(type(layer), layer.eps) for layer in layers] == [(SynchronizedBatchNorm2d, 0.5)] * 2
     assert_not_patched()
 
 
@@ -1035,18 +880,6 @@ def test_building_converting_and_reverting_synchronized_layers_work_inside_of_th
     assert_not_patched()
 
 
-class WithProperty(nn.BatchNorm2d):
-    @property
-    def group_size(self) -> int:
-        return self.missing_so_far
-
-
-def test_property_that_is_not_there_yet_is_not_replaced_in_the_context():
-    with patch_sync_batchnorm(), pytest.warns(UserWarning, match=f"{PATCH_LEFT}WithProperty has a group_size of"):
-        layer = WithProperty(2)
-    assert type(layer) is WithProperty
-
-
 def test_the_context_decorates_a_function_and_ends_with_it_also_by_an_exception():
     @patch_sync_batchnorm()
     def build(raises: bool) -> nn.Module:
@@ -1059,18 +892,6 @@ def test_the_context_decorates_a_function_and_ends_with_it_also_by_an_exception(
     assert_not_patched()
     assert type(build(False)) is SynchronizedBatchNorm2d
     assert_not_patched()
-
-
-@pytest.mark.parametrize("cls", [nn.BatchNorm2d, _BatchNorm])
-def test_an_initializer_that_somebody_else_has_put_there_comes_back(monkeypatch, cls):
-    def initialize(self, size: int) -> None:
-        (INIT if cls is _BatchNorm else _BatchNorm.__init__)(self, size + 1)
-
-    monkeypatch.setattr(cls, "__init__", initialize)
-    with patch_sync_batchnorm():
-        layer = nn.BatchNorm2d(2)
-    assert (type(layer), layer.num_features) == (SynchronizedBatchNorm2d, 3)
-    assert vars(cls)["__init__"] is initialize
 
 
 def test_nested_contexts_and_those_of_two_threads_end_with_the_last():

@@ -116,15 +116,6 @@ def run_in(project: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize("name", ["sync_batchnorm", INSIDE])
-def test_command_of_a_copy_checks_the_machine(project, name):
-    report = run_in(project, "-m", name, "--devices", "cpu,cpu")
-    assert "\nAll is right, " in report
-    assert report.split()[:2] == ["sync_batchnorm", sync_batchnorm.__version__]
-
-
-@pytest.mark.slow
 @pytest.mark.watchdog(120)
 def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
     shutil.rmtree(project / "sync_batchnorm")

@@ -148,7 +148,15 @@ class Hiding(nn.Module):
         return self.inner(input) * self.weight
 
 
-class Empty(nn.Module):
+class ForSubclasses(nn.Module):
+    """A base class whose subclasses must give an argument."""
+
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.tag = tag
+
+
+class Empty(ForSubclasses, tag="net"):
     """Is false, as an empty container is."""
 
     def __init__(self):
@@ -162,20 +170,39 @@ class Empty(nn.Module):
         return self.bn(input)
 
 
+class Mirroring(nn.Module):
+    """Has a `__setattr__` of its own, by which alone it knows of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.weight = nn.BatchNorm1d(3), nn.Parameter(torch.randn(3))
+
+    def __setattr__(self, name, value):
+        if name == "weight":
+            self.__dict__["mirrored"] = value
+        super().__setattr__(name, value)
+
+    def forward(self, input):
+        assert self.mirrored is self.weight
+        return self.bn(input * self.mirrored)
+
+
 class Computing(nn.Module):
     """Has parameters that its forward computes."""
 
     def __init__(self):
         super().__init__()
-        linear = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-        self.body = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
+        norms = nn.utils.parametrizations
+        by_hook = nn.utils.spectral_norm(nn.Linear(3, 3))
+        linear = norms.weight_norm(nn.Linear(3, 3))
+        self.body = nn.Sequential(by_hook, norms.spectral_norm(nn.Linear(3, 3)), linear, nn.BatchNorm1d(3))
 
     def forward(self, input):
         return self.body(input)
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
-@pytest.mark.parametrize("net", [Lists, Tied, Recurrent, Hiding, Computing, Empty])
+@pytest.mark.parametrize("net", [Lists, Tied, Recurrent, Hiding, Mirroring, Computing, Empty])
 def test_modules_of_any_kind_train_in_replicas(devs, net):
     plain, parallel = twins(net().double(), devs)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]
@@ -198,58 +225,6 @@ def test_sparse_gradients_stay_sparse_and_add_up(devices):
     weight = parallel.module[0].weight
     assert weight.grad.is_sparse
     assert_equal(weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-class Mirroring(nn.Module):
-    """Has a `__setattr__` of its own, by which alone it knows of its parameters and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-        self.weight = nn.Parameter(torch.randn(3))
-        self.register_buffer("offset", torch.randn(3))
-        self.offset = self.offset + 1
-
-    def __setattr__(self, name, value):
-        if isinstance(value, torch.Tensor):
-            self.__dict__[f"mirrored_{name}"] = value
-        super().__setattr__(name, value)
-
-    def forward(self, input):
-        return self.bn(input * self.mirrored_weight + self.mirrored_offset)
-
-
-def test_modules_may_have_a_setattr_of_their_own(devs):
-    plain, parallel = (Mirroring().double().to(as_devices(devs)[0]) for _ in range(2))
-    parallel.load_state_dict(plain.state_dict())
-    for module in (plain, parallel):  # as replication sets them
-        module.weight, module.offset = module.weight, module.offset
-    parallel = DataParallelWithCallback(convert_model(parallel), devs)
-    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
-
-
-class Tagged(nn.Module):
-    """A base class whose subclasses must give an argument."""
-
-    def __init_subclass__(cls, *, tag, **kwargs):
-        super().__init_subclass__(**kwargs)
-        cls.tag = tag
-
-
-class TaggedNet(Tagged, tag="net"):
-    """A net of such a base class."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        return self.bn(input)
-
-
-def test_base_classes_with_rules_for_subclasses_are_no_obstacle():
-    plain, parallel = twins(TaggedNet().double(), ["cpu"] * 2)
-    assert_same_step(plain, parallel, doubles(4, 3))
 
 
 def test_zero_grad_in_a_replica_warns():

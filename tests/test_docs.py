@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 import socket
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -144,16 +143,6 @@ def test_every_page_of_docs_is_on_the_map():
     linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)", prose_of(index))}
     missing = [relative(page) for page in (ROOT / "docs").glob("*.md") if page != index and page not in linked]
     assert not missing
-
-
-def test_shell_blocks_of_the_readme_are_its_two_commands():
-    first, second = [block.code for block in blocks_of(ROOT / "README.md") if block.language == "bash"]
-    assert len(first.splitlines()) == len(second.splitlines()) == 1
-    assert first.endswith("/python docs/examples/segment_digits.py\n")
-    assert second.endswith("/python -m pytest\n")
-    for command, extra in ((first, "examples"), (second, "test")):
-        subprocess.run(["bash", "-n", "-c", command], check=True)
-        assert f"'.[{extra}]'" in command
 
 
 def signature_of(qualified_name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import pickle
@@ -14,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import (
-    TwoLayers,
-    are_distinct_gpus,
-    as_devices,
-    assert_equal,
-    assert_same_state,
-    assert_same_step,
-    doubles,
-    randomize,
-)
+from helpers import are_distinct_gpus, as_devices, assert_equal, assert_same_state, assert_same_step, doubles
 from torch import Tensor, nn
 
 from sync_batchnorm import (
@@ -75,42 +65,6 @@ on_devices = pytest.mark.parametrize("devices", device_lists(2))
 
 def on(devices: Sequence[Any], module: nn.Module) -> nn.Module:
     return module.double().to(as_devices(devices)[0])
-
-
-# The tests and examples of the older library.
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_layer_without_a_wrapper_is_that_of_torch(training):
-    plain, ours = nn.BatchNorm1d(10).double(), SynchronizedBatchNorm1d(10).double()
-    for bn in (plain, ours):
-        (found,) = [m for m in bn.modules() if isinstance(m, (nn.BatchNorm1d, SynchronizedBatchNorm1d))]
-        found.reset_parameters()
-        found.train(mode=training)
-    ours.weight.data.copy_(randomize(plain).weight.data)
-    ours.bias.data.copy_(plain.bias.data)
-    assert_same_step(plain, ours, doubles(16, 10))
-
-
-@on_devices
-@each_way
-def test_layer_of_all_replicas_is_one_on_the_whole_batch(devices, way):
-    plain = on(devices, nn.BatchNorm1d(10, eps=1e-5, affine=False))
-    parallel = way(on(devices, SynchronizedBatchNorm1d(10, eps=1e-5, affine=False)), devices)
-    assert_same_step(plain, parallel, doubles(16, 10, devices=devices))
-
-
-@on_devices
-def test_hundred_steps_with_the_statistics_of_the_last_batch_are_those_of_torch(devices):
-    plain = on(devices, nn.BatchNorm2d(4, momentum=1))
-    parallel = DataParallelWithCallback(on(devices, SynchronizedBatchNorm2d(4, momentum=1)), devices)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, parallel)]
-    for _ in range(100):
-        assert_same_step(plain, parallel, doubles(4, 4, 3, 3, devices=devices))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert plain.num_batches_tracked == 100
 
 
 # What public projects do with it.
@@ -198,86 +152,6 @@ def test_step_of_a_gan_as_one_module_is_that_of_one_device(devices, way):
     assert_equal(one[1], one[0])
 
 
-@on_devices
-def test_average_that_holds_a_state_dict_follows_the_running_statistics(devices):
-    model = on(devices, nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3)))
-    average = copy.deepcopy(model)
-    source, target = model.state_dict(), average.state_dict()  # once, before training
-    parallel = patched(model, devices)
-    for _ in range(3):
-        parallel(doubles(8, 3, devices=devices))
-        for name in source:
-            target[name].data.copy_(source[name].data)
-    assert average[1].num_batches_tracked == 3
-    assert_equal(average[1].running_mean, model[1].running_mean)
-    assert_equal(average[1].running_var, model[1].running_var)
-
-
-class Segmenter(nn.Module):
-    """A backbone, an initialization by the class of layers, groups of parameters, and layers to freeze."""
-
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.ReLU(inplace=True))
-        self.head = nn.Sequential(nn.Conv2d(4, 4, 3), norm(4, momentum=0.0003), nn.Conv2d(4, 2, 1))
-        for m in self.modules():
-            if isinstance(m, (SynchronizedBatchNorm2d, nn.BatchNorm2d)):
-                m.weight.data.fill_(1)
-                m.bias.data.zero_()
-
-    def freeze(self) -> None:
-        for m in self.backbone.modules():
-            if isinstance(m, (SynchronizedBatchNorm2d, nn.BatchNorm2d)):
-                m.eval()
-
-    def parameters_of(self, part: nn.Module) -> list[nn.Parameter]:
-        kinds = (nn.Conv2d, SynchronizedBatchNorm2d, nn.BatchNorm2d)
-        return [p for m in part.modules() if isinstance(m, kinds) for p in m.parameters() if p.requires_grad]
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(self.backbone(image))
-
-
-@on_devices
-@pytest.mark.parametrize("frozen", [False, True])
-def test_segmentation_goes_on_from_a_checkpoint_as_on_one_device(devices, frozen):
-    plain, ours = on(devices, Segmenter(nn.BatchNorm2d)), on(devices, Segmenter(SynchronizedBatchNorm2d))
-    parallel = patched(ours, devices)
-    parallel = parallel.to(as_devices(devices)[0])  # after the patch
-    plain(doubles(4, 3, 8, 8, devices=devices))
-    parallel.module.load_state_dict(plain.state_dict())
-    optimizers = []
-    for module in (plain, parallel.module):
-        groups = [module.parameters_of(module.backbone), module.parameters_of(module.head)]
-        assert sum(map(len, groups)) == len(list(module.parameters()))
-        optimizers.append(torch.optim.SGD([{"params": p, "lr": lr} for p, lr in zip(groups, (0.1, 1.0), strict=True)]))
-    for _ in range(3):
-        for module in (plain, parallel):
-            module.train()
-        if frozen:
-            plain.freeze()
-            parallel.module.freeze()
-        assert_same_step(plain, parallel, doubles(5, 3, 8, 8, devices=devices))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(parallel, plain)
-
-
-def test_layers_that_are_replaced_by_hand_take_the_place_of_those_of_torch():
-    plain = TwoLayers().double()
-    plain(doubles(4, 3, 6, 6))
-    ours = copy.deepcopy(plain)
-    for name in dir(ours):
-        child = getattr(ours, name)
-        if type(child) is nn.BatchNorm2d:
-            new = SynchronizedBatchNorm2d(child.num_features, child.eps, child.momentum, child.affine).double()
-            new.load_state_dict(child.state_dict())
-            setattr(ours, name, new)
-    assert type(ours.bn1) is type(ours.bn2) is SynchronizedBatchNorm2d
-    assert_same_step(plain, DataParallelWithCallback(ours, ["cpu"] * 2), doubles(5, 3, 6, 6))
-
-
 class OwnScatter:
     """A wrapper that gets its batch in parts, one for each device, and gathers dictionaries by itself."""
 
@@ -334,26 +208,6 @@ def test_wrapper_that_calls_the_callbacks_itself_synchronizes(devices):
         output.backward(part.to(output.device), retain_graph=True)
     expected.backward(grad)
     assert_same_state(ours, plain)
-
-
-class TwoDomains(nn.Module):
-    """Two layers with the same weight and bias, and statistics of their own."""
-
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.source, self.target = norm(3), norm(3)
-        self.target.weight, self.target.bias = self.source.weight, self.source.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.cat([self.source(input), self.target(2 * input + 1).square()], 1)
-
-
-@on_devices
-def test_layers_with_one_weight_have_their_own_statistics(devices):
-    plain, ours = on(devices, TwoDomains(nn.BatchNorm1d)), on(devices, TwoDomains(SynchronizedBatchNorm1d))
-    ours.load_state_dict(randomize(plain).state_dict())
-    assert_same_step(plain, DataParallelWithCallback(ours, devices), doubles(6, 3, devices=devices))
-    assert ours.source.weight is ours.target.weight
 
 
 # Whole models that the older library has saved.

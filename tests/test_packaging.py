@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import email
 import os
 import re
@@ -15,7 +14,6 @@ import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from email.message import Message
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -113,27 +111,6 @@ def test_metadata_says_what_the_package_is(metadata):
 def test_torch_is_the_only_requirement(metadata):
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert [line.partition(">=")[0] for line in required] == ["torch"]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not find the packages of all modules")
-def test_extra_of_the_examples_has_what_they_import_and_that_of_the_tests_has_the_same(metadata):
-    extras = {extra: set() for extra in metadata.get_all("Provides-Extra")}
-    for line in metadata.get_all("Requires-Dist"):
-        requirement, _, extra = line.partition("; extra == ")
-        if extra:
-            extras[extra.strip('"')].add(requirement)
-    assert extras["examples"] < extras["test"]
-    files = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in EXAMPLES.glob("*.py")}
-    imports = [
-        node for tree in files.values() for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    names = {getattr(node, "module", None) or alias.name for node in imports for alias in node.names}
-    modules = {name.partition(".")[0] for name in names} - {"sync_batchnorm", *files, *sys.stdlib_module_names}
-    for module in modules:
-        pytest.importorskip(module)
-    packages = {packages_distributions()[module][0] for module in modules}
-    # The nets of torchvision are imported by a function, which takes them by name.
-    assert {requirement.partition("==")[0] for requirement in extras["examples"]} == packages | {"torchvision"}
 
 
 def test_version_is_that_of_the_package_and_the_newest_of_the_changelog(metadata):

@@ -22,7 +22,6 @@ from sync_batchnorm import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from sync_batchnorm.replica import is_in_replica
 
 DEVICES = ["cpu"] * R
 
@@ -48,16 +47,6 @@ def test_replica_has_the_class_of_the_module(name):
     parallel = WRAPPERS[name](convert_model(Looking(lambda self, input: seen.append((type(self), self.__class__)))))
     parallel(torch.randn(2 * R, 3))
     assert seen == [(Looking, Looking)] * R
-
-
-def test_forward_makes_another_module_of_its_class():
-    def look(self: Looking, input: Tensor) -> Tensor:
-        return self.__class__().double()(input)
-
-    data = doubles(2 * R, 3)
-    parallel = DataParallelWithCallback(convert_model(Looking(look).double()), DEVICES)
-    expected = [nn.BatchNorm1d(3).double()(part) for part in data.chunk(R)]
-    assert_equal(parallel(data), torch.cat(expected))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -214,16 +203,10 @@ def test_traced_graph_runs_as_a_root():
     assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
 
 
-def test_thread_that_has_run_a_replica_is_in_none():
-    class Noting(nn.Module):
-        def forward(self, input):
-            seen.append(is_in_replica())
-            return input
-
-    seen = []
-    patch_replication_callback(OneThread(Noting(), 2))(torch.randn(4, 3))
-    assert seen == [True, True]
-    assert not is_in_replica()
+def test_thread_that_has_run_a_replica_may_run_a_wrapper():
+    patch_replication_callback(OneThread(nn.Identity(), 2))(torch.randn(4, 3))
+    plain, parallel = twins(Scaling().double(), DEVICES)
+    assert_same_step(plain, parallel, doubles(7, 3))
 
 
 MODES = {

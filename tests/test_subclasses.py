@@ -93,22 +93,6 @@ def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_devic
         assert sorted(map(str, parallel.module.seen)) == sorted(map(str, plain.seen * len(devices)))
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["master", "slave"])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_replicas_may_have_different_classes(devices, first):
-    class Mixed(Net):
-        def forward(self, input: Tensor) -> Tensor:
-            return self.last(self.activation(self.bn(tagged(input) if bool(input.sum() > 0) == first else input)))
-
-    net = Mixed(nn.ReLU(inplace=True))
-    net.bn = nn.BatchNorm2d(3)
-    net.last = nn.Conv2d(3, 2, 3)
-    plain, parallel = twins(net.double(), devices)
-    data = doubles(6, 3, 5, 5, devices=devices)
-    data[:3], data[3:] = data[:3].abs(), -data[3:].abs()
-    assert_same_on_leaves(plain, parallel, devices, data, lambda leaf: leaf)
-
-
 @SUBCLASSES
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_torch(devices, make):

@@ -55,39 +55,28 @@ def merge(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
     return [(identifier, len(messages)) for identifier, _ in messages]
 
 
-class Counting(nn.Module):
-    """A module of the user's own that exchanges something between replicas."""
-
-    pipe: SyncMaster | SlavePipe
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        if copy_id == 0:
-            ctx.master = self.pipe = SyncMaster(merge)
-        else:
-            self.pipe = ctx.master.register_slave(copy_id)
-
-    def forward(self, input: Tensor) -> Tensor:
-        pipe = self.pipe
-        replicas = pipe.run_master(None) if isinstance(pipe, SyncMaster) else pipe.run_slave(None)
-        return input * float(replicas)
-
-
 class Centered(nn.Module):
-    """A normalization of the user's own."""
+    """A normalization of the user's own, which exchanges something more between replicas."""
 
     pipe: SyncMaster | SlavePipe | None = None
+    counter: SyncMaster | SlavePipe | None = None
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         if copy_id == 0:
-            ctx.master = SyncMaster(merge_messages)
-        self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+            ctx.masters = self.pipe, self.counter = SyncMaster(merge_messages), SyncMaster(merge)
+        else:
+            self.pipe, self.counter = (master.register_slave(copy_id) for master in ctx.masters)
 
     def forward(self, input: Tensor) -> Tensor:
         mean, var, count = sync_moments(input, self.pipe)
         assert_type(mean, Tensor)
         assert_type(var, Tensor)
         assert_type(count, int)
-        return input - mean[:, None, None]
+        pipe = self.counter
+        if pipe is not None:
+            replicas = pipe.run_master(None) if isinstance(pipe, SyncMaster) else pipe.run_slave(None)
+            input = input * float(replicas)
+        return input - mean
 
 
 def train() -> None:
@@ -123,11 +112,10 @@ def build() -> list[nn.modules.batchnorm._BatchNorm]:
 
 def wrap() -> None:
     """Use the callbacks with a wrapper that is there already, and without any."""
-    existing = nn.DataParallel(Counting())
-    assert_type(patch_replication_callback(existing, timeout=1.5), nn.DataParallel[Counting])
-    execute_replication_callbacks([Counting(), Counting()])
-    DataParallelWithCallback(Counting(), [torch.device("cpu"), "cpu"])(torch.ones(2, 1))
-    Centered()(torch.randn(2, 3, 4, 4))
+    existing = nn.DataParallel(Centered())
+    assert_type(patch_replication_callback(existing, timeout=1.5), nn.DataParallel[Centered])
+    execute_replication_callbacks([Centered(), Centered()])
+    DataParallelWithCallback(Centered(), [torch.device("cpu"), "cpu"])(torch.ones(2, 1))
 
 
 def mistakes() -> None:
