@@ -33,6 +33,7 @@ answers: a replica may run a backward before its peers have woken up. So no repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,47 +106,48 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Other processes may have gradients where this one has none, and wait for it.
         if call.group is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
-        with plain_tensors():
-            if call.batch.master.stream is None:
-                made = _gradients(ctx, call, grads, Streams())
-            else:
-                places = [*call.places, *call.pair_places]
-                with in_order_with_engine(call.batch.master, places, grads) as streams:
-                    made = _gradients(ctx, call, grads, streams)
-        needed = ctx.needs_input_grad[3:]
-        return None, None, None, *[grad if i else None for grad, i in zip(made, needed, strict=True)]
+        master = call.batch.master
+        order: AbstractContextManager[Streams] = nullcontext(Streams())
+        if master.stream is not None:
+            order = in_order_with_engine(master, [*call.places, *call.pair_places], grads)
+        with plain_tensors(), order as streams:
+            replicas = _replicas(ctx, call, grads, streams)
+            _compute_gradients(ctx, call, grads, replicas, streams)
+        made: list[Tensor | None] = [None, None, None]
+        for replica, saved in zip(replicas, call.saved, strict=True):
+            if replica.input is not None:
+                saved.maybe_clear_saved_tensors()  # unless the graph is retained; only now, in order with the engine
+            made += replica.grad_input, replica.grad_weight, replica.grad_bias
+        return tuple([grad if i else None for grad, i in zip(made, ctx.needs_input_grad, strict=True)])
 
 
 # What `_SyncBatchNorm.apply` does outside of transforms of `torch.func`, without its search for them.
 _apply: Any = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 
-def _gradients(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Streams) -> list[Tensor | None]:
-    """Return the gradients of the tensors that the node has got, in their order."""
+def _compute_gradients(
+    ctx: Any, call: Call, grads: Sequence[Tensor | None], replicas: Sequence[ReplicaGradients], streams: Streams
+) -> None:
+    """Compute the gradients of all replicas from the gradients of what the node has returned."""
     batch, graph = call.batch, torch.is_grad_enabled()
     at, reduce = batch.at, None
     if graph:
         at = {place: pair.unbind() for place, pair in zip(call.pair_places, ctx.saved_tensors, strict=True)}
     if call.group is not None:
         reduce = partial(distributed.all_reduced, group=call.group)
-    replicas = _replicas(ctx, call, grads, streams)
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
     backend = GENERAL if graph or pair_grads else call.backend
     backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, reduce))
-    made: list[Tensor | None] = []
     for replica in replicas:
         if replica.wants_parameters and replica.grad_bias is None:
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.
             with streams.at(replica.place):
                 replica.grad_weight = replica.grad_bias = torch.zeros_like(batch.at[replica.place][0])
-        gradients = [replica.grad_input, replica.grad_weight, replica.grad_bias]
-        made += gradients
         if not streams.are_current:
             # The engine assumes that they were computed on the streams that are current now.
-            record_current(gradients, replica.place)
-    return made
+            record_current([replica.grad_input, replica.grad_weight, replica.grad_bias], replica.place)
 
 
 def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Streams) -> list[ReplicaGradients]:
@@ -159,7 +161,6 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
                 input, weight = call.saved[i].saved_tensors
-            call.saved[i].maybe_clear_saved_tensors()  # unless the graph is retained
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas
 

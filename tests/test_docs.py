@@ -98,6 +98,7 @@ def _clean_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 
 ELSEWHERE = {"frameworks.md"}  # run by test_frameworks.py, with the frameworks
+KEPT: list[types.ModuleType] = []  # a group of gloo that ends while its thread waits for the GIL hangs (torch 2.13)
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 
@@ -107,6 +108,7 @@ def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch
     if page.name in ELSEWHERE:
         pytest.skip("needs the frameworks that it is about")
     module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
+    KEPT.append(module)
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
     for block in blocks_of(page):
         if block.language == "python":

@@ -91,7 +91,6 @@ def test_only_one_file_blocks(file):
 # Files that may ask of what kind a device is; all others leave that to `backend_for`, or ask a place.
 KINDS_OF_DEVICES = {
     "backends",  # which backend a device has
-    "backends.base",  # whether the host can read a tensor without a wait
     "backends.places",  # whether a device has streams
     "parallel.data_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have

@@ -53,11 +53,6 @@ def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
 
 
-def host_can_read(tensor: Tensor) -> bool:
-    """Return whether the host can read the values of `tensor` without waiting for a device."""
-    return tensor.device.type == "cpu"
-
-
 def single_value(shapes: Sequence[torch.Size]) -> ValueError:
     """Return torch's own error for a single value per channel, in inputs of which all but one may be empty."""
     shape = next((shape for shape in shapes if shape.numel()), shapes[0])

@@ -91,5 +91,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     print(environment())
     sweep("torchvision", zoo.models_with_batch_norm())
-    sweep("timm", zoo.timm_models_with_batch_norm())
+    sweep("timm", ((name, zoo.build_timm(name)) for name in zoo.TIMM))
     train()
