@@ -72,12 +72,12 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class Remembered(NamedTuple):
     """What a pipe remembers of one call of its replica, outside of the graph."""
 
-    statistics: Sequence[Tensor]  # of the input of this replica
+    statistics: Sequence[Any]  # `ReplicaStatistics` of its input
     normalizer: Sequence[Tensor]  # see `Backend`
     is_constant: bool  # whether the replica recorded a graph, and the output required no gradient all the same
 
 
-def recall(remembered: list[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
+def recall(remembered: list[Remembered], statistics: Sequence[Any], where: str) -> Remembered:
     """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`.
 
     Raises:
@@ -85,7 +85,7 @@ def recall(remembered: list[Remembered], statistics: Sequence[Tensor], where: st
     """
     if len(remembered) == 1:
         return remembered[0]
-    same = [call for call in remembered if _are_equal(call.statistics, statistics)]
+    same = [call for call in remembered if _are_equal(call.statistics[:2], statistics[:2])]
     if not same:
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "

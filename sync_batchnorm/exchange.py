@@ -96,7 +96,7 @@ def sync_batch_norm(
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
         request = _request(input, weight, bias, settings, saved)
         if recomputes and pipe is not None:
-            call: Remembered = recall(pipe.remembered, request.statistics[:2], pipe.where)
+            call: Remembered = recall(pipe.remembered, request.statistics, pipe.where)
             output = request.memory if call.is_constant else refuse_gradient(request.memory, input)
             normalizer = call.normalizer
         else:
@@ -105,7 +105,7 @@ def sync_batch_norm(
             normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
             if pipe is not None:
                 is_constant = saved is not None and not output.requires_grad
-                pipe.remembered.append(Remembered(request.statistics[:2], normalizer, is_constant))
+                pipe.remembered.append(Remembered(request.statistics, normalizer, is_constant))
             if settings.running is not None and not recomputes:
                 # Only now, so that a call whose merge fails is not counted.
                 batch.update(settings.running, settings.eps)
