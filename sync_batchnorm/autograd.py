@@ -14,9 +14,9 @@ engine runs this node when it has the gradients of all outputs. The node compute
 them up, and computes all input gradients. The arithmetic is that of its backend.
 
 NOTE [who saves what]: Each replica saves its input and weight itself, in a node outside of the graph (`checkpoint.py`).
-This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors see them in the thread
-of the replica, and torch notices if they were changed, as if each replica had a layer of its own. This node saves only
-the pairs.
+This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors see them in the
+thread of the replica, and torch notices if they were changed, as if each replica had a layer of its own. This node
+saves only the pairs.
 
 NOTE [memory of the outputs]: The node returns its outputs before they are written. Each replica allocates its output in
 its own thread, and writes it there after the exchange, so that all replicas work in parallel.
