@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -62,20 +63,11 @@ class Call(NamedTuple):
     batch: BatchStatistics
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
     saved: Sequence[Any]  # the nodes in which they have saved input and weight
-    made_by: Sequence[Any]  # the nodes of their inputs; None for a leaf
+    made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
     group: distributed.Group | None  # of processes
-    kept: list[Tensor]  # what the node has saved
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Return what the node saves of `tensor`, and keep it alive.
-
-        If replicas take gradients in their forward, torch may free what a node has saved in several threads at once:
-        none of them may deallocate a tensor, which gives up the GIL, while it clears the list of all (torch 2.13).
-        """
-        self.kept.append(tensor.detach())
-        return self.kept[-1]
+    pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
 
 
 def record(
@@ -85,8 +77,11 @@ def record(
     tensors: list[Tensor | None] = []
     for of_replica in replicas:
         tensors += of_replica
-    # Hooks on saved tensors of this thread, the master's, are not for what this node saves.
-    with torch.enable_grad(), saved_tensors_hooks(call.keep, _unchanged):
+    # Hooks on saved tensors of this thread, the master's, are not for what this node saves: the numbers of its pairs.
+    # No tensors: if replicas take gradients in their forward, torch may free what a node has saved in two threads at
+    # once, of which none may give up the GIL to deallocate a tensor (torch 2.13).
+    numbers = count()
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), call.pairs.__getitem__):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
     return results[: len(outputs)]
 
@@ -157,14 +152,10 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
     for i, place in enumerate(call.places):
         input_needed, weight_needed, bias_needed = ctx.needs_input_grad[3 + 3 * i : 6 + 3 * i]
         made_by, grad_output = call.made_by[i], grads[i]
-        wants_input = input_needed and (made_by is None or will_run(made_by))
+        wants_input = input_needed and will_run(made_by)
         input = weight = None
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
                 input, weight = call.saved[i].saved_tensors
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -63,6 +63,7 @@ class Request(NamedTuple):
     bias: Tensor | None
     settings: Settings
     saved: Any  # the node that has saved input and weight; None if the replica records no graph
+    made_by: Any  # the node of the input; None for one that needs no gradient
 
 
 class Answer(NamedTuple):
@@ -130,7 +131,7 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
         statistics = backend.nothing(input)
     memory = memory_for_output(input, memory)
     kind = (input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, torch.is_inference_mode_enabled())
-    return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved)
+    return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved, input.grad_fn)
 
 
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
@@ -151,16 +152,18 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             own_weights = own_weights or weight is not first.weight or bias is not first.bias
         if request.saved is not None:
             recording.append(request)
-            needs_grad = needs_grad or any([t is not None and t.requires_grad for t in (request.input, weight, bias)])
+            needs_grad = needs_grad or request.made_by is not None
+            needs_grad = needs_grad or (weight is not None and weight.requires_grad)
+            needs_grad = needs_grad or (bias is not None and bias.requires_grad)
     batch = _merge([request for _, request in messages])
     places = list(dict.fromkeys([request.place for _, request in messages]))
-    pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    pairs, kept = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if needs_grad:
         here = [request.place for request in recording]
         saved = [request.saved for request in recording]
-        made_by = [request.input.grad_fn for request in recording]
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.group, [])
+        made_by = [request.made_by for request in recording]
+        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.group, kept)
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
@@ -209,11 +212,12 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     return batch
 
 
-def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> list[Tensor]:
-    """Return mean and inverse standard deviation, ``(2, C)``, at each place; also put them into `batch`."""
+def _pairs(
+    batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and aliases; put these into `batch`."""
     pair = torch.stack((batch.mean, cast(Tensor, batch.invstd))).to(dtype)
     pairs = [pair]
-    batch.at[batch.master] = pair.detach().unbind()
     if len(places) > 1:
         streams = Streams(places)
         for place in places[1:]:
@@ -222,5 +226,7 @@ def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) 
                 with streams.at(place):
                     here = here.clone()
             pairs.append(here)
-            batch.at[place] = here.detach().unbind()
-    return pairs
+    aliases = [pair.detach() for pair in pairs]
+    for place, alias in zip(places, aliases, strict=True):
+        batch.at[place] = alias.unbind()
+    return pairs, aliases

@@ -73,8 +73,10 @@ class Streams:
 
     def to_place(self, tensor: Any, source: Place, target: Place) -> Any:
         """Return `tensor`, which is ready at `source`, for use at `target`: itself on one device, otherwise a copy."""
-        if source.device != target.device:
-            with self.at(source), self.at(target):  # Torch makes the copy wait for both, and both wait for it.
+        if source.device != target.device:  # Torch makes the copy wait for both streams, and both wait for it.
+            if self.are_current:
+                return tensor.to(target.device, non_blocking=True)
+            with self.at(source), self.at(target):
                 return tensor.to(target.device, non_blocking=True)
         if source.stream is not None and target.stream is not None and source.stream != target.stream:
             target.stream.wait_stream(source.stream)
