@@ -172,6 +172,7 @@ def test_replicas_in_eval_mode_leave_the_module_in_its_own():
     plain, parallel = twins(Scaling().double(), DEVICES)
     data = doubles(6, 3)
     replicas = [replica.eval() for replica in parallel.replicate(parallel.module, parallel.device_ids)]
+    assert not any(replica.training for replica in replicas)
     assert_equal(torch.cat(parallel.parallel_apply(replicas, data.chunk(R), [{}] * R)), plain.eval()(data))
     assert parallel.module.training
     assert parallel.module.bn.training

@@ -81,13 +81,10 @@ class Cuda(Backend):
         if input.numel() == 0:
             replica.grad_weight = replica.grad_bias = nothing = torch.zeros_like(mean)
             return nothing, nothing
-        # Without a weight, the operator does not know the dtype of the gradients of weight and bias.
-        wants = weight is not None and replica.wants_parameters
-        sum_dy, sum_dy_xmu, replica.grad_weight, replica.grad_bias = torch.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight, True, wants, wants
+        sum_dy, sum_dy_xmu, replica.grad_weight, _ = torch.batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, weight, True, weight is not None, False
         )
-        if weight is None:
-            replica.grad_bias = sum_dy
+        replica.grad_bias = sum_dy
         return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
 
     def common_terms(self, totals: Tensor, backward: Backward) -> Tensor:
