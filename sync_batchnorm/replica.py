@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -58,7 +59,10 @@ class Run:
         Only the text is kept, as in torch: the error would keep the frames of the forward alive, and their tensors.
         """
         where = f"in {self.coordinator.who(self.replica_id)}"
-        self.coordinator.leave(self.replica_id, ExceptionWrapper((type(error), error, error.__traceback__), where))
+        failure = ExceptionWrapper((type(error), error, error.__traceback__), where)
+        if sys.version_info < (3, 11):  # Its tracebacks have no notes.
+            failure.exc_msg += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()))
+        self.coordinator.leave(self.replica_id, failure)
 
 
 class Replica(nn.Module):
