@@ -186,7 +186,7 @@ class SyncMaster(_End):
         if self.is_alone:
             return coordinator.merged(rendezvous, callback, [(MASTER, msg)])[MASTER]
         try:
-            answers = coordinator.merged(rendezvous, callback, coordinator.collect(rendezvous, msg))
+            answers = coordinator.merged(rendezvous, callback, coordinator.send(rendezvous, MASTER, msg))
             coordinator.answer(rendezvous, answers)
         except BaseException as error:
             self._interrupt(error)

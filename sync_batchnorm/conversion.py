@@ -12,6 +12,7 @@ import copy
 import functools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .glue import Derived, swap_class, warn
+from .glue import Derived, swap_class
 from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -146,7 +147,8 @@ def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
         lines = [
             f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in skipped.items()
         ]
-        warn(f"{what}, {sum(map(len, skipped.values()))} in all:\n" + "\n".join(lines))
+        text = f"{what}, {sum(map(len, skipped.values()))} in all:\n" + "\n".join(lines)
+        warnings.warn(text, stacklevel=3)
 
 
 def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
@@ -345,6 +347,7 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
         if _Patch.depth and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             reason = _make_synchronized(self, {}, SyncOptions())
             if reason is not None:
-                warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
+                text = f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}"
+                warnings.warn(text, stacklevel=2)
 
     return __init__

@@ -1,7 +1,6 @@
 """The replicas of one forward: which run, wait for which others, or have ended, and what breaks the forward.
 
-This is the only file that blocks, and it knows nothing of tensors. Replicas wait in one method only,
-`Coordinator._wait`, each on a mailbox of its own.
+This file knows nothing of tensors. Replicas wait in `Coordinator._wait` only, each on a mailbox of its own.
 
 NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward. A coordinator breaks at most
 once, at once, in the thread in which one of these conditions becomes true:
@@ -12,10 +11,9 @@ once, at once, in the thread in which one of these conditions becomes true:
    members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`_wait`).
 
-Breaking empties `_waiting` and puts one item, ``(delivered, value)``, into the mailbox of each replica that was in it.
-Delivering an answer removes the replica from `_waiting` under the same lock. So until a break, a mailbox never holds
-more than one item. A replica that got its answer before the break returns it, and all replicas get the error in their
-next call at the latest. A broken coordinator stays broken: the next forward makes its own.
+Who puts an item, ``(delivered, value)``, into the mailbox of a replica takes it out of `_waiting`, so no mailbox holds
+more than one. A replica that got its answer before the break returns it, and all replicas get the error in their next
+call at the latest. A broken coordinator stays broken: the next forward makes its own.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
 class Rendezvous:
-    """Where the replicas of one forward meet in one layer: its members, and what they have sent in the present call.
-
-    All members must call before any of them gets a result, so there is never more than one call at a time.
-    """
+    """Where the replicas of one forward meet in one layer: its members, and what they have sent in the present call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,10 +62,10 @@ class Rendezvous:
 
 
 class Coordinator:
-    """The replicas of one forward: which run, wait for which others, or have ended, and whether the forward broke.
+    """The replicas of one forward, and how they meet.
 
     Args:
-        devices: the device of each replica, as text for messages. Replicas that are not listed may be admitted later.
+        devices: the device of each replica, for messages. Replicas that are not listed may be admitted later.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
         span: returns the context of a run, wait or merge for its name, as a profile shows it.
     """
@@ -121,11 +116,7 @@ class Coordinator:
                     self._left[replica_id] = "was given no input"
 
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
-        """Record that a replica runs; return the span of its run in the profile.
-
-        Raises:
-            RuntimeError: if it has run before.
-        """
+        """Record that a replica runs, which it may once; return the span of its run in the profile."""
         with self._lock:
             if replica_id in self._left:
                 self._raise_if_broken(replica_id)
@@ -140,12 +131,8 @@ class Coordinator:
     def leave(self, replica_id: int, failure: Any = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
 
-        Args:
-            replica_id: the replica.
-            failure: how it failed, with the type of the error as `exc_type`; None if it returned. The first counts.
-
-        Raises:
-            ReplicaSyncError: if it returned, although it was released from a call: it has caught that error.
+        The first `failure` counts, an `ExceptionWrapper` of torch; it is None if the replica returned. That is an error
+        if it was released from a call, since it has caught the error of that.
         """
         with self._lock:
             if failure is not None and replica_id in self._failures:
@@ -191,46 +178,30 @@ class Coordinator:
             sleep(0.01)
 
     def failure(self) -> Any:
-        """Return how a replica has failed, for the caller, or None if none has; forget all failures.
-
-        An original failure comes before those of replicas that were released, and then that of the lowest replica.
-        """
+        """Return the failure that caused the others, as far as that is known, or None; forget all failures."""
         with self._lock:
             failures, self._failures = self._failures, {}
 
         def rank(replica_id: int) -> tuple[bool, bool, int]:
-            is_caused = issubclass(failures[replica_id].exc_type, ReplicaSyncError)
-            return replica_id in self._released, is_caused, replica_id
+            return replica_id in self._released, issubclass(failures[replica_id].exc_type, ReplicaSyncError), replica_id
 
         return failures[min(failures, key=rank)] if failures else None
 
-    # One call of a layer: the way of a slave, and that of the master.
+    # One call of a layer.
 
     def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
-        """Send the message of a slave; block until the master has answered, and return the answer."""
-        replica_id = rendezvous.members[identifier]
+        """Send the message of a member; block until there is an answer, which for the master is all messages."""
+        members = rendezvous.members
+        replica_id = members[identifier]
         with self._lock:
             self._arrive(rendezvous, identifier, message)
             self._waiting[replica_id] = rendezvous
-            if len(rendezvous.messages) == len(rendezvous.members):
-                self._deliver(rendezvous.members[MASTER], None)
+            messages = rendezvous.messages
+            if len(messages) == len(members):
+                self._deliver(members[MASTER], [(member, messages[member]) for member in members])
             else:
                 self._find_deadlock(replica_id, rendezvous)
         return self._wait(replica_id, rendezvous)
-
-    def collect(self, rendezvous: Rendezvous, message: Any) -> Messages:
-        """Block the master until all members have called; return their messages, by identifier."""
-        replica_id = rendezvous.members[MASTER]
-        with self._lock:
-            self._arrive(rendezvous, MASTER, message)
-            self._waiting[replica_id] = rendezvous
-            if len(rendezvous.messages) == len(rendezvous.members):
-                self._deliver(replica_id, None)
-            else:
-                self._find_deadlock(replica_id, rendezvous)
-        self._wait(replica_id, rendezvous)
-        messages = rendezvous.messages
-        return [(member, messages[member]) for member in rendezvous.members]
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
         """Deliver the answers of the master to the slaves, which ends the call."""

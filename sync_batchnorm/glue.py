@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
-from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -22,37 +21,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# The packages whose frames `warn` skips: also what of the standard library is between them, or starts a thread.
-_BETWEEN = ("torch", "contextlib", "functools", "threading")
+_issued: dict[str, object] = {}  # the texts of `warn_once`
 
 
-def warn(text: str) -> None:
-    """Issue a `UserWarning` that names the nearest line outside of torch and this library."""
-    own = __name__.rpartition(".")[0]
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.partition(".")[0] not in _BETWEEN and not f"{name}.".startswith(f"{own}."):
-            break
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
-
-
-class ModuleSet:
-    """A set of modules, each together with all its replicas.
-
-    Every forward has new replicas, and nothing may be stored on the user's module. A module and all its replicas have
-    the same dictionary of forward hooks, which no deep copy or pickle has.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[int, ReferenceType[Any]] = {}
-
-    def add(self, module: Any) -> bool:
-        """Add `module`; return whether it was new. If several threads add it at once, only one gets True."""
-        key = id(module._forward_hooks)
-        seen = ref(module._forward_hooks, lambda _: self._found.pop(key, None))
-        return self._found.setdefault(key, seen) is seen
+def warn_once(text: str) -> None:
+    """Issue a `UserWarning` once in this process, also if several threads do so at once."""
+    mine = object()
+    if _issued.setdefault(text, mine) is mine:
+        warnings.warn(text, stacklevel=3)
 
 
 # The compiler shows this text with `fullgraph=True`, the only case in which a user has to know.

@@ -12,7 +12,7 @@ from . import distributed
 from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
-from .glue import ModuleSet, in_transform_error, uncompiled, warn
+from .glue import in_transform_error, uncompiled, warn_once
 from .replica import is_in_replica, raise_foreign_layer
 from .torch_private import BatchNormBase, in_transform
 
@@ -179,7 +179,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if self.group_size is None:
             return group
         if self._sync_pipe is None and self.group_size > 1:
-            warn(
+            warn_once(
                 f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
                 "process, so its statistics are those of this process; pass process_group=torch.distributed."
                 f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes"
@@ -213,8 +213,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
 
     def _warn_if_replica(self) -> None:
-        if getattr(self, "_is_replica", False) and _warned.add(self):
-            warn(
+        if getattr(self, "_is_replica", False):
+            warn_once(
                 f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
                 "are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
                 "patch_replication_callback(data_parallel) on the DataParallel object around it"
@@ -228,9 +228,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
 def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
     return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
-
-
-_warned = ModuleSet()  # modules that were warned of a missing callback
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):

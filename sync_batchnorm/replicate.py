@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
-from .glue import Derived, ModuleSet, in_transform_error, spans_of_forward, swap_class, uncompiled, warn
+from .glue import Derived, in_transform_error, spans_of_forward, swap_class, uncompiled, warn_once
 from .glue import _bare as _bare  # looked up by older pickles
 from .parallel.data_parallel import AnyDeviceDataParallel, DeviceId
 from .replica import CallerModes, Replica, Run, is_in_replica, raise_foreign_layer
@@ -112,15 +112,12 @@ def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Mod
         )
 
 
-_warned = ModuleSet()  # wrappers of models that were not converted
-
-
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn once for each wrapper whose module trains batch norms and has nothing that could synchronize."""
+    """Warn if a module that has nothing that could synchronize trains batch norms."""
     plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
-    if plain and _warned.add(wrapper):
+    if plain:
         first = plain[0] or "the module itself"
-        warn(
+        warn_once(
             f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
             f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
             "filter this warning if every replica is meant to normalize with its own chunk of the batch"

@@ -32,12 +32,7 @@ _REQUIRED = {
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler runs, in any thread",
 }
 _MODULE = nn.Module()
-_ATTRIBUTES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-)  # of every module; replicas are filled with them
+_ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 
 def _found(name: str) -> Any:

@@ -138,6 +138,11 @@ def _no_thread_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sync_batchnorm.glue._issued", {})
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> None:
     # The function of torch takes a millisecond where there is no GPU, to note down for whom it would seed one.
     (torch if CUDA_COUNT else torch.default_generator).manual_seed(0)

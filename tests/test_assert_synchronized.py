@@ -1,14 +1,12 @@
-"""`assert_synchronized` names every layer that would not be synchronized; the warning comes once a layer."""
+"""`assert_synchronized` names every layer that would not be synchronized; what does not warns once."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import re
 import threading
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -128,24 +126,13 @@ def _caught(parallel: nn.Module, forwards: int = 3) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_stock_wrapper_warns_with_the_fix_once_for_each_layer_and_copy():
+def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]
-    texts = _caught(TorchStyle(model, 3))
-    assert len(texts) == 2
-    assert all(re.match(WARNING, text) for text in texts)
-    assert not _caught(TorchStyle(model, 3))
-    assert len(_caught(TorchStyle(copy.deepcopy(model), 3))) == 2
+    (text,) = _caught(TorchStyle(model, 3))
+    assert re.match(WARNING, text)
+    assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
-
-
-def test_layer_that_has_warned_is_not_kept_alive():
-    model = SynchronizedBatchNorm1d(4)
-    assert _caught(TorchStyle(model, 3))
-    left = weakref.ref(model)
-    del model
-    gc.collect()
-    assert left() is None
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.eval, lambda model: model], ids=["eval", "unwrapped"])
@@ -171,21 +158,12 @@ def _plain_net() -> nn.Module:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_model_that_nobody_converted_warns_once_for_each_wrapper(name, mode):
-    for _ in range(2):
-        parallel = WRAPPERS[name](_plain_net())
-        with mode():
-            (text,) = _caught(parallel)
-        assert re.fullmatch(PLAIN.replace("DataParallelWithCallback", type(parallel).__name__), text)
-    assert len(_caught(copy.deepcopy(parallel))) == 1
-    assert _caught(pickle.loads(pickle.dumps(parallel)))
-    assert not _caught(parallel)
-
-
-def test_warning_of_a_model_that_nobody_converted_names_the_call():
-    with pytest.warns(UserWarning, match=PLAIN) as caught:
-        _ours(_plain_net())(torch.randn(6, 4))
-    assert [warning.filename for warning in caught] == [__file__]
+def test_model_that_nobody_converted_warns_once(name, mode):
+    parallel = WRAPPERS[name](_plain_net())
+    with mode():
+        (text,) = _caught(parallel)
+    assert re.fullmatch(PLAIN.replace("DataParallelWithCallback", type(parallel).__name__), text)
+    assert not _caught(pickle.loads(pickle.dumps(parallel)))
 
 
 def test_model_that_nobody_converted_warns_in_its_first_training_forward():

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
-from sync_batchnorm.backends import GENERAL, base
+from sync_batchnorm.backends import GENERAL, base, cuda
 from sync_batchnorm.backends.base import Backend, ReplicaStatistics
 from sync_batchnorm.backends.general import General
+from sync_batchnorm.backends.places import CPU
 
 
 class NoFloat64(TorchDispatchMode):
@@ -66,30 +67,35 @@ def test_operators_of_the_cpu_need_float64():
         parallel(torch.randn(7, 3, 4))
 
 
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch):
+    """Vectors of counts, here on the CPU, in place of a GPU that captures no graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "_made", {})
+    return lambda *numbers: cuda._counts(CPU, numbers, torch.float32)
+
+
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
-def test_constants_that_are_made_in_another_mode_are_usual_tensors_afterwards(mode):
-    constants = base.cached_constants(lambda size: (torch.ones(size),))
+def test_counts_that_are_made_in_another_mode_are_usual_tensors_afterwards(counts, mode):
     with mode():
-        constants(3)
-    (found,) = constants(3)
+        counts(3, 4)
+    found = counts(3, 4)
     assert type(found) is torch.Tensor
     assert not found.is_inference()
 
 
-def test_constants_are_forgotten_when_they_are_many():
-    made = []
+def test_counts_that_a_graph_captures_are_not_kept(counts, monkeypatch):
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = counts(3, 4)
+    assert counts(3, 4) is not captured
+    assert counts(3, 4) is counts(3, 4)
 
-    @base.cached_constants
-    def make(number):
-        made.append(number)
-        return (torch.tensor(number),)
 
+def test_counts_are_forgotten_when_they_are_many(counts):
     for number in range(3000):
-        assert make(number)[0] == number
-        make(number)
-    assert made == list(range(3000))
-    make(0)
-    assert made[3000:] == [0]
+        assert counts(number).tolist() == [number]
+    assert len(cuda._made) < 1025
 
 
 def test_output_of_any_strides_has_those_of_torch():

@@ -51,8 +51,8 @@ def outcome(function):
 @pytest.fixture
 def exchanges(monkeypatch):
     """A list that gets one item for each exchange of replicas."""
-    counted, collect = [], Coordinator.collect
-    monkeypatch.setattr(Coordinator, "collect", lambda self, *args: (counted.append(self), collect(self, *args))[1])
+    counted, answer = [], Coordinator.answer
+    monkeypatch.setattr(Coordinator, "answer", lambda self, *args: (counted.append(self), answer(self, *args))[1])
     return counted
 
 

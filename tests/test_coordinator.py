@@ -31,7 +31,7 @@ def call(coordinator, rendezvous, replica):
     identifier = next(key for key, member in rendezvous.members.items() if member == replica)
     if identifier != MASTER:
         return coordinator.send(rendezvous, identifier, f"from {replica}")
-    messages = coordinator.collect(rendezvous, f"from {replica}")
+    messages = coordinator.send(rendezvous, MASTER, f"from {replica}")
     coordinator.answer(rendezvous, dict.fromkeys(rendezvous.members, messages))
     return messages
 
@@ -107,9 +107,9 @@ def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
     outer, inner = layer_of(coordinator, "outer"), layer_of(coordinator, "inner")
     waiting = Waiting(coordinator, outer, 1)
-    coordinator.collect(outer, None)
+    coordinator.send(outer, MASTER, None)
     with pytest.raises(ReplicaSyncError, match=r"to reach the same layer, but got replica 0 .* in inner, call 1, "):
-        coordinator.collect(inner, None)
+        coordinator.send(inner, MASTER, None)
     assert isinstance(waiting.outcome(), ReplicaSyncError)
 
 
@@ -130,9 +130,9 @@ def test_second_thread_of_the_master_is_refused_while_the_first_merges():
     coordinator = Coordinator(["cpu"] * 2)
     layer = layer_of(coordinator)
     waiting = Waiting(coordinator, layer, 1)
-    coordinator.collect(layer, None)
+    coordinator.send(layer, MASTER, None)
     with pytest.raises(RuntimeError, match=r"replica 0 on device cpu calling layer while it waits in layer, call 1;"):
-        coordinator.collect(layer, None)
+        coordinator.send(layer, MASTER, None)
     coordinator.answer(layer, {1: "the answer"})
     assert waiting.outcome() == "the answer"
 

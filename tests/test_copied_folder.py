@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,6 @@ from types import ModuleType
 import pytest
 import torch
 from forks import forked, needs_fork
-from helpers import doubles
 from torch import nn
 
 import sync_batchnorm
@@ -93,17 +91,6 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
     layers, wrapper = f"{INSIDE}.layers".encode(), f"{INSIDE}.replicate".encode()
     expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
     assert in_project(project, INSIDE, body) == expected
-
-
-def test_warnings_of_a_copy_name_the_line_of_its_user(project):
-    def body(copied: ModuleType) -> None:
-        parallel = copied.DataParallelWithCallback(nn.BatchNorm1d(3), ["cpu"] * 2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            parallel(doubles(4, 3).float())
-        print([Path(warning.filename).name for warning in caught])
-
-    assert in_project(project, INSIDE, body) == f"['{Path(__file__).name}']\n"
 
 
 def run_in(project: Path, *command: str) -> str:

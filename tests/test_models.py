@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import linecache
 
 import pytest
 import torch
@@ -196,28 +195,6 @@ def test_wrappers_may_be_compiled(devices, whole):
         inputs[1] = inputs[0].clone()
         assert_equal(compiled(inputs[1]), plain(inputs[0]))
     assert_same_state(parallel, plain)
-
-
-# Warnings
-
-
-class Around(nn.Module):
-    """Has the layer inside of a container of torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Sequential(SynchronizedBatchNorm1d(4)))
-
-    def forward(self, input):
-        return self.body(input)
-
-
-def test_warning_in_a_replica_points_to_the_code_that_calls_the_layer():
-    with pytest.warns(UserWarning, match="trains in a replica that was never connected") as caught:
-        TorchStyle(Around(), 2)(torch.randn(6, 4))
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert linecache.getline(__file__, warning.lineno).strip() == "return self.body(input)"
 
 
 def test_devices_that_a_wrapper_merely_lists_are_not_asked_for_anything():

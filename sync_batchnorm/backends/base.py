@@ -76,27 +76,6 @@ def looks_channels_last(input: Tensor) -> bool:
     return True
 
 
-def cached_constants(make: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Cache the small constant tensors that `make` returns for its arguments; clear the cache when it is full.
-
-    Tensors of another class, as `FakeTensorMode` makes them, are not cached: later calls would get them.
-    """
-    cache: dict[Any, tuple[Tensor, ...]] = {}
-
-    def get(*key: Any) -> tuple[Tensor, ...]:
-        tensors = cache.get(key)
-        if tensors is None:
-            with torch.inference_mode(False):
-                tensors = make(*key)
-            if len(cache) >= 1024:
-                cache.clear()
-            if all(type(tensor) is Tensor for tensor in tensors):
-                cache[key] = tensors
-        return tensors
-
-    return get
-
-
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 

@@ -17,7 +17,6 @@ from .base import (
     ReplicaGradients,
     ReplicaStatistics,
     RunningStatistics,
-    cached_constants,
     channel_count,
     looks_channels_last,
     per_channel,
@@ -63,7 +62,7 @@ class Cuda(Backend):
             # Through `data`, see `RunningStatistics.update`.
             if running.mean is not None and running.var is not None:
                 buffers = (running.mean.data, running.var.data)  # type: ignore[assignment]
-        (on_device,) = _counts(current_place(stacked.device), counts, stacked.dtype)
+        on_device = _counts(current_place(stacked.device), counts, stacked.dtype)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             stacked, means, invstds, *buffers, momentum, eps, on_device
         )
@@ -108,14 +107,26 @@ class Cuda(Backend):
         elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
             weight = weight.to(mean.dtype)
         count = backward.batch.count if isinstance(backward.batch.count, int) else 1
-        (counts,) = _counts(replica.place, (count,), torch.int32)
+        counts = _counts(replica.place, (count,), torch.int32)
         return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
 
 
-@cached_constants
-def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor]:
+_made: dict[tuple[Place, tuple[int, ...], torch.dtype], Tensor] = {}
+
+
+def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return `counts` as a vector on the device of `place`, for use on its stream alone."""
-    # Kernels fill it: to copy a list to the device, the host would have to wait.
-    if len(set(counts)) == 1:
-        return (torch.full((len(counts),), counts[0], dtype=dtype, device=place.device),)
-    return (torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts]),)
+    vector = _made.get((place, counts, dtype))
+    if vector is None:
+        # Kernels fill it: to copy a list to the device, the host would have to wait.
+        with torch.inference_mode(False):
+            if len(set(counts)) == 1:
+                vector = torch.full((len(counts),), counts[0], dtype=dtype, device=place.device)
+            else:
+                vector = torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts])
+        if len(_made) >= 1024:
+            _made.clear()
+        # A CUDA graph fills its tensors only when it is replayed, and `FakeTensorMode` never does.
+        if type(vector) is Tensor and not torch.cuda.is_current_stream_capturing():
+            _made[place, counts, dtype] = vector
+    return vector

@@ -5,13 +5,12 @@ Torch does both for accelerators only. As there, chunks are copies, and containe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..glue import warn
 
 __all__: list[str] = []
 
@@ -141,9 +140,10 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
         moved = [output.to(device) for output in outputs]
         if first.dim() or dim:
             return torch.cat(moved, dim)
-        warn(
+        warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector."
+            "and return a vector.",
+            stacklevel=2,
         )
         return torch.stack(moved)
     if first is None:
