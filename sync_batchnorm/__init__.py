@@ -1,7 +1,6 @@
 """Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one."""
 
 import sys
-from importlib.util import find_spec
 
 __version__ = "2.0.0"
 
@@ -11,11 +10,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
     raise ImportError(
         f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
         f"({sys.executable}); run it with a newer Python"
-    )
-if find_spec("torch") is None:
-    raise ImportError(
-        f"expected torch 2.8 or newer for sync_batchnorm {__version__}, but got a Python without torch "
-        f"({sys.executable}); run: pip install 'torch>=2.8'"
     )
 
 import torch

@@ -1,14 +1,12 @@
-"""Check this machine, ``python -m sync_batchnorm``: versions, devices, copies between GPUs, and parity of a layer.
+"""Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of a layer.
 
 Prints a report that can be pasted into an issue. The exit status is 0 if all checks pass, 1 if one fails or hangs,
 2 for bad arguments, 130 after Ctrl-C.
 
 NOTE [checks that hang]: With faulty hardware, a copy between two GPUs may never return; meanwhile Python runs no signal
 handler, and a process that is blocked in a driver may outlive its kill. So GPUs are checked by another process, which
-is killed when its time is over, and not waited for. On the CPU, `DataParallelWithCallback` limits waits.
+is killed when its time is over, and not waited for.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -16,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -32,7 +30,7 @@ from .replicate import DataParallelWithCallback
 __all__: list[str] = []
 
 PROGRAM = f"import sys, {__package__}.__main__ as own; sys.exit(own.check(sys.argv[1:]))"  # of the other process
-BUDGET = 25.0  # seconds for all checks of GPUs together: the report is promised within 30
+BUDGET = 25.0  # seconds for all checks of GPUs: the report is promised within 30
 TIMEOUT = 5.0  # seconds of a wait for other replicas: far more than any of them needs
 # Relative to the largest value. Large enough for any order of summation in the kernels of a device; the statistics of a
 # single replica are off by more than a tenth.
@@ -72,7 +70,7 @@ def parsed_devices(text: str) -> list[str]:
 
 
 def watch(devices: Sequence[str]) -> int:
-    """As `check`, in another process, for a limited time. See NOTE [checks that hang]."""
+    """As `check`, in another process: see NOTE [checks that hang]."""
     checking = subprocess.Popen([sys.executable, "-c", PROGRAM, *devices])
     result = f"HANGS, no end after {BUDGET:.0f} seconds"
     try:
@@ -91,13 +89,12 @@ def watch(devices: Sequence[str]) -> int:
 def check(devices: Sequence[str]) -> int:
     """Run all checks, print the report, and return the exit status."""
     begin, all_right, say = monotonic(), True, partial(print, flush=True)
-    names = {d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.machine() for d in devices}
-    for name, fact in (versions() | names | {"replicas on": ", ".join(devices)}).items():
+    for name, fact in facts(devices).items():
         say(f"{name:23} {fact}")
-    for name, run in checks_of(devices).items():
-        say(f"{name:23}", end=" ")
+    for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
+        say(f"parity in {dtype:13}", end=" ")
         try:
-            ok, result = True, run()
+            ok, result = True, check_parity(devices, dtype)
         except Exception as error:  # Any error belongs in the report.
             ok, result = False, f"{type(error).__name__}: {error}"
         say("right," if ok else "WRONG,", " ".join(result.split()))
@@ -107,8 +104,8 @@ def check(devices: Sequence[str]) -> int:
     return 0 if all_right else 1
 
 
-def versions() -> dict[str, str]:
-    """Return versions and environment variables for the report, by name."""
+def facts(devices: Sequence[str]) -> dict[str, str]:
+    """Return versions, environment variables and devices for the report, by name."""
     variables = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
     return {
         "sync_batchnorm": sys.modules[__package__].__version__,
@@ -117,42 +114,9 @@ def versions() -> dict[str, str]:
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "CUDA": torch.version.cuda or torch.version.hip or "none",
         **{name: os.environ[name] for name in variables if name in os.environ},
+        **{d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.machine() for d in devices},
+        "replicas on": ", ".join(devices),
     }
-
-
-def checks_of(devices: Sequence[str]) -> dict[str, Callable[[], str]]:
-    """Return the checks by name; each returns its result, or raises an error if something is wrong."""
-    gpus = [device for device in dict.fromkeys(devices) if device.startswith("cuda")]
-    checks: dict[str, Callable[[], str]] = {}
-    checks |= {f"copy {a} -> {b}": partial(check_copy, a, b) for a in gpus for b in gpus if a != b}
-    if checks:
-        checks["NCCL broadcast to all"] = partial(check_broadcast, gpus)
-    for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
-        checks[f"parity in {dtype}"] = partial(check_parity, devices, dtype)
-    return checks
-
-
-def numbers(device: str) -> Tensor:
-    """Return what checks of connections send."""
-    return torch.arange(1 << 24, dtype=torch.int32, device=device)
-
-
-def compare(*received: Tensor) -> str:
-    """Compare what has arrived with what was sent, where it has arrived."""
-    for tensor in received:
-        if wrong := int((tensor != numbers(str(tensor.device))).sum()):
-            raise RuntimeError(f"{wrong} of {len(tensor)} values arrive wrong on {tensor.device}")
-    return f"arrives on {', '.join(str(tensor.device) for tensor in received)}"
-
-
-def check_copy(source: str, target: str) -> str:
-    """Copy a tensor from one GPU to another."""
-    return compare(numbers(source).to(target))
-
-
-def check_broadcast(gpus: Sequence[str]) -> str:
-    """Broadcast a tensor to all GPUs, through NCCL, as `torch.nn.DataParallel` sends the parameters."""
-    return compare(*nn.parallel.comm.broadcast(numbers(gpus[0]), gpus))  # type: ignore[no-untyped-call]
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> str:

@@ -10,8 +10,8 @@
                                    <-----------  y_i, mean, invstd                                 ---> write y_i
 
 So the exchange of the forward is in the autograd graph, and no thread waits for another replica in a backward: the
-engine runs this node when it has the gradients of all outputs. The node computes the two sums of each replica, adds
-them up, and computes all input gradients. The arithmetic is that of its backend.
+engine runs this node when it has the gradients of all outputs. It computes the two sums of each replica, adds them up,
+and computes all input gradients. The arithmetic is that of its backend.
 
 NOTE [who saves what]: Each replica saves its input and weight itself, in a node outside of the graph (`checkpoint.py`).
 This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors see them in the
@@ -31,8 +31,6 @@ it. Only `Streams` moves tensors between places. The master makes all that a bac
 answers: a replica may run a backward before its peers have woken up. So no replica fetches its results from the master.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,14 +42,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import distributed
-from .backends.base import Backend, Backward, BatchStatistics, ReplicaGradients
-from .backends.general import General
+from .backends.base import GENERAL, Backend, Backward, BatchStatistics, ReplicaGradients
 from .backends.places import Place, Streams, in_order_with_engine, record_current
 from .torch_private import plain_tensors, will_run
 
 __all__: list[str] = []
-
-GENERAL = General()
 
 Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # input, weight and bias of a replica
 

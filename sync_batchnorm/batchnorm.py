@@ -1,7 +1,5 @@
 """The names that older code imports from here, and that older pickles look up here. They live in other files now."""
 
-from __future__ import annotations
-
 from .check import assert_synchronized
 from .conversion import _mixed as _mixed
 from .conversion import convert_model, patch_sync_batchnorm, revert_model

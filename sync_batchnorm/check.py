@@ -1,7 +1,5 @@
 """Whether every batch norm of a model would synchronize in its next forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import nn

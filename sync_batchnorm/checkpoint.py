@@ -9,8 +9,6 @@ checkpoint is reentrant, and would differentiate each replica by itself.
 Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -78,11 +76,7 @@ class Remembered(NamedTuple):
 
 
 def recall(remembered: list[Remembered], statistics: Sequence[Any], where: str) -> Remembered:
-    """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`.
-
-    Raises:
-        RuntimeError: if there is no such call, or if several have had other statistics in their peers.
-    """
+    """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
     if len(remembered) == 1:
         return remembered[0]
     same = [call for call in remembered if _are_equal(call.statistics[:2], statistics[:2])]

@@ -3,8 +3,6 @@
 This file does not import torch: a message may be anything. Only `coordinator.py` blocks and releases threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +16,7 @@ __all__ = ["SlavePipe", "SyncMaster"]
 
 @dataclass
 class _Joining:
-    """The replication callback that runs in this thread: in which forward, for which replica, of which layer."""
+    """The replication callback that runs in this thread."""
 
     coordinator: Coordinator
     replica_id: int = 0
@@ -30,7 +28,7 @@ _joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", def
 
 @contextmanager
 def joining(coordinator: Coordinator) -> Iterator[_Joining]:
-    """Let masters and slaves that are made in the body belong to a forward, as the object that is yielded says."""
+    """Let masters and slaves that are made in the body belong to a forward."""
     here = _Joining(coordinator)
     token = _joining.set(here)
     try:
@@ -49,19 +47,15 @@ class _End:
 
     @property
     def where(self) -> str:
-        """The layer and the replica that this end belongs to, as errors name them."""
+        """The layer and the replica, as errors name them."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
-    def _interrupt(self, error: BaseException) -> None:
-        """Release the peers: a replica that fails in an exchange gets no answer, even if no wrapper handles this."""
+    def _interrupt(self, error: BaseException) -> None:  # No wrapper may be there to tell the peers.
         self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 
 
 class SlavePipe(_End):
-    """The end that a slave holds: it sends a message to its `SyncMaster` and receives the answer.
-
-    Made by `SyncMaster.register_slave`. It belongs to one forward: a pickle or copy of it is ``None``.
-    """
+    """The end that `SyncMaster.register_slave` makes for a slave, for one forward: a pickle or copy is ``None``."""
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
         self._coordinator = coordinator
@@ -76,9 +70,7 @@ class SlavePipe(_End):
         return type(None), ()
 
     def run_slave(self, msg: Any) -> Any:
-        """Send `msg` to the master and return what its callback has for this slave.
-
-        Blocks the calling thread until all registered replicas have called as often as this one.
+        """Send `msg` to the master and return what its callback has for this slave; block until it has.
 
         Raises:
             ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
@@ -96,9 +88,8 @@ class SyncMaster(_End):
     """The end that the master holds: it collects the messages of all replicas and sends each its answer.
 
     Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. It
-    then belongs to that forward: if the forward of one replica ends, the others no longer wait for it. A module may
-    also keep a `SyncMaster`: one that a callback puts into its context begins anew, with the replica of that callback
-    as the master. Its pickle holds only the callback.
+    then belongs to that forward. A module may also keep a `SyncMaster`: one that a callback puts into its context
+    begins anew, with the replica of that callback as the master. Its pickle holds only the callback.
 
     Args:
         master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
@@ -173,9 +164,7 @@ class SyncMaster(_End):
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:
-        """Collect the messages of all slaves, run the callback on them and `msg`, and return the master's answer.
-
-        Blocks the calling thread until all registered slaves have called as often as the master.
+        """Block until all slaves have called; run the callback on all messages, and return the master's answer.
 
         Raises:
             ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.

@@ -1,12 +1,9 @@
 """Converts a model to synchronized layers, and back.
 
 A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
-and buffers, stays valid: in optimizers, hooks, other parents, plain lists. The class alone determines the way back, and
-options are attributes that exist only if they were given. A class that computes something of its own cannot be swapped
-for another class: such a layer is not converted, and a warning names it.
+and buffers, stays valid. A class that computes something of its own cannot be swapped for another class: such a layer
+is not converted, and a warning names it.
 """
-
-from __future__ import annotations
 
 import copy
 import functools
@@ -50,8 +47,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-# The methods by which a layer computes, is copied and is pickled. A class that has its own version of one cannot be
-# swapped for another one.
+# A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -68,10 +64,8 @@ def convert_model(
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
     `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, so
     does timm's `BatchNormAct2d`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
-    modules, parameters, buffers, hooks, flags and attributes are the same objects as before. So this may be called
-    before or after an optimizer is built, on a submodule or the whole model, and on the module inside of a
-    `DistributedDataParallel`. Layers that are already synchronized do not change, nor do their options. `revert_model`
-    is the inverse.
+    modules, parameters, buffers, hooks, flags and attributes are the same objects as before, also in an optimizer.
+    Layers that are already synchronized do not change, nor do their options. `revert_model` is the inverse.
 
     Args:
         module: the model, or a single layer.
@@ -115,11 +109,10 @@ def convert_model(
 def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
 
-    Layers get back their former class, and lose the options. A module without a former class gets the corresponding
-    one: `SynchronizedBatchNorm1d/2d/3d` the `torch.nn.BatchNorm1d/2d/3d`, `SynchronizedBatchNorm` the
-    `torch.nn.SyncBatchNorm`, `DataParallelWithCallback` the `torch.nn.DataParallel`. A `DataParallel` cannot run
-    replicas on the CPU or several on one device: such `device_ids` are replaced by each accelerator once, or by none
-    for the CPU, where the module then runs directly.
+    Layers get back their former class, or the corresponding one of torch, and lose the options; that of
+    `SynchronizedBatchNorm` is `torch.nn.SyncBatchNorm`. A `DataParallel` cannot run replicas on the CPU or several on
+    one device: such `device_ids` are replaced by each accelerator once, or by none for the CPU, where the module then
+    runs directly.
 
     Warns:
         UserWarning: one warning that names every module which cannot be reverted: its class was derived by hand from
@@ -155,16 +148,13 @@ def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> No
     """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
     for plain, ours in classes.items():
         plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
-        are_types = isinstance(plain, type) and isinstance(ours, type)
-        if not are_types or plain is ours or not (issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)):
+        are_types = isinstance(plain, type) and isinstance(ours, type) and plain is not ours
+        are_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
+        computes = are_right and plain.forward is not BatchNormBase.forward
+        if not are_right or (computes and ours.forward is _SynchronizedBatchNorm.forward):
             raise TypeError(
-                f"expected a synchronized subclass of {plain_name} to stand for it, but got {our_name}; derive one, as "
-                f"in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
-            )
-        if ours.forward is _SynchronizedBatchNorm.forward and plain.forward is not BatchNormBase.forward:
-            raise TypeError(
-                f"expected a class that does what {plain_name} does, but got {our_name}, whose forward is that of a "
-                f"synchronized layer alone; name {plain_name} first among its bases, or write a forward"
+                f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; derive one, "
+                f"as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             )
         if not all(_calls_synchronized(layer, ours) for _, layer in modules if type(layer) is plain):
             raise TypeError(
@@ -175,10 +165,7 @@ def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> No
 
 
 def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
-    """Return whether the forward of `ours` calls the synchronized one, by calling it with a copy of `layer`.
-
-    A forward that fails with this copy on the CPU, and one small input, counts as one that does.
-    """
+    """Return whether the forward of `ours` calls the synchronized one, or fails, with a copy of `layer` on the CPU."""
     inputs: list[Tensor] = []
 
     def synchronized(input: Tensor) -> Tensor:
@@ -319,8 +306,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
     Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
-    the class as a default argument. Only the `__init__` of their base class is replaced, in the whole process, and
-    restored when the last of nested or concurrent contexts closes, also by an exception.
+    the class as a default argument. The `__init__` of their base class is replaced in the whole process, until the last
+    of nested or concurrent contexts closes.
 
     Warns:
         UserWarning: where a layer is built that cannot be converted; it says why.

@@ -16,8 +16,6 @@ more than one. A replica that got its answer before the break returns it, and al
 call at the latest. A broken coordinator stays broken: the next forward makes its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue

@@ -1,19 +1,15 @@
 """The exchange between processes, over `torch.distributed`: batch statistics and their gradients.
 
 One collective of one packed vector makes the statistics of all processes, and another one in the backward makes their
-gradients. `torch.distributed` handles timeouts, lost processes and collectives that do not match: users see its errors,
-and its timeout counts.
+gradients. Timeouts and lost processes are left to `torch.distributed`.
 
 Collectives have no names: the first of one process is matched with the first of every other one. So all processes of a
-group must make the same calls in the same order. In a backward, that is the order of the autograd engine, the reverse
-of that in which the nodes of the layers were made. This file does not change it: `DistributedDataParallel` and losses
-over gathered features rely on it as well. So there is one replica in each process, as replicas would make their nodes
-in several threads.
+group must make the same calls in the same order. In a backward, that is the order of the autograd engine, which
+`DistributedDataParallel` relies on as well. So there is one replica in each process: several would make their nodes in
+several threads.
 
 All processes have the same weights, as `DistributedDataParallel` guarantees and `torch.nn.SyncBatchNorm` assumes.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -35,14 +31,7 @@ Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where
 
 
 def active_group(process_group: Group | None) -> Group | None:
-    """Return the group to exchange over, or None where there is no other process.
-
-    Args:
-        process_group: a group of `torch.distributed`; None for all processes.
-
-    Raises:
-        ValueError: if this process is no member of the group.
-    """
+    """Return the group to exchange over, by default of all processes; None where there is no other process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = dist.group.WORLD if process_group is None else process_group
@@ -55,11 +44,10 @@ def active_group(process_group: Group | None) -> Group | None:
 
 
 def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all.
+    """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all, bitwise equal.
 
-    This takes one collective of one vector. Every process merges in the order of ranks, so the results are bitwise
-    equal in all processes. The number of elements comes as a tensor, so that the host does not wait for it; as an int
-    only if `count` is at most 1, since then the total may be too small.
+    The number of elements comes as a tensor, so that the host does not wait for it; as an int only if `count` is at
+    most 1, since then the total may be too small.
     """
     size = dist.get_world_size(group)
     packed = torch.cat((mean.new_full((1,), count), mean, var))

@@ -1,7 +1,5 @@
 """The errors of replicas that cannot exchange."""
 
-from __future__ import annotations
-
 __all__ = ["ReplicaSyncError"]
 
 

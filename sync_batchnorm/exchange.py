@@ -9,8 +9,6 @@
 What goes through a pipe is what comes back: nobody writes into the request of a peer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
@@ -74,17 +72,10 @@ class Answer(NamedTuple):
     batch: BatchStatistics
 
 
-def sync_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    pipe: Any,
-    settings: Settings,
-) -> Tensor:
+def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Any, settings: Settings) -> Tensor:
     """Normalize the input of one replica with the batch statistics of all replicas that `pipe` connects.
 
-    Blocks the calling thread until all of them have called. The pipe is a `SyncMaster` with `merge_requests`, or one of
-    its `SlavePipe`; None if this replica is the only one of its process.
+    The pipe is a `SyncMaster` with `merge_requests`, or one of its `SlavePipe`; None if there are no other replicas.
     """
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
@@ -135,12 +126,7 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
 
 
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
-    """Merge the statistics of all replicas and record the call in the graph; the callback of a layer's `SyncMaster`.
-
-    Raises:
-        ValueError: if the inputs differ in channels, dtype or number of dimensions, or the layers in eps, or if all
-            replicas together have a single value per channel.
-    """
+    """Merge the statistics of all replicas and record the call in the graph; the callback of a layer's `SyncMaster`."""
     first = messages[0][1]
     own_weights = needs_grad = False
     recording: list[Request] = []
@@ -174,7 +160,6 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
 
 
 def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:
-    """Return an error that names the inputs and the eps of all replicas."""
     texts = []
     for replica, request in messages:
         dtype, _, _, eps, clamps, inference = request.kind

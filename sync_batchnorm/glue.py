@@ -1,7 +1,5 @@
 """Small pieces between this library and Python or torch: warnings, the compiler, the profiler, derived classes."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings
@@ -31,19 +29,16 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-# The compiler shows this text with `fullgraph=True`, the only case in which a user has to know.
-REASON = (
+REASON = (  # which the compiler shows with `fullgraph=True`
     "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
     "leave that out, or compile the functions between these layers"
 )
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one that is never compiled, whoever calls it.
+    """Return `function` as one that is never compiled, whoever calls it, as by `torch.compiler.disable`.
 
-    `torch.compiler.disable` breaks the graph of a compiled caller and runs the function uncompiled. But it imports the
-    compiler, which takes a second. So it is applied in the first call after the compiler was imported. Before that, an
-    attribute that is private to torch has the same effect.
+    That imports the compiler, which takes a second. So it is applied in the first call after that was imported.
     """
     disabled: Callable[P, R] | None = None
 
@@ -83,16 +78,13 @@ def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] |
 
 
 class Derived(nn.Module):
-    """The base of derived classes. A pickle names the user's class, and loading derives from it again.
-
-    It skips the user's `__init_subclass__`, which may register classes.
-    """
+    """The base of derived classes. A pickle names the user's class, and loading derives from it again."""
 
     _original: type[nn.Module]
     _derive: Callable[[Any], type[nn.Module]]
 
     def __init_subclass__(cls) -> None:
-        pass
+        pass  # not the user's, which may register classes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *rest = tuple(super().__reduce_ex__(protocol))

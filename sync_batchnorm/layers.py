@@ -1,7 +1,5 @@
 """The layers: their options, when they synchronize, and what they refuse."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,6 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-
 EPS_MODES = ("plus", "clamp")
 _default_eps_mode = "plus"
 
@@ -34,10 +31,8 @@ def set_sbn_eps_mode(mode: str) -> None:
 
     Args:
         mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default; ``"clamp"`` for
-            ``1 / sqrt(max(var, eps))``, which older libraries of this design compute when they synchronize.
-
-    Raises:
-        ValueError: for any other mode.
+            ``1 / sqrt(max(var, eps))``, which older libraries of this design compute when they synchronize. Any other
+            one is a `ValueError`.
     """
     global _default_eps_mode
     _check_eps_mode(mode)
@@ -57,12 +52,7 @@ class SyncOptions(NamedTuple):
     process_group: Any = None
 
     def check(self) -> None:
-        """Raise an error for options that no layer can take.
-
-        Raises:
-            TypeError: for a `group_size` that is no int.
-            ValueError: for an unknown `eps_mode`, a `group_size` below 1, or a `group_size` beside a `process_group`.
-        """
+        """Raise an error for options that no layer can take."""
         group_size, process_group = self.group_size, self.process_group
         if self.eps_mode is not None:
             _check_eps_mode(self.eps_mode)
@@ -84,11 +74,10 @@ class SyncOptions(NamedTuple):
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """The base class of all synchronized layers; not for use by itself.
+    """The base class of all synchronized layers.
 
-    A replica gets its pipe from the replication callback, and loses it only together with itself. The user's own module
-    never has a pipe. Class attributes are the defaults for a module whose class was swapped, and for older pickles,
-    also of options: a layer only has those that were given.
+    A replica gets its pipe from the replication callback; the user's own module never has one. Class attributes are the
+    defaults for a module whose class was swapped, also of options: a layer only has those that were given.
     """
 
     eps_mode: str | None = None
@@ -194,11 +183,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     def _check_input(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
     ) -> None:
-        """Raise torch's own error for invalid arguments, before the exchange.
-
-        The function of torch is called only with arguments that look invalid, and with the first row repeated, so that
-        a single row is not an error.
-        """
+        """Raise torch's own error for invalid arguments, before the exchange."""
         channels, dtype, device = input.shape[1], input.dtype, input.device
         valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
         for tensor in (weight, bias, mean, var):
@@ -208,7 +193,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if valid:
             return
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        rows = torch.cat((input[:1], input[:1]))
+        rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
         with torch.no_grad():
             F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
 

@@ -3,8 +3,6 @@
 Gradients go through the graph that these operators record, from the outputs of one replica to the inputs of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,9 +34,8 @@ def sync_moments(
 ) -> tuple[Tensor, Tensor, int]:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
 
-    Use it for a normalization of your own. Connect the replicas in `__data_parallel_replicate__`: the first makes a
-    ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them have called
-    this function. In a module that runs on one device, pass None.
+    Connect the replicas in `__data_parallel_replicate__`: the first makes a ``SyncMaster(merge_messages)``, the others
+    register with it. Blocks the calling thread until all of them have called this function.
 
     Args:
         input: ``(N, C, +)``, with its own N and sizes in each replica.
@@ -92,12 +89,7 @@ def _moments(input: Tensor, group: distributed.Group | None) -> Moments:
 
 
 def merge_messages(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`.
-
-    Raises:
-        ValueError: if the inputs have a single value per channel in all replicas together.
-        RuntimeError: torch's own, if they differ in channels.
-    """
+    """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
     contents = [message for _, message in messages]
     count = sum(message.elements for message in contents)
     if count == 1:

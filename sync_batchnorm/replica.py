@@ -1,7 +1,5 @@
 """The run of one replica: in the modes of its caller, and such that its peers learn when it begins and how it ends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,10 +17,7 @@ __all__: list[str] = []
 
 
 class CallerModes:
-    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object.
-
-    All of these are local to a thread. Torch's own `parallel_apply` passes on grad mode, and whether autocast is on.
-    """
+    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object."""
 
     def __init__(self) -> None:
         self._inference = torch.is_inference_mode_enabled()
@@ -119,26 +114,17 @@ mark_constant(is_in_replica)
 
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it.
-
-    Raises:
-        RuntimeError: naming the replica, and the name of `foreign` if it belongs to the wrapped module itself.
-    """
+    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it."""
     replica = _running.get()
     if replica is None or any(module is foreign for module in replica.modules()):
         return
     run = replica._sync_run
     who = run.coordinator.who(run.replica_id)
     names = [name for name, module in run.original.named_modules() if module is foreign]
-    if names:
-        raise RuntimeError(
-            f"expected the copy of {names[0] or 'the module'} that belongs to {who}, but got the one of the wrapped "
-            "module itself, which belongs to no replica; let the forward reach its layers through attributes of "
-            "self that are modules (nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead "
-            "of that of the module, or that of its class"
-        )
+    which = names[0] if names and names[0] else type(foreign).__name__
+    whose = "the wrapped module itself" if names else "no replica"
     raise RuntimeError(
-        f"expected a layer or wrapper that is registered in the wrapped module, but got a {type(foreign).__name__} "
-        f"that is not ({who}), so that every replica would train it with its own chunk of the batch; make it a "
-        "submodule of the model, or call its eval()"
+        f"expected a layer or wrapper that belongs to {who}, but got {which} of {whose}, which every replica would "
+        "train with its own chunk of the batch; let the forward reach it through attributes of self that are modules "
+        "(nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead of that of the module"
     )

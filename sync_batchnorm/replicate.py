@@ -1,12 +1,9 @@
 """The replication callback, and two ways to have it called: `DataParallelWithCallback` and a patched `DataParallel`.
 
 A forward of the wrapper makes its replicas, connects each of them to one `Coordinator`, and calls
-`__data_parallel_replicate__` on every copy of every submodule that has it. Nothing is stored on the wrapped module: all
-state belongs to the replicas and ends with them. Any module may use the callback. The only batch norms that this file
-knows are those of torch: it warns if a model trains them and no module has the callback.
+`__data_parallel_replicate__` on every copy of every submodule that has it. All state belongs to the replicas and ends
+with them. Any module may use the callback.
 """
-
-from __future__ import annotations
 
 import functools
 import threading
@@ -38,11 +35,10 @@ DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
 class CallbackContext:
     """What the copies of one submodule share during one forward; set any attribute on it.
 
-    `SynchronizedBatchNorm2d` and its siblings put their `SyncMaster` here, for the other copies to register with. A
-    `SyncMaster` that is put here belongs to this forward, and its master is the replica of the callback that runs.
+    A `SyncMaster` that is put here belongs to this forward, and its master is the replica of the callback that runs.
     """
 
-    if TYPE_CHECKING:  # Any attribute may be set, with any type.
+    if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -56,8 +52,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule of every replica that has it.
 
     All callbacks of copy 0 come first, then those of copy 1, and so on. The copies of one submodule share one
-    `CallbackContext`; a submodule that is used under several names is called once. `DataParallelWithCallback` and
-    patched objects call this function themselves; it is public for wrappers of your own.
+    `CallbackContext`; a submodule that is used under several names is called once. For wrappers of your own: those of
+    this library do this themselves.
 
     Args:
         modules: the replicas of one module, in the order of their copy ids.
@@ -68,7 +64,6 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
-    # This walks through the first replica only; in the others, it looks up the modules that have a callback.
     contexts = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
     with joining(coordinator) as here:
         for here.replica_id, replica in enumerate(modules):
@@ -90,7 +85,7 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
-    """Raise an error that names the submodules which cannot be replicated, before anything is changed."""
+    """Raise an error that names the submodules which cannot be replicated."""
     if in_transform():
         raise in_transform_error(type(wrapper).__name__)
     compiled_type = compiled_module_type()
@@ -131,9 +126,8 @@ def _raise(failure: Any) -> NoReturn:
         raise error.with_traceback(None) from None  # The frame of `reraise` refers to the error.
 
 
-# Seconds that an interrupted caller waits for its replicas: arbitrary, longer than most operations take. The program
-# probably ends then, and it would abort if a daemon thread were inside of torch ("terminate called without an active
-# exception").
+# Seconds that an interrupted caller waits for its replicas, longer than most operations take: if the program ends while
+# a daemon thread is inside of torch, it aborts ("terminate called without an active exception").
 _PATIENCE = 1.0
 
 
@@ -200,9 +194,8 @@ class _Callbacks(DataParallel[Any]):
 class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
-    After it has replicated the module, it calls ``__data_parallel_replicate__(ctx, copy_id)`` on every copy of every
-    submodule that has it; this is how `SynchronizedBatchNorm2d` and its siblings find their peers. If a replica fails
-    or ends while others wait for it, they are released at once and the caller gets the original exception.
+    It calls the callbacks of all replicas, see `execute_replication_callbacks`. If a replica fails or ends while others
+    wait for it, they are released at once and the caller gets the original exception.
 
     If a batch makes a single chunk, the module itself runs: no replicas, no threads, no callbacks. A wrapper inside of
     a replica runs its module directly too; the outer wrapper calls the callbacks in it.
@@ -246,9 +239,9 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
-    Only the class of the object changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
-    subclass gets a subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched.
-    Patching again changes nothing, not even the timeout.
+    Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
+    subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
+    changes nothing, not even the timeout.
 
     Args:
         data_parallel: the object to patch.

@@ -1,7 +1,5 @@
 """The synchronized layer for timm's batch norm with an activation; imported only where a model has such layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from timm.layers import BatchNormAct2d

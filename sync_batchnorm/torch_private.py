@@ -4,11 +4,9 @@ NOTE [private names]: Torch may rename or drop these in any version, and no othe
 for the attributes of modules and tensors that `_REQUIRED` lists.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pkgutil import resolve_name
 from typing import Any
 
@@ -35,15 +33,11 @@ _MODULE = nn.Module()
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 
-def _found(name: str) -> Any:
-    try:
-        return resolve_name(name)
-    except (AttributeError, ImportError):
-        return None
-
-
-_names = {name: _found(name) for name in _REQUIRED}
-_missing = [name for name, found in _names.items() if found is None]
+_names: dict[str, Any] = {}
+for _name in _REQUIRED:
+    with suppress(AttributeError, ImportError):
+        _names[_name] = resolve_name(_name)
+_missing = [name for name in _REQUIRED if name not in _names]
 _missing += [f"torch.nn.Module.{name}" for name in _ATTRIBUTES if not hasattr(_MODULE, name)]
 if _missing:
     raise ImportError(
@@ -56,11 +50,8 @@ Broadcast: Any = _names["torch.nn.parallel._functions.Broadcast"]
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
-
-
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
-
 
 # The compiler is not imported here, since that takes a second. The attributes that the functions below set tell it the
 # same, once it is imported, as the functions of `torch.compiler`. A torch that ignores them compiles less, or fails.

@@ -773,12 +773,12 @@ UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; writ
 @pytest.mark.parametrize(
     ("plain", "ours", "message"),
     [
-        (NormAbs, nn.BatchNorm2d, "expected a synchronized subclass of NormAbs to stand for it, but got BatchNorm2d"),
-        (NormAbs, "a name", "expected a synchronized subclass of NormAbs to stand for it, but got 'a name'"),
-        ("a name", Unrelated, "expected a synchronized subclass of 'a name' to stand for it, but got Unrelated"),
-        (NormAbs, Unrelated, "expected a synchronized subclass of NormAbs to stand for it, but got Unrelated"),
-        (Unrelated, Unrelated, "expected a synchronized subclass of Unrelated to stand for it, but got Unrelated"),
-        (NormAbs, ForgetsTheAbs, "expected a class that does what NormAbs does, but got ForgetsTheAbs, whose forward"),
+        (NormAbs, nn.BatchNorm2d, "expected a synchronized subclass that does what NormAbs does, but got BatchNorm2d"),
+        (NormAbs, "a name", "expected a synchronized subclass that does what NormAbs does, but got 'a name'"),
+        ("a name", Unrelated, "expected a synchronized subclass that does what 'a name' does, but got Unrelated"),
+        (NormAbs, Unrelated, "expected a synchronized subclass that does what NormAbs does, but got Unrelated"),
+        (Unrelated, Unrelated, "expected a synchronized subclass that does what Unrelated does, but got Unrelated"),
+        (NormAbs, ForgetsTheAbs, "expected a synchronized subclass that does what NormAbs does, but got ForgetsTheAbs"),
         (NormAbs, NeverSynchronizes, f"expected a class that synchronizes, but got NeverSynchronizes{UNSYNCHRONIZED}"),
         (NormAbsTanh, GetsStuck, f"expected a class that synchronizes, but got GetsStuck{UNSYNCHRONIZED}"),
         (NormAbs1d, NeverSynchronizes1d, UNSYNCHRONIZED),

@@ -43,7 +43,9 @@ class Steps(nn.Module):
         return input
 
 
-ORIGINAL = r"expected the copy of bn that belongs to replica [0-9] on device cpu, but got the one of the"
+ORIGINAL = (
+    r"expected a layer or wrapper that belongs to replica [0-9] on device cpu, but got bn of the wrapped module itself"
+)
 
 
 def with_forward_in_a_closure():
@@ -93,7 +95,7 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
             return borrowed(input)
 
     borrowed = SynchronizedBatchNorm1d(4)
-    with pytest.raises(RuntimeError, match=r"expected a layer or wrapper that is registered in the .* but got a Sync"):
+    with pytest.raises(RuntimeError, match=r"expected a layer or wrapper that belongs to replica .* but got Sync"):
         wrap(Borrowing())(torch.randn(6, 4))
     borrowed.eval()
     wrap(Borrowing())(torch.randn(6, 4))
@@ -127,9 +129,7 @@ def test_wrapper_that_trains_and_is_no_part_of_the_model_is_refused(wrap, inner,
     net = inner_net().append(nn.BatchNorm1d(4)).double()
     inner = inner(net)
     net[1].eval()
-    message = (
-        r"expected a layer or wrapper that is registered in the wrapped module, but got a \w+ that is not \(replica"
-    )
+    message = r"expected a layer or wrapper that belongs to replica [0-9] .*, but got \w+ of no replica, which"
     with mode(), pytest.raises(RuntimeError, match=message):
         wrap(convert_model(Calling(inner).double()))(doubles(12, 4))
 
@@ -138,7 +138,7 @@ def test_wrapper_of_the_model_itself_is_refused_in_a_replica():
     net = convert_model(Calling(None).double())
     net.inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
     net.held = [net.inner]
-    with pytest.raises(RuntimeError, match="expected the copy of inner that belongs to replica"):
+    with pytest.raises(RuntimeError, match=r"belongs to replica .*, but got inner of the wrapped module itself"):
         DataParallelWithCallback(net, ["cpu"] * 2)(doubles(12, 4))
 
 

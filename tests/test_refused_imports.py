@@ -80,15 +80,7 @@ def test_older_python_can_parse_the_file_that_refuses_it():
     assert "version_info" in ast.unparse(first.test)
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     before = [ast.unparse(node) for node in imports if node.lineno < first.lineno]
-    assert before == ["import sys", "from importlib.util import find_spec"]
-
-
-def test_missing_torch_is_named(folder):
-    assert_one_sentence(
-        imported_in(folder),
-        f"expected torch 2.8 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got a Python without torch "
-        f"({sys.executable}); run: pip install 'torch>=2.8'",
-    )
+    assert before == ["import sys"]
 
 
 @pytest.mark.parametrize("version", ["0.4.1", "1.13.1+cu117", "2.7.1"])

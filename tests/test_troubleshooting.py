@@ -36,6 +36,8 @@ FIELDS = {
     "_missing": r"\['[\w.]+'\]",
     "__version__": r"\d+\.\d+\.\d+",
     "changed": NAMES,
+    "which": r"[\w.]+",
+    "whose": "(the wrapped module itself|no replica)",
     "compiled": NAMES,
     "dim": r"-?\d",
     "dist.get_rank()": r"\d+",

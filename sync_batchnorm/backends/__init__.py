@@ -1,18 +1,14 @@
 """The kinds of devices, and the only function that chooses the backend for a device."""
 
-from __future__ import annotations
-
 import torch
 
-from .base import Backend
+from .base import GENERAL, Backend
 from .cpu import Cpu
 from .cuda import Cuda
-from .general import General
 
 __all__: list[str] = []
 
 BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device
-GENERAL = General()
 
 
 def backend_for(device: torch.device) -> Backend:

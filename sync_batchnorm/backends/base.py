@@ -1,17 +1,15 @@
-"""The interface that each kind of device implements for batch normalization, and the arithmetic of all kinds.
+"""Batch normalization on any device, in operators that every device has and that autograd can differentiate.
 
-Nothing here knows of threads, modules or the graph. ``C`` is the number of channels, dimension 1 of every input
-``(N, C, +)``; vectors are ``(C,)``; a count is a number of elements per channel. A new kind of device is a new file in
+Nothing here knows of threads or modules. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``;
+vectors are ``(C,)``; a count is a number of elements per channel. To make a kind of device faster, give it a file in
 this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.py`.
 """
-
-from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ def channel_count(shape: torch.Size) -> int:
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:
-    """View a vector ``(C,)`` so that it broadcasts over ``(N, C, +)``."""
+    """View a vector so that it broadcasts over ``(N, C, +)``."""
     return vector.view(-1, *[1] * (like.dim() - 2)) if like.dim() > 2 else vector
 
 
@@ -44,10 +42,7 @@ def reduced_dims(input: Tensor) -> list[int]:
 
 
 def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return memory with the shape, dtype and strides that the output of `torch.nn.BatchNorm2d` has for `input`.
-
-    `memory`, if given, is contiguous, has the size of `input`, and is returned if its strides are right.
-    """
+    """Return memory with the strides of torch's output for `input`: `memory`, which is contiguous, if it has those."""
     if not input.is_contiguous() and looks_channels_last(input):
         return torch.empty_like(input, memory_format=CHANNELS_LAST[input.dim()])
     return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
@@ -79,12 +74,8 @@ def looks_channels_last(input: Tensor) -> bool:
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 
-    Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any
-    number of parts at once. The parts are summed in their order.
-
-    Args:
-        mean, var: of the parts.
-        fractions: ``(K, 1)``, the fraction of all elements that each part has; None if all have equally many.
+    `fractions`, ``(K, 1)``, are those of all elements that each part has; None if all have equally many. Chan, Golub,
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any number of parts.
     """
     if fractions is None:
         merged = mean.mean(0)
@@ -107,11 +98,8 @@ class ReplicaStatistics(NamedTuple):
     elements: int  # per channel, in all parts together
     place: Place | None = None  # where they were `sent`; None if they are where the replica computes
 
-    def sent(self, source: Place, target: Place, streams: Streams) -> ReplicaStatistics:
-        """Return these statistics, which are ready at `source`, for use at `target`.
-
-        The master unpacks them: in the threads of replicas, every call of an operator waits for the GIL.
-        """
+    def sent(self, source: Place, target: Place, streams: Streams) -> "ReplicaStatistics":
+        """Return these statistics, which are ready at `source`, for use at `target`."""
         packed = self.mean
         if self.place is None:
             with streams.at(source):
@@ -120,7 +108,10 @@ class ReplicaStatistics(NamedTuple):
         return ReplicaStatistics(mean, self.second, self.is_invstd, self.elements, target)
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Return the means, and the variances or inverse standard deviations."""
+        """Return the means, and the variances or inverse standard deviations.
+
+        The master does this: in the threads of replicas, every call of an operator waits for the GIL.
+        """
         if self.place is None:
             return self.mean, self.second
         mean, second = self.mean.chunk(2)
@@ -130,10 +121,14 @@ class ReplicaStatistics(NamedTuple):
 class RunningStatistics(NamedTuple):
     """The buffers of a layer, and the momentum with which a call updates them."""
 
-    mean: Tensor | None
-    var: Tensor | None
+    mean: Any  # a tensor; None without running statistics
+    var: Any
     num_batches_tracked: Tensor | None
     momentum: float | None
+
+    def suits(self, dtype: torch.dtype) -> bool:
+        """Return whether torch's kernel can update them: it has no cumulative average, and counts in their dtype."""
+        return self.momentum is not None and self.mean is not None and self.mean.dtype == dtype
 
     def count_call(self) -> float:
         """Count a call; return the momentum, or zero for a cumulative average."""
@@ -142,15 +137,9 @@ class RunningStatistics(NamedTuple):
         return self.momentum or 0.0
 
     def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
-        """Count a call, and update the buffers in place with its statistics.
-
-        Args:
-            mean: of the batch, ``(C,)``.
-            var: of the batch, biased, ``(C,)``; the running variance moves towards the unbiased one.
-            count: elements per channel.
-        """
+        """Count a call, and move the buffers towards its mean and the unbiased variance; `var` is the biased one."""
         momentum = self.count_call()
-        if self.mean is None or self.var is None:
+        if self.mean is None:
             return
         # Updates go through `data`, which does not change the version counter, as the kernel of torch does not: an
         # earlier forward in eval mode may have saved these buffers, and its backward must still run.
@@ -165,10 +154,7 @@ class RunningStatistics(NamedTuple):
 
 @dataclass(slots=True)
 class BatchStatistics:
-    """The batch statistics of all replicas and processes, outside of the graph.
-
-    The backend makes them; the master sets the count and its place, and fills `at`. Vectors are at its place.
-    """
+    """The batch statistics of all replicas and processes, outside of the graph; vectors are at the master's place."""
 
     mean: Tensor
     var: Tensor | None  # biased; None if the backend made only the inverse standard deviation, with eps added
@@ -228,9 +214,11 @@ class Backward(NamedTuple):
 
 
 class Backend:
-    """The operations of batch normalization on one kind of device.
+    """The operations of batch normalization, each at the place of its tensors: here on any device.
 
-    A backend must implement the methods that have no body here. All methods run at the place of their tensors.
+    The gradients are also those of all devices if a backward will be differentiated again. In a second backward, the
+    threads of several devices add up the gradients of one tensor in any order. So each further use of a tensor takes a
+    view: then at most two gradients arrive at a tensor, in either order the same sum.
     """
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
@@ -239,10 +227,10 @@ class Backend:
     def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
         """Return the statistics of `input`, which has elements, and memory for `memory_for_output`, or None.
 
-        With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance. It is false if eps is a lower
-        bound of the variance, or if the statistics of other processes follow.
+        With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance.
         """
-        raise NotImplementedError
+        var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
+        return ReplicaStatistics(mean[None], var[None], False, channel_count(input.shape)), None
 
     def nothing(self, input: Tensor) -> ReplicaStatistics:
         """Return the statistics of an input without elements: zeros, with a count of zero."""
@@ -252,10 +240,9 @@ class Backend:
     def merge(
         self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
     ) -> BatchStatistics:
-        """Merge the statistics of all replicas, in their order. They are on one device; some may have no elements.
+        """Merge the statistics of all replicas, which are on one device; some may have no elements.
 
-        A backend that merges inverse standard deviations needs `eps`. It may update `running`, and then says so by
-        `updated` in the result.
+        A backend that merges inverse standard deviations needs `eps`, and may update `running`.
         """
         replicas = [replica for replica in replicas if replica.elements] or replicas[:1]
         means, variances = zip(*[replica.unpacked() for replica in replicas], strict=True)
@@ -276,7 +263,13 @@ class Backend:
         self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
     ) -> None:
         """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
-        raise NotImplementedError
+        mean, invstd = normalizer
+        factor = per_channel(invstd if weight is None else invstd * weight, input)
+        centered = input - per_channel(mean, input)
+        if bias is None:
+            torch.mul(centered, factor, out=out)
+        else:
+            torch.addcmul(per_channel(bias, input), centered, factor, out=out)
 
     def gradients(self, backward: Backward) -> None:
         """Compute the gradients that `backward` asks for, and put them into its replicas."""
@@ -295,23 +288,22 @@ class Backend:
             place = replica.place
             with streams.at(place):
                 if place not in at:
-                    terms = self.again(terms)
+                    terms = again(terms)
                     at[place] = streams.to_place(terms, batch.master, place)
-                at[place] = self.again(at[place])
+                at[place] = again(at[place])
                 replica.grad_input = self.input_gradient(replica, at[place], backward)
 
     def sums(self, backward: Backward) -> Tensor | None:
-        """Compute the gradients of the weight and bias of each replica, which are its own: its hooks see them.
-
-        Return the totals of `gradient_sums`, ``(2, C)``, at the place of the master; None if nothing was summed.
-        """
+        """Return the totals of `gradient_sums`, ``(2, C)``, at the place of the master; None if nothing was summed."""
         vectors: list[Tensor] = []
         master, streams = backward.batch.master, backward.streams
         for replica in backward.replicas:
             if replica.grad_output is not None:
                 with streams.at(replica.place):
-                    pair = self.gradient_sums(replica, backward)
-                vectors += streams.to_place_joined(pair, replica.place, master)
+                    pair: Sequence[Tensor] = self.gradient_sums(replica, backward)
+                    if replica.place != master:
+                        pair = (streams.to_place(torch.cat(tuple(pair)), replica.place, master),)
+                vectors += pair
         for grad, place in backward.pair_grads:
             vectors.append(streams.to_place(grad, place, master).reshape(-1))
         return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
@@ -319,19 +311,47 @@ class Backend:
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         """Compute the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
 
-        Unless a backend says otherwise, they are those of ``dy`` and ``dy * (x - mean)``, multiplied by the weight if
-        replicas have different weights.
+        Here they are what it adds to the gradients of mean and inverse standard deviation. A kind of device may return
+        the sums of ``dy`` and ``dy * (x - mean)``, multiplied by the weight if replicas have different weights.
         """
-        raise NotImplementedError
+        mean, invstd = backward.at[replica.place]
+        input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
+        centered = input.to(mean.dtype) - per_channel(mean, input)
+        dy, invstd, dims = grad_output.to(mean.dtype), again(invstd), reduced_dims(input)
+        summed = again(dy)
+        sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
+        factor = invstd if weight is None else invstd * weight
+        replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
+        replica.kept = centered, dy * per_channel(factor, input)
+        return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
 
     def common_terms(self, totals: Tensor, backward: Backward) -> Any:
-        """Return what `input_gradient` takes in every replica, from the `totals` of all replicas and processes."""
-        raise NotImplementedError
+        """Return what `input_gradient` takes in every replica, from the `totals` of all replicas and processes.
 
-    def again(self, terms: Any) -> Any:
-        """Return `terms` for one more use: a view of them if gradients are differentiated again, see `general.py`."""
-        return terms
+        Here it is ``(a, b)``: the statistics add ``a + b * (x - mean)`` to the gradient of every element ``x``.
+        """
+        grad_mean, grad_invstd = backward.without_clamped(totals)
+        grad_var = grad_invstd * -0.5 * backward.at[backward.batch.master][1] ** 3
+        count = backward.batch.count
+        return torch.stack((grad_mean, 2 * grad_var)) / (count if isinstance(count, Tensor) else max(count, 1))
 
     def input_gradient(self, replica: ReplicaGradients, terms: Any, backward: Backward) -> Tensor:
         """Return the gradient of the input of one replica."""
-        raise NotImplementedError
+        input, direct = replica.input, None
+        if replica.kept is None:
+            mean = backward.at[replica.place][0]
+            centered = input.to(mean.dtype) - per_channel(mean, input)
+        else:
+            centered, direct = replica.kept
+        grad_mean, grad_var = terms
+        # The first operand determines the memory format: that of the input.
+        grad_input: Tensor = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
+        return (grad_input if direct is None else grad_input + direct).to(input.dtype)
+
+
+def again(terms: Any) -> Any:
+    """Return `terms` for one more use: a view of them if gradients are differentiated again."""
+    return terms.view_as(terms) if torch.is_grad_enabled() else terms
+
+
+GENERAL = Backend()

@@ -11,8 +11,6 @@ Vectors are small: the merge, mean and inverse standard deviation are in float64
 the input are rounded once, such that their rounding errors cancel.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple
@@ -55,10 +53,7 @@ class Affine(NamedTuple):
     offset: Tensor
 
     def of(self, input: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the function of `input`, in its dtype and memory format, in one pass.
-
-        `out` is memory for the result, or None to allocate it.
-        """
+        """Return the function of `input`, in its dtype and memory format, in one pass, in memory `out` if given."""
         slope, offset = self
         if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
             return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
@@ -126,10 +121,7 @@ class Cpu(Backend):
         return sums.sum(0)
 
     def common_terms(self, totals: Tensor, backward: Backward) -> CommonTerms:
-        """Return the term of the gradient that is linear in the input, and the factor of the output gradient.
-
-        The term is ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``.
-        """
+        """Return ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``, and the factor."""
         first, (mean, invstd) = backward.replicas[0], backward.at[backward.batch.master]
         dtype = statistics_dtype(first.input.dtype)
         factor = None if backward.own_weights else _factor(invstd, first.weight, dtype)
@@ -216,10 +208,7 @@ def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
 
 
 def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over the elements of one replica of ``dy`` and of ``dy * (x - mean) * invstd``.
-
-    Mean and invstd, and the sums, are in the dtype of the statistics.
-    """
+    """Return the sums over the elements of one replica of ``dy`` and of ``dy * (x - mean) * invstd``."""
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():

@@ -1,7 +1,5 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 
@@ -51,17 +49,9 @@ class Cuda(Backend):
             return super().merge(replicas, eps, running)
         stacked = torch.cat(vectors).view(2 * len(counts), -1)
         means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
-        momentum, buffers, updated = 0.0, (None, None), False
-        # The operator takes the counts in the dtype of the buffers, and half precision cannot hold large counts.
-        if (
-            running is not None
-            and running.momentum is not None
-            and (running.mean is None or running.var is None or running.mean.dtype == stacked.dtype)
-        ):
-            momentum, updated = running.count_call(), True
-            # Through `data`, see `RunningStatistics.update`.
-            if running.mean is not None and running.var is not None:
-                buffers = (running.mean.data, running.var.data)  # type: ignore[assignment]
+        momentum, buffers, updated = 0.0, (None, None), running is not None and running.suits(stacked.dtype)
+        if running is not None and updated:
+            momentum, buffers = running.count_call(), (running.mean.data, running.var.data)
         on_device = _counts(current_place(stacked.device), counts, stacked.dtype)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             stacked, means, invstds, *buffers, momentum, eps, on_device

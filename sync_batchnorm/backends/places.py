@@ -1,10 +1,4 @@
-"""Places, each a device and on CUDA a stream, and how a tensor goes from one place to another.
-
-Replicas may use streams of their own, and several replicas may use one device. NOTE [places] in `autograd.py` says what
-is computed where.
-"""
-
-from __future__ import annotations
+"""Places, each a device and on CUDA a stream, and how a tensor goes from one to another. See NOTE [places]."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -58,10 +52,7 @@ def current_place(device: torch.device) -> Place:
 class Streams:
     """The streams of several places in one thread, which are entered only if they are not current.
 
-    They nearly always are current, so this is checked only once, when this object is made.
-
-    Args:
-        places: the places that are used; empty if `current_place` made all of them in this thread.
+    They nearly always are, so this is asked once, for `places`; none if `current_place` made all of them here.
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
@@ -83,14 +74,6 @@ class Streams:
             _record(tensor, target.stream)
         return tensor
 
-    def to_place_joined(self, vectors: Sequence[Tensor], source: Place, target: Place) -> Sequence[Tensor]:
-        """Return vectors for use at `target`: themselves if they are there, otherwise concatenated, to move once."""
-        if source == target:
-            return vectors
-        with self.at(source):
-            joined = torch.cat(tuple(vectors))
-        return (self.to_place(joined, source, target),)
-
 
 def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
     """Tell the allocator that the current stream uses tensors that were made at `place`, on CUDA."""
@@ -106,18 +89,10 @@ def _record(tensor: Tensor | None, stream: torch.Stream | None) -> None:
 
 @contextmanager
 def in_order_with_engine(master: Place, places: Sequence[Place], tensors: Iterable[Tensor | None]) -> Iterator[Streams]:
-    """Synchronize the body with the streams that the autograd engine uses in a backward, on CUDA.
+    """Synchronize the body, the backward of a node at `places`, with the streams of the autograd engine, on CUDA.
 
-    The engine assumes that the gradients which a node gets are ready on its stream for the device of `master`, or on
-    its streams for their own devices, and that the results of the node are made there.
-
-    Args:
-        master: the place of the node.
-        places: where the node computes.
-        tensors: for each of `places`, a gradient that is used there, or None.
-
-    Yields:
-        the streams of all places.
+    The engine assumes that the gradients which the node gets, `tensors`, are ready on its stream for the device of the
+    master, or on its streams for their own devices, and that the results of the node are made there.
     """
     here = torch.accelerator.current_stream(master.device.index)
     ready: dict[torch.Stream, torch.Event] = {}  # one event for each stream that others wait for

@@ -3,8 +3,6 @@
 On distinct devices, torch copies parameters and buffers; replicas on one device share the storage of the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +35,8 @@ class _Alias(torch.autograd.Function):
 def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
     """Return one replica of `module`, which is on the first of `devices`, for each of them.
 
-    The tensors of replicas are no leaves; gradients add up in those of `module`, unless `detach` is true. The first
-    replica on each device has the buffers that are there, on the first device those of the module itself; the others
-    get copies.
+    Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
+    buffers of the module itself, all others have copies.
     """
     parameters, buffers = list(module.parameters()), list(module.buffers())
     differentiable = [] if detach else [buffer for buffer in buffers if buffer.requires_grad]
@@ -94,10 +91,7 @@ def _aliases(tensors: Tensors, originals: Sequence[Tensor], detach: bool) -> Ten
 
 
 def _build(module: nn.Module, tensors: Sequence[Tensors]) -> list[nn.Module]:
-    """Return replicas of a module, one with each of `tensors`.
-
-    A replica may be replicated again: its tensors are no parameters then, and stay where they are, as in torch.
-    """
+    """Return replicas of a module, one with each of `tensors`."""
     # The dictionaries are filled directly: setting hundreds of attributes through `nn.Module.__setattr__` takes longer
     # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
@@ -130,8 +124,8 @@ def _build(module: nn.Module, tensors: Sequence[Tensors]) -> list[nn.Module]:
 
 def _copy(module: nn.Module) -> Any:
     """Return a copy of a module for a replica, without parameters, and with submodules of the original."""
-    # RNNs, lazy and scripted modules override this hook of torch's own `replicate`. It has been there, unchanged, since
-    # torch 1.5. For all other modules, this does the same in less time.
+    # RNNs, lazy and scripted modules override this hook of torch's own `replicate`. For all other modules, this does
+    # the same in less time.
     replicate: Any = module._replicate_for_data_parallel
     if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
         return replicate()

@@ -3,8 +3,6 @@
 Device ids are integers, strings or `torch.device`; they may name the CPU and repeat a device.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Sequence
@@ -25,11 +23,7 @@ DeviceId = int | str | torch.device
 
 @functools.lru_cache(maxsize=256)
 def as_device(device: DeviceId) -> torch.device:
-    """Return the `torch.device` that a device id names, the same one for all ids of a device.
-
-    Raises:
-        RuntimeError: torch's own, for a kind of device that torch does not know.
-    """
+    """Return the `torch.device` that a device id names, the same one for all ids of a device."""
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
         return torch.device(accelerator.type if accelerator is not None else "cuda", device)
@@ -37,11 +31,6 @@ def as_device(device: DeviceId) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     return device if device.index is not None else torch.device(device.type, 0)
-
-
-def as_devices(device_ids: Sequence[DeviceId]) -> list[torch.device]:
-    """Return the devices that several device ids name."""
-    return list(map(as_device, device_ids))
 
 
 def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
@@ -60,7 +49,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         output_device: DeviceId | None = None,
         dim: int = 0,
     ) -> None:
-        devices = as_devices(device_ids or ())
+        devices = list(map(as_device, device_ids or ()))
         if not needs_own_parallel(devices):
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
@@ -82,7 +71,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         kwargs = kwargs or {}
         if not inputs and not kwargs:
             return (), ()
-        devices = as_devices(device_ids)
+        devices = list(map(as_device, device_ids))
         if len(devices) > 1:
             check_sizes((inputs, kwargs), self.dim, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
@@ -93,10 +82,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
-        return replicate(module, as_devices(device_ids), not torch.is_grad_enabled())
+        return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        devices = as_devices(self.device_ids[: len(replicas)])
+        devices = list(map(as_device, self.device_ids[: len(replicas)]))
         if not needs_own_parallel(devices):
             return parallel_apply(replicas, inputs, kwargs, devices)
         shared = [(name, own, own._version) for name, own in self.module.named_parameters() if not own.is_inference()]
@@ -111,8 +100,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        if not needs_own_parallel(as_devices(self.device_ids)):
-            check_structures(outputs)
+        check_structures(outputs)
+        if not needs_own_parallel(list(map(as_device, self.device_ids))):
             return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
@@ -126,9 +115,7 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Call each `Replica` with its inputs, each in a thread of its own, and return the outputs in order.
-
-    The error of a replica is left with its coordinator; its output is None then.
+    """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed.
 
     The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
     """

@@ -3,10 +3,8 @@
 Torch does both for accelerators only. As there, chunks are copies, and containers keep their types.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,9 +41,8 @@ Chunks = dict[int, list[Tensor]]  # of each tensor, by its id
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int, chunks_of: Chunks | None = None) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Containers keep their type; all chunks share what is no tensor. A chunk has memory of its own: neither its replica
-    nor the caller sees in-place changes of the other. A tensor that makes a single chunk is not copied. One that occurs
-    twice is cut once: `chunks_of` has those that were cut already.
+    All chunks share what is no tensor. Several chunks have memory of their own: neither a replica nor the caller sees
+    in-place changes of the other. A tensor that occurs twice is cut once, into `chunks_of`.
     """
     chunks_of = {} if chunks_of is None else chunks_of
     if isinstance(tree, Tensor):
@@ -63,11 +60,7 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int, chunks_of: Chu
 
 
 def check_sizes(tree: Any, dim: int, most: int) -> None:
-    """Check that all tensors of `tree` make equally many chunks along `dim`, at most `most`.
-
-    Raises:
-        ValueError: naming their shapes and numbers of chunks.
-    """
+    """Raise an error unless all tensors of `tree` make equally many chunks along `dim`, at most `most`."""
     shapes = [tuple(tensor.shape) for tensor in tensors_in(tree)]
     numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
     if 0 in numbers or len(set(numbers)) > 1:
@@ -84,12 +77,7 @@ def _number_of_chunks(size: int, most: int) -> int:
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
-    """Check that all replicas have returned the same structure, whatever the values in it.
-
-    Raises:
-        ValueError: naming two replicas whose structures differ, and what they have returned.
-        TypeError: if something else than tensors, containers and None was returned.
-    """
+    """Raise an error unless all replicas have returned the same structure of tensors, containers and None."""
     structures = list(map(_structure, outputs))
     for i, structure in enumerate(structures):
         if structure != structures[0]:
@@ -109,32 +97,14 @@ def _structure(tree: Any) -> str:
         return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
     if isinstance(tree, (list, tuple)):
         return "(" + ", ".join(map(_structure, tree)) + ")"
-    if not isinstance(tree, Iterable) or isinstance(tree, (str, bytes, Set, Iterator)):
-        raise _not_tensors(tree)
-    return type(tree).__name__  # `torch.nn.parallel.gather` tries to build it from an iterator
-
-
-def _not_tensors(tree: Any) -> TypeError:
-    return TypeError(
+    raise TypeError(
         f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
         "return tensors"
     )
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """Put the outputs of all replicas together on `device`: tensors are concatenated along `dim`.
-
-    Scalars become a vector, with the warning of torch. Containers keep their type, None stays None.
-
-    Raises:
-        ValueError: naming two replicas whose structures differ, and what they have returned.
-        TypeError: if something else than tensors, containers and None was returned.
-    """
-    check_structures(outputs)
-    return _gather(outputs, device, dim)
-
-
-def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    """Put outputs of one structure together on `device`: tensors along `dim`, scalars into a vector, as torch."""
     first = outputs[0]
     if isinstance(first, Tensor):
         moved = [output.to(device) for output in outputs]
@@ -149,7 +119,5 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     if first is None:
         return None
     if isinstance(first, dict):
-        return type(first)((key, _gather([output[key] for output in outputs], device, dim)) for key in first)
-    if not isinstance(first, (list, tuple)):
-        raise _not_tensors(first)
-    return _rebuild(first, [_gather(children, device, dim) for children in zip(*outputs, strict=True)])
+        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
+    return _rebuild(first, [gather(children, device, dim) for children in zip(*outputs, strict=True)])
