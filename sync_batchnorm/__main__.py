@@ -1,7 +1,6 @@
 """Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of a layer.
 
-Prints a report that can be pasted into an issue. The exit status is 0 if all checks pass, 1 if one fails or hangs,
-2 for bad arguments, 130 after Ctrl-C.
+The exit status is 0 if all checks pass, 1 if one fails or hangs, 2 for bad arguments, 130 after Ctrl-C.
 
 NOTE [checks that hang]: With faulty hardware, a copy between two GPUs may never return; meanwhile Python runs no signal
 handler, and a process that is blocked in a driver may outlive its kill. So GPUs are checked by another process, which

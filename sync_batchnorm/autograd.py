@@ -9,17 +9,15 @@
                                                  y_1 .. y_R = SyncBatchNorm(x_1, w_1, b_1, .. x_R, w_R, b_R)
                                    <-----------  y_i, mean, invstd                                 ---> write y_i
 
-So the exchange of the forward is in the autograd graph, and no thread waits for another replica in a backward: the
-engine runs this node when it has the gradients of all outputs. It computes the two sums of each replica, adds them up,
-and computes all input gradients. The arithmetic is that of its backend.
+So no thread waits for another replica in a backward: the engine runs this node when it has the gradients of all
+outputs. It computes the two sums of each replica, adds them up, and computes all input gradients.
 
 NOTE [who saves what]: Each replica saves its input and weight itself, in a node outside of the graph (`checkpoint.py`).
-This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors see them in the
-thread of the replica, and torch notices if they were changed, as if each replica had a layer of its own. This node
-saves only the pairs.
+This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors run in the thread of
+the replica, and torch notices if they were changed. This node saves only the pairs.
 
-NOTE [memory of the outputs]: The node returns its outputs before they are written. Each replica allocates its output in
-its own thread, and writes it there after the exchange, so that all replicas work in parallel.
+NOTE [memory of the outputs]: The node returns its outputs before they are written. Each replica allocates its own, and
+writes it after the exchange.
 
 NOTE [gradients of gradients]: Beside the outputs, the node returns for each place a pair ``(2, C)`` of mean and invstd,
 which users never get. With `create_graph`, autograd records how the gradients are computed from ``dy_i``, ``x_i``,
@@ -27,8 +25,8 @@ which users never get. With `create_graph`, autograd records how the gradients a
 
 NOTE [places]: A place is a device and, on CUDA, a stream: replicas may use streams of their own. What belongs to a
 replica is computed at its place, also by the master and in a backward, so that memory returns to the stream that used
-it. Only `Streams` moves tensors between places. The master makes all that a backward reads, at every place, before it
-answers: a replica may run a backward before its peers have woken up. So no replica fetches its results from the master.
+it. The master makes all that a backward reads, at every place, before it answers: a replica may run a backward before
+its peers have woken up.
 """
 
 from collections.abc import Sequence

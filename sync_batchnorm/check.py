@@ -16,8 +16,7 @@ def assert_synchronized(model: nn.Module) -> None:
     """Raise an error unless every batch norm of `model` would synchronize in its next forward.
 
     Call it on the wrapped model, in training mode. The error also names layers that are in eval mode on purpose, like
-    those of a frozen backbone. A wrapper of one device is fine: one replica has the whole batch. Whether every replica
-    calls every layer cannot be checked here; if one does not, the forward fails at once.
+    those of a frozen backbone. A wrapper of one device is fine: one replica has the whole batch.
 
     Args:
         model: the wrapper, or whatever contains it.

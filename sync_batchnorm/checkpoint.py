@@ -34,7 +34,7 @@ class _Save(torch.autograd.Function):
         return source
 
 
-# What `_Save.apply` does outside of transforms of `torch.func`, without its search for them. Layers refuse those.
+# What `_Save.apply` does outside of transforms of `torch.func`, which layers refuse.
 _apply: Any = super(torch.autograd.Function, _Save).apply
 
 

@@ -63,9 +63,6 @@ class SlavePipe(_End):
         self.identifier = identifier
         self.remembered = []
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.identifier!r}, {self._rendezvous.name})"
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
@@ -108,9 +105,6 @@ class SyncMaster(_End):
         else:
             self._begin(here.coordinator, here.name, here.replica_id)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._rendezvous.name}, {self.nr_slaves} slaves)"
-
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
 
@@ -124,7 +118,7 @@ class SyncMaster(_End):
         coordinator.admit(self._rendezvous, MASTER, replica_id)
 
     def join(self) -> None:
-        """Make this the master of the replica whose callback runs, in its forward: a module may have kept it."""
+        """Make this, which a module may have kept, the master of the replica whose callback runs."""
         here = _joining.get()
         if here is not None and self._coordinator is not here.coordinator:
             self._begin(here.coordinator, here.name, here.replica_id)
@@ -151,7 +145,8 @@ class SyncMaster(_End):
         """
         here = _joining.get()
         if here is None:
-            if self._rendezvous.is_used or self._coordinator.is_over:  # Forget the slaves, and how that ended.
+            used = self._rendezvous.call > 1 or self._rendezvous.messages
+            if used or self._coordinator.is_over:  # Forget the slaves, and how that ended.
                 self._begin(Coordinator(), self._rendezvous.name, 0)
         elif here.coordinator is not self._coordinator:
             raise RuntimeError(

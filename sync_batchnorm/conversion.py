@@ -69,10 +69,9 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it. If the
-            forward of `NormAct` calls ``super().forward(input)``, that can be
-            ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass``; otherwise it needs a forward
-            that computes the same from ``SynchronizedBatchNorm2d.forward(self, input)``. This excludes subclasses.
+        classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it, such
+            as ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls
+            ``super().forward(input)``. This excludes subclasses.
         eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.
@@ -83,8 +82,7 @@ def convert_model(
             that, its forward is called once with a copy of each layer, on the CPU.
 
     Warns:
-        UserWarning: one warning that names every layer which was not converted, why, and what to do about it: layers
-            with a forward of their own, lazy layers that have seen no input, parametrized and scripted layers.
+        UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
     """
     modules = _named_modules(module)
     options = SyncOptions(eps_mode, group_size, process_group)
@@ -115,8 +113,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     runs directly.
 
     Warns:
-        UserWarning: one warning that names every module which cannot be reverted: its class was derived by hand from
-            one of this library, so there is no class to go back to, or it is parametrized.
+        UserWarning: one warning that names every module which cannot be reverted, and why.
     """
     skipped: dict[str, list[str]] = {}
     for name, child in _named_modules(module):
@@ -137,10 +134,9 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
     if skipped:
-        lines = [
-            f"- {', '.join(name or '(the module itself)' for name in names)}: {why}" for why, names in skipped.items()
-        ]
-        text = f"{what}, {sum(map(len, skipped.values()))} in all:\n" + "\n".join(lines)
+        text = f"{what}, {sum(map(len, skipped.values()))} in all:"
+        for why, names in skipped.items():
+            text += f"\n- {', '.join(name or '(the module itself)' for name in names)}: {why}"
         warnings.warn(text, stacklevel=3)
 
 
@@ -182,7 +178,6 @@ def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
 
 
 def _small_input(layer: Any, cls: Any) -> Tensor:
-    """Return an input for `layer`, with the number of dimensions that `cls` takes."""
     sizes = [4] * (1 if issubclass(cls, nn.BatchNorm1d) else 3 if issubclass(cls, nn.BatchNorm3d) else 2)
     like = torch.empty(layer.num_features) if layer.weight is None else layer.weight.detach()
     return like.new_ones(4, *like.shape, *sizes)
@@ -227,8 +222,6 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
         return "is lazy and has seen no input; run one batch through the model, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
-    if cls is not nn.SyncBatchNorm and isinstance(layer, nn.SyncBatchNorm):
-        return "is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
     own = next((name for name in _COMPUTES if name in vars(layer)), None)
     if own is not None:
         return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"

@@ -48,11 +48,6 @@ class Rendezvous:
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a member has called."""
-        return self.call > 1 or bool(self.messages)
-
     def awaited(self) -> list[int]:
         """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
         missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
@@ -76,7 +71,6 @@ class Coordinator:
     ) -> None:
         self.timeout = timeout
         self._span = span
-        self.is_over = False  # whether all replicas have ended
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
@@ -88,6 +82,11 @@ class Coordinator:
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
         self._released: set[int] = set()  # the replicas that got the error of the break
         self._failures: dict[int, Any] = {}  # of replicas, as they were recorded
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all replicas have ended."""
+        return bool(self._devices) and len(self._left) == len(self._mailboxes)
 
     def who(self, replica_id: int) -> str:
         """Return the name of a replica in messages."""
@@ -139,7 +138,6 @@ class Coordinator:
             self._left[replica_id] = (
                 "left its forward" if failure is None else f"failed with {failure.exc_type.__name__}"
             )
-            self._find_end()
             if failure is not None:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, failure.exc_type)
@@ -165,7 +163,6 @@ class Coordinator:
             for replica_id in self._mailboxes:
                 if replica_id not in self._running:
                     self._left.setdefault(replica_id, "was not called")
-            self._find_end()
             self._break(
                 ReplicaSyncError,
                 f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
@@ -259,9 +256,6 @@ class Coordinator:
     def _deliver(self, replica_id: int, value: Any) -> None:
         self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
         del self._waiting[replica_id]
-
-    def _find_end(self) -> None:
-        self.is_over = bool(self._devices) and len(self._left) == len(self._mailboxes)
 
     def _raise_if_broken(self, replica_id: int) -> None:
         if self._broken is not None:

@@ -3,10 +3,9 @@
 One collective of one packed vector makes the statistics of all processes, and another one in the backward makes their
 gradients. Timeouts and lost processes are left to `torch.distributed`.
 
-Collectives have no names: the first of one process is matched with the first of every other one. So all processes of a
-group must make the same calls in the same order. In a backward, that is the order of the autograd engine, which
-`DistributedDataParallel` relies on as well. So there is one replica in each process: several would make their nodes in
-several threads.
+The first collective of one process is matched with the first of every other one. So all processes of a group must make
+the same calls in the same order. In a backward, that is the order of the autograd engine, on which
+`DistributedDataParallel` relies as well: several replicas in one process would make their nodes in several threads.
 
 All processes have the same weights, as `DistributedDataParallel` guarantees and `torch.nn.SyncBatchNorm` assumes.
 """

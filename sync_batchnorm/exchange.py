@@ -4,9 +4,7 @@
 
     request = statistics of x          in the thread of the replica
     answer  = pipe.run(request)        the master merges all requests, and makes the node of the call
-    answer.write(x)                    in the thread of the replica
-
-What goes through a pipe is what comes back: nobody writes into the request of a peer.
+    output  = normalized x             in the thread of the replica
 """
 
 from collections.abc import Hashable, Iterator, Sequence

@@ -53,15 +53,6 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def in_transform_error(what: str) -> RuntimeError:
-    """Return the error for a call of `what` inside of a transform of `torch.func`, which other threads do not know."""
-    return RuntimeError(
-        f"expected replicas outside of the transforms of torch.func, but got a call of {what} inside of one, such as "
-        "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
-        "module itself"
-    )
-
-
 def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]] | None:
     """Return the function that makes the spans of a forward in the profile; None if no profiler runs, in any thread."""
     return _span if profiler._is_profiler_enabled else None
@@ -72,7 +63,7 @@ def _span(name: str) -> AbstractContextManager[Any]:
 
 
 def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
-    """Return an object of the class ``derive(cls)`` without attributes, which unpickling or copying then sets."""
+    """Return an object of the class ``derive(cls)``, without attributes."""
     cls = cls if derive is None else derive(cls)
     return cls.__new__(cls)
 

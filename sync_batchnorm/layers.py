@@ -10,8 +10,9 @@ from . import distributed
 from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
-from .glue import in_transform_error, uncompiled, warn_once
-from .replica import is_in_replica, raise_foreign_layer
+from .glue import uncompiled, warn_once
+from .refusals import in_transform_error, raise_foreign_layer
+from .replica import is_in_replica
 from .torch_private import BatchNormBase, in_transform
 
 __all__ = [
@@ -31,8 +32,7 @@ def set_sbn_eps_mode(mode: str) -> None:
 
     Args:
         mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default; ``"clamp"`` for
-            ``1 / sqrt(max(var, eps))``, which older libraries of this design compute when they synchronize. Any other
-            one is a `ValueError`.
+            ``1 / sqrt(max(var, eps))``, as older libraries of this design. Any other one is a `ValueError`.
     """
     global _default_eps_mode
     _check_eps_mode(mode)
@@ -89,8 +89,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
-    # In a pickle of a whole model, a layer of the older library holds a `SyncMaster`, which holds this method.
-    _data_parallel_master: None = None
+    _data_parallel_master: None = None  # a method of the older library, which its pickles name
 
     def __init__(
         self,
@@ -161,9 +160,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     def _active_group(self) -> distributed.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
         group = distributed.active_group(None if self.group_size is not None else self.process_group)
-        if group is None:
-            return None
-        if self._sync_pipe is None and getattr(self, "_is_replica", False):
+        if group is None or (self._sync_pipe is None and getattr(self, "_is_replica", False)):
             return None  # Without connections, all replicas would call collectives, in any order.
         if self.group_size is None:
             return group
@@ -190,12 +187,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
             if tensor is not None:
                 valid = valid and tensor.shape[0] == channels and tensor.device == device
                 valid = valid and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
-        if valid:
-            return
-        mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-        rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
-        with torch.no_grad():
-            F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
+        if not valid:
+            mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
+            rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
+            with torch.no_grad():
+                F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False):
@@ -221,9 +217,9 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
 
     In training mode, inside of a `DataParallelWithCallback`, mean and biased variance are those of all replicas
-    together, weighted by elements; forward and backward equal those of one device on the whole batch. In eval mode, or
-    with a single replica, the layer behaves as the layer of torch that it inherits from. Running statistics and the
-    counter of the wrapped module are updated in place, once for each call, with the unbiased variance.
+    together, weighted by elements. In eval mode, or with a single replica, the layer behaves as that of torch which it
+    inherits from. Running statistics and the counter of the wrapped module are updated in place, once for each call,
+    with the unbiased variance.
 
     Args:
         num_features: C.
@@ -235,9 +231,8 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         dtype: of parameters and buffers. float16 and bfloat16 inputs may come with float32 parameters.
         bias: whether there is a bias beside the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
-        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... among themselves; a remainder forms a smaller
-            group. The running statistics are those of the group of replica 0. None: all replicas. Groups lie
-            inside of one process, and do not synchronize with other processes.
+        group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
+            forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas.
         process_group: the group over which processes synchronize once `torch.distributed` is initialized with more than
             one process; None: all processes. Torch cannot copy or pickle a group, nor a layer that has one.
 

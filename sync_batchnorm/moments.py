@@ -1,7 +1,4 @@
-"""Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch.
-
-Gradients go through the graph that these operators record, from the outputs of one replica to the inputs of all.
-"""
+"""Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -43,12 +40,10 @@ def sync_moments(
         process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
 
     Returns:
-        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs) on the device of `input`, and the number
-        of elements per channel over all replicas.
+        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel.
 
     Raises:
-        ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel;
-            if this process is no member of the group.
+        ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
         ReplicaSyncError: if the replicas cannot exchange.
         RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
             recomputation by activation checkpointing.

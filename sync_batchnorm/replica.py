@@ -77,9 +77,6 @@ class Replica(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._modules["replica"], name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._modules["replica"], name)
-
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         names: Iterator[tuple[str, nn.Module]] = self.__dict__["_modules"]["replica"].named_modules(*args, **kwargs)
         return names
@@ -87,7 +84,7 @@ class Replica(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._sync_run
         span = run.coordinator.begin(run.replica_id)
-        token = _running.set(self)
+        token = running.set(self)
         try:
             with span, run.modes.entered():
                 output = self.__dict__["_modules"]["replica"](*args, **kwargs)
@@ -95,36 +92,19 @@ class Replica(nn.Module):
             run.fail(error)
             raise
         finally:
-            _running.reset(token)
+            running.reset(token)
         run.coordinator.leave(run.replica_id)
         return output
 
 
-_running: ContextVar[Replica | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
+running: ContextVar[Replica | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
 
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return _running.get() is not None
+    return running.get() is not None
 
 
 # This has the effect of `torch.compiler.assume_constant_result`, which would import the compiler (torch 2.13): the
 # compiler cannot trace a `ContextVar`, and takes the result that it gets while tracing as a constant.
 mark_constant(is_in_replica)
-
-
-def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it."""
-    replica = _running.get()
-    if replica is None or any(module is foreign for module in replica.modules()):
-        return
-    run = replica._sync_run
-    who = run.coordinator.who(run.replica_id)
-    names = [name for name, module in run.original.named_modules() if module is foreign]
-    which = names[0] if names and names[0] else type(foreign).__name__
-    whose = "the wrapped module itself" if names else "no replica"
-    raise RuntimeError(
-        f"expected a layer or wrapper that belongs to {who}, but got {which} of {whose}, which every replica would "
-        "train with its own chunk of the batch; let the forward reach it through attributes of self that are modules "
-        "(nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead of that of the module"
-    )

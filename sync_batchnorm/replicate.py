@@ -16,11 +16,11 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
-from .glue import Derived, in_transform_error, spans_of_forward, swap_class, uncompiled, warn_once
+from .glue import Derived, spans_of_forward, swap_class, uncompiled
 from .glue import _bare as _bare  # looked up by older pickles
 from .parallel.data_parallel import AnyDeviceDataParallel, DeviceId
-from .replica import CallerModes, Replica, Run, is_in_replica, raise_foreign_layer
-from .torch_private import BatchNormBase, compiled_module_type, in_transform
+from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers
+from .replica import CallerModes, Replica, Run, is_in_replica
 
 __all__ = [
     "CallbackContext",
@@ -52,8 +52,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule of every replica that has it.
 
     All callbacks of copy 0 come first, then those of copy 1, and so on. The copies of one submodule share one
-    `CallbackContext`; a submodule that is used under several names is called once. For wrappers of your own: those of
-    this library do this themselves.
+    `CallbackContext`. For wrappers of your own: those of this library do this themselves.
 
     Args:
         modules: the replicas of one module, in the order of their copy ids.
@@ -82,41 +81,6 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
     """Raise an error for replicas inside of a replica that would synchronize only with each other."""
     if is_in_replica() and any(child.training and _is_called_back(child) for child in module.modules()):
         raise_foreign_layer(wrapper)
-
-
-def _refuse_what_cannot_be_replicated(wrapper: DataParallel[Any], module: nn.Module) -> None:
-    """Raise an error that names the submodules which cannot be replicated."""
-    if in_transform():
-        raise in_transform_error(type(wrapper).__name__)
-    compiled_type = compiled_module_type()
-    compiled = []
-    for name, child in module.named_modules():
-        if isinstance(child, compiled_type):
-            compiled.append(name or "the module itself")
-        elif isinstance(child, DataParallel) and len(child.device_ids) > 1 and not hasattr(child, "_sync_timeout"):
-            raise RuntimeError(
-                f"expected one wrapper around the replicas, but got {name or 'the module itself'!r} "
-                f"({type(child).__name__}) inside of a {type(wrapper).__name__}; put its .module in its place, or "
-                "call patch_replication_callback on it, and it leaves the replicas to the outer one"
-            )
-    if compiled:
-        # A replica of such a module would share its dictionary, and both would lose their submodules (torch 2.13).
-        raise RuntimeError(
-            f"expected modules that can be replicated, but got {compiled} from torch.compile (their attribute "
-            "_orig_mod is the module); put the module back in its place, and compile functions that its forward calls"
-        )
-
-
-def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn if a module that has nothing that could synchronize trains batch norms."""
-    plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
-    if plain:
-        first = plain[0] or "the module itself"
-        warn_once(
-            f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
-            f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
-            "filter this warning if every replica is meant to normalize with its own chunk of the batch"
-        )
 
 
 def _raise(failure: Any) -> NoReturn:
@@ -151,7 +115,7 @@ class _Callbacks(DataParallel[Any]):
         if len(device_ids) == 1:
             return [module]
         _refuse_training_in_replica(self, module)
-        _refuse_what_cannot_be_replicated(self, module)
+        check_replicable(self, module)
         replicas = super().replicate(module, device_ids)  # type: ignore[arg-type]
         coordinator = Coordinator(list(map(str, device_ids)), self._sync_timeout, spans_of_forward())
         try:
@@ -160,7 +124,7 @@ class _Callbacks(DataParallel[Any]):
             coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
             raise
         if not has_callbacks:
-            _warn_of_plain_layers(self, module)
+            warn_of_plain_layers(self, module)
         modes = CallerModes()
         return [Replica(replica, Run(module, coordinator, i, modes)) for i, replica in enumerate(replicas)]
 
@@ -195,10 +159,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
     It calls the callbacks of all replicas, see `execute_replication_callbacks`. If a replica fails or ends while others
-    wait for it, they are released at once and the caller gets the original exception.
-
-    If a batch makes a single chunk, the module itself runs: no replicas, no threads, no callbacks. A wrapper inside of
-    a replica runs its module directly too; the outer wrapper calls the callbacks in it.
+    wait for it, they are released at once and the caller gets the original exception. If a batch makes a single chunk,
+    or in a replica of another wrapper, the module itself runs: no replicas, no threads, no callbacks.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -206,8 +168,8 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
             a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`. This is a last
-            resort: failures are noticed at once.
+        timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`. This is a last resort:
+            failures are noticed at once.
 
     Raises:
         TypeError, ValueError: for a bad `timeout`.
@@ -274,7 +236,6 @@ def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
 def _checked_timeout(timeout: float) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"expected timeout as a number of seconds, but got {timeout!r}; pass for example 300.0")
-    # `threading.TIMEOUT_MAX` is the longest wait that the platform can express.
     if not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"expected timeout between 0 and {threading.TIMEOUT_MAX:g} seconds, but got {timeout!r}; "

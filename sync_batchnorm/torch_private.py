@@ -1,7 +1,6 @@
-"""The private names of torch that are used here, each of them once; a torch without one of them is refused.
+"""The private names of torch that are used here; a torch without one of them is refused.
 
-NOTE [private names]: Torch may rename or drop these in any version, and no other file of the package names them, but
-for the attributes of modules and tensors that `_REQUIRED` lists.
+NOTE [private names]: Torch may rename or drop these in any version. No other file names them, but for attributes.
 """
 
 import sys
@@ -29,7 +28,6 @@ _REQUIRED = {
     "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler runs, in any thread",
 }
-_MODULE = nn.Module()
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 
@@ -38,7 +36,7 @@ for _name in _REQUIRED:
     with suppress(AttributeError, ImportError):
         _names[_name] = resolve_name(_name)
 _missing = [name for name in _REQUIRED if name not in _names]
-_missing += [f"torch.nn.Module.{name}" for name in _ATTRIBUTES if not hasattr(_MODULE, name)]
+_missing += [f"torch.nn.Module.{name}" for name in _ATTRIBUTES if not hasattr(nn.Module(), name)]
 if _missing:
     raise ImportError(
         f"expected a torch that has {_missing}, but got torch {torch.__version__}; use a torch that this version of "
@@ -53,8 +51,8 @@ ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
 
-# The compiler is not imported here, since that takes a second. The attributes that the functions below set tell it the
-# same, once it is imported, as the functions of `torch.compiler`. A torch that ignores them compiles less, or fails.
+# The compiler is not imported here, since that takes a second. Once it is, the attributes that the functions below set
+# tell it the same as the functions of `torch.compiler`.
 
 
 def compiled_module_type() -> Any:

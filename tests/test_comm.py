@@ -153,11 +153,11 @@ def test_names_of_a_forward_are_taken_where_it_is_made_and_end_with_it():
         master = SyncMaster(everything)
         here.replica_id = 1
         slave = master.register_slave(1)
-    assert repr(master) == "SyncMaster(layer, 1 slaves)"
-    assert repr(slave) == "SlavePipe(1, layer)"
+    assert (master.where, master.nr_slaves) == ("layer, replica 0", 1)
+    assert (slave.where, slave.identifier) == ("layer, replica 1", 1)
     with pytest.raises(TimeoutError, match=r"replica 1 on device cpu waits for replica 0 on .*\(layer, call 1\)"):
         slave.run_slave(0)
-    assert repr(SyncMaster(everything)) == "SyncMaster(a SyncMaster of its own, 0 slaves)"
+    assert SyncMaster(everything).where == "a SyncMaster of its own, replica 0"
 
 
 def test_pickled_master_keeps_its_callback_only():

@@ -403,7 +403,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
-    (lambda: Sync(2), "Sync is a subclass of torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
+    (lambda: Sync(2), "Sync has a forward of its own; write class SynchronizedSync(Sync, SynchronizedBatchNorm)"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
     (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model"),
     (

@@ -4,8 +4,7 @@ NOTE [fast and exact statistics]: One operator computes the statistics of an inp
 to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica
 checks whether these fast statistics are `precise`. If not, it computes the exact ones, from the input minus the fast
 mean, which are accurate to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
-the square of a mean of means is at most the mean of their squares, and the variances count fully. No state is kept: the
-statistics of a batch depend on the batch and eps alone, also in a run that is resumed.
+the square of a mean of means is at most the mean of their squares, and the variances count fully.
 
 Vectors are small: the merge, mean and inverse standard deviation are in float64. The factors and offsets of a pass over
 the input are rounded once, such that their rounding errors cancel.
@@ -171,7 +170,7 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
 
 
 def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
-    """Return the fast moments of `input`, and memory that can be reused for the output, or None."""
+    """Return the fast moments of `input`, and memory for the output, or None."""
     size, channels = input.shape[:2]
     half = input.dtype in (torch.float16, torch.bfloat16)
     if input.dim() == 2 or not input.is_contiguous():

@@ -23,7 +23,6 @@ class Place(NamedTuple):
         return self.stream is None or torch.accelerator.current_stream(self.device.index) == self.stream
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context in which this stream and its device are the current ones."""
         return _NOTHING if self.stream is None else _entered(self.stream)
 
 
@@ -76,7 +75,7 @@ class Streams:
 
 
 def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
-    """Tell the allocator that the current stream uses tensors that were made at `place`, on CUDA."""
+    """Tell the allocator that the current stream uses tensors that were made at `place`."""
     for tensor in tensors:
         _record(tensor, current_place(place.device).stream)
 

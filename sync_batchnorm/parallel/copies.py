@@ -1,7 +1,4 @@
-"""The replicas of a module, on any devices.
-
-On distinct devices, torch copies parameters and buffers; replicas on one device share the storage of the parameters.
-"""
+"""The replicas of a module. On distinct devices, torch copies parameters; those on one device share their storage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,13 +67,10 @@ def _copies(originals: Sequence[Tensor], devices: Sequence[torch.device], detach
     else:
         sent, number = Broadcast.apply(devices, *originals), len(originals)
         copies = [sent[i : i + number] for i in range(0, len(sent), number)]
-    return [
-        {id(original): _as(copy, original) for copy, original in zip(own, originals, strict=True)} for own in copies
-    ]
+    return [dict(zip(map(id, originals), map(_as, own, originals), strict=True)) for own in copies]
 
 
-def _as(copy: Tensor, original: Tensor) -> Tensor:
-    """Return `copy`, which may have been copied as real numbers, with the same kind of numbers as `original`."""
+def _as(copy: Tensor, original: Tensor) -> Tensor:  # Torch copies complex numbers as pairs of real ones.
     return torch.view_as_complex(copy) if original.is_complex() and not copy.is_complex() else copy
 
 
@@ -96,14 +90,12 @@ def _build(module: nn.Module, tensors: Sequence[Tensors]) -> list[nn.Module]:
     # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
     for child in module.modules():
-        # In a replica that torch made, parameters are plain attributes, listed here for DistributedDataParallel.
-        parameters = child.__dict__.get("_former_parameters", {}) | dict(child._parameters.items())
-        buffers = child._buffers
+        parameters, buffers = child._parameters, child._buffers
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
-            given = {name: own.get(id(tensor), tensor) for name, tensor in parameters.items() if tensor is not None}
-            here = {name: own.get(id(tensor), tensor) for name, tensor in buffers.items() if tensor is not None}
+            given = {name: own[id(tensor)] for name, tensor in parameters.items() if tensor is not None}
+            here = {name: own[id(tensor)] for name, tensor in buffers.items() if tensor is not None}
             for name, parameter in parameters.items():
                 if parameter is None:
                     replica._parameters[name] = None

@@ -1,7 +1,4 @@
-"""A `torch.nn.DataParallel` for any devices, with the four steps of this folder.
-
-Device ids are integers, strings or `torch.device`; they may name the CPU and repeat a device.
-"""
+"""A `torch.nn.DataParallel` for any devices, with the four steps of this folder."""
 
 import functools
 import threading

@@ -1,7 +1,4 @@
-"""Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together.
-
-Torch does both for accelerators only. As there, chunks are copies, and containers keep their types.
-"""
+"""Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,0 +1,71 @@
+"""What a wrapper or a layer refuses, and what a wrapper warns of. The only batch norms here are those of torch."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from .glue import warn_once
+from .replica import running
+from .torch_private import BatchNormBase, compiled_module_type, in_transform
+
+__all__: list[str] = []
+
+
+def in_transform_error(what: str) -> RuntimeError:
+    """Return the error for a call of `what` inside of a transform of `torch.func`, which other threads do not know."""
+    return RuntimeError(
+        f"expected replicas outside of the transforms of torch.func, but got a call of {what} inside of one, such as "
+        "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
+        "module itself"
+    )
+
+
+def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
+    """Raise an error that names the submodules which cannot be replicated."""
+    if in_transform():
+        raise in_transform_error(type(wrapper).__name__)
+    compiled_type = compiled_module_type()
+    for name, child in module.named_modules():
+        name = name or "the module itself"
+        if isinstance(child, compiled_type):
+            # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+            raise RuntimeError(
+                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the module, which "
+                "is its attribute _orig_mod, back in its place, and compile functions that its forward calls"
+            )
+        if isinstance(child, DataParallel) and len(child.device_ids) > 1 and not hasattr(child, "_sync_timeout"):
+            raise RuntimeError(
+                f"expected one wrapper around the replicas, but got {name!r} ({type(child).__name__}) inside of a "
+                f"{type(wrapper).__name__}; put its .module in its place, or call patch_replication_callback on it, "
+                "and it leaves the replicas to the outer one"
+            )
+
+
+def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
+    """Warn if a module that has nothing that could synchronize trains batch norms."""
+    plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
+    if plain:
+        first = plain[0] or "the module itself"
+        warn_once(
+            f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
+            f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
+            "filter this warning if every replica is meant to normalize with its own chunk of the batch"
+        )
+
+
+def raise_foreign_layer(foreign: nn.Module) -> None:
+    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it."""
+    replica = running.get()
+    if replica is None or any(module is foreign for module in replica.modules()):
+        return
+    run = replica._sync_run
+    who = run.coordinator.who(run.replica_id)
+    names = [name for name, module in run.original.named_modules() if module is foreign]
+    which = names[0] if names and names[0] else type(foreign).__name__
+    whose = "the wrapped module itself" if names else "no replica"
+    raise RuntimeError(
+        f"expected a layer or wrapper that belongs to {who}, but got {which} of {whose}, which every replica would "
+        "train with its own chunk of the batch; let the forward reach it through attributes of self that are modules "
+        "(nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead of that of the module"
+    )
