@@ -1,7 +1,7 @@
 """Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ def _structure(tree: Any) -> str:
         return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
     if isinstance(tree, (list, tuple)):
         return "(" + ", ".join(map(_structure, tree)) + ")"
+    if isinstance(tree, Iterable) and not isinstance(tree, (str, bytes, Set, Iterator)):
+        return type(tree).__name__  # which `gather` builds from an iterable, as torch
     raise TypeError(
         f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
         "return tensors"
