@@ -63,31 +63,29 @@ class Run:
 class Replica(nn.Module):
     """Runs a replica of the wrapped module, once: all who call replicas call this. Its attributes are the replica's."""
 
+    _sync_replica: nn.Module
     _sync_run: Run
 
     def __init__(self, module: nn.Module, run: Run) -> None:
-        super().__init__()
-        self._modules["replica"] = module
-        self.__dict__["_sync_run"] = run
-        del self.__dict__["training"]  # handed on, like all other attributes
+        # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
+        self.__dict__.update(_sync_replica=module, _sync_run=run)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_modules"]["replica"], name)
+        return getattr(self._sync_replica, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._modules["replica"], name, value)
+        setattr(self._sync_replica, name, value)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        names: Iterator[tuple[str, nn.Module]] = self.__dict__["_modules"]["replica"].named_modules(*args, **kwargs)
-        return names
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sync_replica.named_modules(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._sync_run
         span = run.coordinator.begin(run.replica_id)
         token = running.set(self)
         try:
             with span, run.modes.entered():
-                output = self.__dict__["_modules"]["replica"](*args, **kwargs)
+                output = self._sync_replica(*args, **kwargs)
         except BaseException as error:
             run.fail(error)
             raise
@@ -95,6 +93,8 @@ class Replica(nn.Module):
             running.reset(token)
         run.coordinator.leave(run.replica_id)
         return output
+
+    forward = __call__
 
 
 running: ContextVar[Replica | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
