@@ -12,9 +12,8 @@
 So no thread waits for another replica in a backward: the engine runs this node when it has the gradients of all
 outputs. It computes the two sums of each replica, adds them up, and computes all input gradients.
 
-NOTE [who saves what]: Each replica saves its input and weight itself, in a node outside of the graph (`checkpoint.py`).
-This node reads them there, and frees them unless the graph is retained. So hooks on saved tensors run in the thread of
-the replica, and torch notices if they were changed. This node saves only the pairs.
+NOTE [who saves what]: Each replica saves its input and weight itself (`checkpoint.py`), so hooks on saved tensors run
+in its thread. This node reads them, and frees them unless the graph is retained. It saves only the pairs.
 
 NOTE [memory of the outputs]: The node returns its outputs before they are written. Each replica allocates its own, and
 writes it after the exchange.
@@ -42,7 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from . import distributed
 from .backends.base import GENERAL, Backend, Backward, BatchStatistics, ReplicaGradients
 from .backends.places import Place, Streams, in_order_with_engine, record_current
-from .torch_private import plain_tensors, will_run
+from .torch_private import keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
 
@@ -55,7 +54,7 @@ class Call(NamedTuple):
     backend: Backend
     batch: BatchStatistics
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
-    saved: Sequence[Any]  # the nodes in which they have saved input and weight
+    saved: list[Any]  # what has saved their input and weight; None once that is freed
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
@@ -70,9 +69,8 @@ def record(
     tensors: list[Tensor | None] = []
     for of_replica in replicas:
         tensors += of_replica
-    # Hooks on saved tensors of this thread, the master's, are not for what this node saves: the numbers of its pairs.
-    # No tensors: if replicas take gradients in their forward, torch may free what a node has saved in two threads at
-    # once, of which none may give up the GIL to deallocate a tensor (torch 2.13).
+    # This node saves the numbers of its pairs, whatever the hooks of this thread: if replicas take gradients in their
+    # forward, torch may free what it has saved in two threads at once, which it cannot do with tensors (torch 2.13).
     numbers = count()
     with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), call.pairs.__getitem__):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
@@ -103,9 +101,9 @@ class _SyncBatchNorm(torch.autograd.Function):
             replicas = _replicas(ctx, call, grads, streams)
             _compute_gradients(ctx, call, grads, replicas, streams)
         made: list[Tensor | None] = [None, None, None]
-        for replica, saved in zip(replicas, call.saved, strict=True):
-            if replica.input is not None:
-                saved.maybe_clear_saved_tensors()  # unless the graph is retained; only now, in order with the engine
+        for i, replica in enumerate(replicas):
+            if replica.input is not None and not keeps_graph():
+                call.saved[i] = None  # only now, in order with the engine
             made += replica.grad_input, replica.grad_weight, replica.grad_bias
         return tuple([grad if i else None for grad, i in zip(made, ctx.needs_input_grad, strict=True)])
 
@@ -149,6 +147,7 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
         input = weight = None
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
-                input, weight = call.saved[i].saved_tensors
+                # If it is freed, so is the node, which then raises torch's error for a second backward.
+                input, weight = call.saved[i].saved_tensors if call.saved[i] is not None else ctx.saved_tensors
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .torch_private import graph_task_id, hooks_of_thread
+
+running_backward = graph_task_id  # in this thread, which is then inside of a recomputation; -1 if there is none
+
 __all__: list[str] = []
 
 REFUSED = (
@@ -45,9 +49,30 @@ def _source() -> Tensor:
         return torch.empty(0, device="cpu", requires_grad=True).clone()
 
 
+class Saved:
+    """Has saved two tensors as a node has, in a quarter of the time; not for a thread with hooks on saved tensors."""
+
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        self._tensors = input, weight
+        self._versions = input._version, 0 if weight is None else weight._version
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor | None]:
+        """Input and weight; an error, in the words of torch, if one was changed in place."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+                )
+        return self._tensors
+
+
 def save(input: Tensor, weight: Tensor | None) -> Any:
-    """Return a node that has saved `input` and `weight`; None if this thread does not record a graph."""
-    return _apply(_source(), (input, weight)).grad_fn if torch.is_grad_enabled() else None
+    """Return what has saved `input` and `weight`; None if this thread does not record a graph."""
+    if not torch.is_grad_enabled():
+        return None
+    return Saved(input, weight) if hooks_of_thread(True) is None else _apply(_source(), (input, weight)).grad_fn
 
 
 class _Refuse(torch.autograd.Function):

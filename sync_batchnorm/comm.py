@@ -50,7 +50,7 @@ class _End:
         """The layer and the replica, as errors name them."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
-    def _interrupt(self, error: BaseException) -> None:  # No wrapper may be there to tell the peers.
+    def _interrupt(self, error: BaseException) -> None:
         self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 
 

@@ -286,12 +286,8 @@ def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:
     return None
 
 
-class _Patch:
-    """The state of `patch_sync_batchnorm`: how many contexts are open, and what the last one restores."""
-
-    lock = threading.Lock()
-    depth = 0
-    init: Callable[..., None]
+_patch_lock = threading.Lock()
+_patched: list[Callable[..., None]] = []  # what the last of the open contexts restores, once for each
 
 
 @contextmanager
@@ -305,18 +301,16 @@ def patch_sync_batchnorm() -> Iterator[None]:
     Warns:
         UserWarning: where a layer is built that cannot be converted; it says why.
     """
-    with _Patch.lock:
-        if not _Patch.depth:
-            _Patch.init = BatchNormBase.__init__
-            BatchNormBase.__init__ = _synchronizing(_Patch.init)  # type: ignore[method-assign]
-        _Patch.depth += 1
+    with _patch_lock:
+        _patched.append(_patched[0] if _patched else BatchNormBase.__init__)
+        BatchNormBase.__init__ = _synchronizing(_patched[0])  # type: ignore[method-assign]
     try:
         yield
     finally:
-        with _Patch.lock:
-            _Patch.depth -= 1
-            if not _Patch.depth:
-                BatchNormBase.__init__ = _Patch.init  # type: ignore[method-assign]
+        with _patch_lock:
+            init = _patched.pop()
+            if not _patched:
+                BatchNormBase.__init__ = init  # type: ignore[method-assign]
 
 
 def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
@@ -324,7 +318,7 @@ def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
-        if _Patch.depth and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        if _patched and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             reason = _make_synchronized(self, {}, SyncOptions())
             if reason is not None:
                 text = f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}"

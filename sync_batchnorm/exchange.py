@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import distributed
+from . import backends, distributed
 from .autograd import Call, record
-from .backends import backend_for
 from .backends.base import (
+    GENERAL,
     Backend,
     BatchStatistics,
     Pair,
@@ -29,8 +29,7 @@ from .backends.base import (
     statistics_dtype,
 )
 from .backends.places import Place, Streams, current_place
-from .checkpoint import Remembered, recall, refuse_gradient, save
-from .torch_private import graph_task_id
+from .checkpoint import Remembered, recall, refuse_gradient, running_backward, save
 
 __all__: list[str] = []
 
@@ -58,7 +57,7 @@ class Request(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     settings: Settings
-    saved: Any  # the node that has saved input and weight; None if the replica records no graph
+    saved: Any  # what has saved input and weight; None if the replica records no graph
     made_by: Any  # the node of the input; None for one that needs no gradient
 
 
@@ -80,7 +79,7 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
     if input.is_leaf and input.requires_grad:
         input = input[...]  # A leaf has no node to ask whether its gradient is needed.
     saved, device_type = save(input, weight), input.device.type
-    recomputes = graph_task_id() != -1
+    recomputes = running_backward() != -1
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     autocast = torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
@@ -109,7 +108,7 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
 
     A recomputation does so too: selective checkpoints expect the operators of the forward, in their order.
     """
-    backend, place, memory = backend_for(input.device), current_place(input.device), None
+    backend, place, memory = backends.BACKENDS.get(input.device.type, GENERAL), current_place(input.device), None
     if input.numel():
         adds_eps = not settings.clamps and settings.group is None
         statistics, memory = backend.statistics(input, settings.eps, adds_eps)

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 EPS_MODES = ("plus", "clamp")
+_HALF = (torch.float16, torch.bfloat16)  # inputs of these dtypes may come with float32 parameters
 _default_eps_mode = "plus"
 
 
@@ -186,7 +187,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         for tensor in (weight, bias, mean, var):
             if tensor is not None:
                 valid = valid and tensor.shape[0] == channels and tensor.device == device
-                valid = valid and (tensor.dtype == dtype or _is_mixed(dtype, tensor.dtype))
+                valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
         if not valid:
             mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
             rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
@@ -205,10 +206,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
         options = SyncOptions(self.eps_mode, self.group_size, self.process_group)
         given = [f"{name}={value}" for name, value in options.given().items()]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
-
-
-def _is_mixed(input: torch.dtype, parameter: torch.dtype) -> bool:
-    return parameter == torch.float32 and input in (torch.float16, torch.bfloat16)
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):

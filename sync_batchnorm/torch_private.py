@@ -22,7 +22,8 @@ _REQUIRED = {
     "torch.nn.parallel._functions.Broadcast": "the tensors of replicas on several devices",
     "torch._utils.ExceptionWrapper": "the error of a replica, as its caller gets it",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
-    "torch.autograd.function.BackwardCFunction.maybe_clear_saved_tensors": "the release of what a replica has saved",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
     "torch._C._will_engine_execute_node": "which gradients the running backward needs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
     "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
@@ -49,6 +50,8 @@ plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.Disa
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
+keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_task_keep_graph"]
+hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_tensors_default_hooks"]
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
 
 # The compiler is not imported here, since that takes a second. Once it is, the attributes that the functions below set

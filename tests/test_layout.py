@@ -88,9 +88,10 @@ def test_only_one_file_blocks(file):
     assert used - {""} == WAITING.get(file, set())
 
 
-# Files that may ask of what kind a device is; all others leave that to `backend_for`, or ask a place.
+# Files that may ask of what kind a device is; all others leave that to `BACKENDS`, or ask a place.
 KINDS_OF_DEVICES = {
-    "backends",  # which backend a device has
+    "backends",  # which devices have a backend
+    "exchange",  # which of them an input is on
     "backends.places",  # whether a device has streams
     "parallel.data_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have

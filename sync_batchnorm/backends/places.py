@@ -49,10 +49,7 @@ def current_place(device: torch.device) -> Place:
 
 
 class Streams:
-    """The streams of several places in one thread, which are entered only if they are not current.
-
-    They nearly always are, so this is asked once, for `places`; none if `current_place` made all of them here.
-    """
+    """The streams of several places in one thread, entered only if they are not current, which is asked once."""
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
         self.are_current = all([place.is_current() for place in places])

@@ -116,8 +116,7 @@ def _build(module: nn.Module, tensors: Sequence[Tensors]) -> list[nn.Module]:
 
 def _copy(module: nn.Module) -> Any:
     """Return a copy of a module for a replica, without parameters, and with submodules of the original."""
-    # RNNs, lazy and scripted modules override this hook of torch's own `replicate`. For all other modules, this does
-    # the same in less time.
+    # RNNs, lazy and scripted modules override this hook of torch. For all others, this does the same in less time.
     replicate: Any = module._replicate_for_data_parallel
     if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
         return replicate()

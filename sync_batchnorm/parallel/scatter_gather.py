@@ -20,16 +20,10 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree of tuples, lists and dicts, in order."""
-    tensors, todo = [], [tree]
-    while todo:
-        tree = todo.pop()
-        if isinstance(tree, Tensor):
-            tensors.append(tree)
-        elif isinstance(tree, dict):
-            todo += reversed(tree.values())
-        elif isinstance(tree, (list, tuple)):
-            todo += reversed(tree)
-    return tensors
+    if isinstance(tree, Tensor):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for child in children for tensor in tensors_in(child)]
 
 
 Chunks = dict[int, list[Tensor]]  # of each tensor, by its id
