@@ -50,22 +50,23 @@ def _source() -> Tensor:
 
 
 class Saved:
-    """Has saved two tensors as a node has, in a quarter of the time; not for a thread with hooks on saved tensors."""
+    """Has saved two tensors as a node of torch, in a quarter of the time; not in a thread with hooks on saved tensors."""
+
+    __slots__ = ("_input", "_input_version", "_weight", "_weight_version")
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
-        self._tensors = input, weight
-        self._versions = input._version, 0 if weight is None else weight._version
+        self._input, self._input_version = input, input._version
+        self._weight, self._weight_version = weight, 0 if weight is None else weight._version
 
     @property
     def saved_tensors(self) -> tuple[Tensor, Tensor | None]:
-        """Input and weight; an error, in the words of torch, if one was changed in place."""
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
+        for tensor, version in ((self._input, self._input_version), (self._weight, self._weight_version)):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
                 )
-        return self._tensors
+        return self._input, self._weight
 
 
 def save(input: Tensor, weight: Tensor | None) -> Any:
@@ -100,7 +101,7 @@ class Remembered(NamedTuple):
     is_constant: bool  # whether the replica recorded a graph, and the output required no gradient all the same
 
 
-def recall(remembered: list[Remembered], statistics: Sequence[Any], where: str) -> Remembered:
+def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: str) -> Remembered:
     """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
     if len(remembered) == 1:
         return remembered[0]

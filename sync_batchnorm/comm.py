@@ -43,7 +43,7 @@ class _End:
     _coordinator: Coordinator
     _rendezvous: Rendezvous
     identifier: Hashable
-    remembered: list[Any]  # of the calls in this forward, for activation checkpointing; see `checkpoint.py`
+    remembered: tuple[Any, ...] = ()  # of the calls in this forward, for activation checkpointing; see `checkpoint.py`
 
     @property
     def where(self) -> str:
@@ -61,7 +61,6 @@ class SlavePipe(_End):
         self._coordinator = coordinator
         self._rendezvous = rendezvous
         self.identifier = identifier
-        self.remembered = []
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -114,7 +113,7 @@ class SyncMaster(_End):
     def _begin(self, coordinator: Coordinator, name: str, replica_id: int) -> None:
         self._coordinator = coordinator
         self._rendezvous = Rendezvous(name)
-        self.remembered = []
+        self.remembered = ()
         coordinator.admit(self._rendezvous, MASTER, replica_id)
 
     def join(self) -> None:

@@ -29,7 +29,7 @@ from .backends.base import (
     statistics_dtype,
 )
 from .backends.places import Place, Streams, current_place
-from .checkpoint import Remembered, recall, refuse_gradient, running_backward, save
+from .checkpoint import Remembered, Saved, recall, refuse_gradient, running_backward, save
 
 __all__: list[str] = []
 
@@ -92,9 +92,9 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
             answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]
             output, pair, batch = answer
             normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
-            if pipe is not None:
+            if pipe is not None and not isinstance(saved, Saved):  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
-                pipe.remembered.append(Remembered(request.statistics, normalizer, is_constant))
+                pipe.remembered += (Remembered(request.statistics, normalizer, is_constant),)
             if settings.running is not None and not recomputes:
                 # Only now, so that a call whose merge fails is not counted.
                 batch.update(settings.running, settings.eps)
