@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from .conversion import convert_model
-from .parallel.data_parallel import as_device
 from .replicate import DataParallelWithCallback
 
 __all__: list[str] = []
@@ -55,12 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed_devices(text: str) -> list[str]:
     """Return the names of the devices in a comma-separated list, which a user has typed."""
     count = torch.cuda.device_count()
+    names = [f"cuda:{name}" if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
     try:
-        devices = [as_device(int(name) if name.isdecimal() else name) for name in map(str.strip, text.split(","))]
+        devices = list(map(torch.device, names))
     except RuntimeError:  # One of the names is no device.
         devices = []
     one_kind = len({device.type for device in devices}) == 1
-    if len(devices) < 2 or not one_kind or any(d.type == "cuda" and d.index >= count for d in devices):
+    if len(devices) < 2 or not one_kind or any(d.type == "cuda" and (d.index or 0) >= count for d in devices):
         raise argparse.ArgumentTypeError(
             f"expected at least two replicas, all on GPUs of this machine as in 0,0 or all on the CPU as in cpu,cpu, "
             f"but got {text!r}; torch {torch.__version__} finds {count} CUDA devices"

@@ -1,13 +1,4 @@
-"""The autograd node of one call of a layer: one node for all replicas.
-
-::
-
-    replica i, in its own thread                 master                                            replica i again
-
-    x_i -> saved by a node of its own
-    statistics of x_i, no graph    ----------->  merge all statistics
-                                                 y_1 .. y_R = SyncBatchNorm(x_1, w_1, b_1, .. x_R, w_R, b_R)
-                                   <-----------  y_i, mean, invstd                                 ---> write y_i
+"""The autograd node of one call of a layer: one node, made by the master, that has the tensors of all replicas.
 
 So no thread waits for another replica in a backward: the engine runs this node when it has the gradients of all
 outputs. It computes the two sums of each replica, adds them up, and computes all input gradients.
@@ -58,7 +49,7 @@ class Call(NamedTuple):
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
-    group: distributed.Group | None  # of processes
+    peers: distributed.Peers | None  # the processes that have a part in the call
     pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
 
 
@@ -91,7 +82,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         # Other processes may have gradients where this one has none, and wait for it.
-        if call.group is None and not any([grad is not None for grad in grads]):
+        if call.peers is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         master = call.batch.master
         order: AbstractContextManager[Streams] = nullcontext(Streams())
@@ -120,8 +111,8 @@ def _compute_gradients(
     at, reduce = batch.at, None
     if graph:
         at = {place: pair.unbind() for place, pair in zip(call.pair_places, ctx.saved_tensors, strict=True)}
-    if call.group is not None:
-        reduce = partial(distributed.all_reduced, group=call.group)
+    if call.peers is not None:
+        reduce = partial(distributed.all_reduced, peers=call.peers)
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]

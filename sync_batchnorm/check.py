@@ -12,7 +12,7 @@ from .torch_private import BatchNormBase
 __all__ = ["assert_synchronized"]
 
 
-def assert_synchronized(model: nn.Module) -> None:
+def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> None:
     """Raise an error unless every batch norm of `model` would synchronize in its next forward.
 
     Call it on the wrapped model, in training mode. The error also names layers that are in eval mode on purpose, like
@@ -20,12 +20,15 @@ def assert_synchronized(model: nn.Module) -> None:
 
     Args:
         model: the wrapper, or whatever contains it.
+        replicas: the least number of replicas that a wrapper must make of a large batch; None for any.
 
     Raises:
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would normalize with less than the whole batch, with the reason for each.
+            would normalize with less than the whole batch, with the reason for each; or if there is none of them.
     """
-    problems = list(_unsynchronized(model))
+    problems = list(_unsynchronized(model, replicas))
+    if not any(isinstance(module, BatchNormBase) for module in model.modules()):
+        problems = [("", model, "it has no batch norm that torch registers; is one in a list? Use nn.ModuleList")]
     if problems:
         layers = "".join(
             f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in problems
@@ -35,11 +38,15 @@ def assert_synchronized(model: nn.Module) -> None:
         )
 
 
-def _unsynchronized(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _unsynchronized(model: nn.Module, replicas: int | None) -> Iterator[tuple[str, nn.Module, str]]:
     wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
     for name, layer in model.named_modules():
         if isinstance(layer, BatchNormBase):
-            why = _why_unsynchronized(layer, [wrapper for wrapper, modules in wrappers if layer in modules])
+            around = [wrapper for wrapper, modules in wrappers if layer in modules]
+            why = _why_unsynchronized(layer, around)
+            number = max(1, len(around[0].device_ids)) if around else 1
+            if why is None and replicas is not None and number < replicas:
+                why = f"expected {replicas} replicas, but its wrapper makes {number}; name that many devices"
             if why is not None:
                 yield name, layer, why
 

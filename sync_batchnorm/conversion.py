@@ -29,7 +29,7 @@ from .layers import (
     _SynchronizedBatchNorm,
 )
 from .parallel.data_parallel import as_device, needs_own_parallel
-from .replicate import DataParallelWithCallback, _Callbacks, patch_replication_callback
+from .replicate import DataParallelWithCallback, _Callbacks, patch
 from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -93,13 +93,19 @@ def convert_model(
     for name, child in modules:
         reason = None
         if isinstance(child, nn.DataParallel):
-            patch_replication_callback(child)
+            patch(child)
         elif isinstance(child, torch.jit.ScriptModule) and "BatchNorm" in child.original_name:
             reason = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
         elif type(child) in classes or isinstance(child, BatchNormBase):
             reason = _make_synchronized(child, classes, options)
         if reason is not None:
             skipped.setdefault(reason, []).append(name)
+    layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
+    names = tuple(layers)
+    for number, layer in enumerate(layers.values()):
+        layer.__dict__.update(_sync_layer=(number, names))
+    for name in _unregistered(modules):
+        skipped.setdefault("in no list that torch registers; use nn.ModuleList or nn.ModuleDict", []).append(name)
     _warn_of(skipped, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
@@ -130,6 +136,18 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
     return list(module.named_modules())
+
+
+def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield the names of the plain lists, tuples and dicts in attributes that hold layers which nobody registers."""
+    registered = {child for _, child in modules}
+    for name, child in modules:
+        for attribute, value in vars(child).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            layers = {layer for one in held if isinstance(one, nn.Module) for layer in one.modules()} - registered
+            plain = [layer for layer in layers if isinstance(layer, BatchNormBase)]
+            if not all(isinstance(layer, _SynchronizedBatchNorm) for layer in plain):
+                yield f"{name}.{attribute}".strip(".")
 
 
 def _warn_of(skipped: dict[str, list[str]], what: str) -> None:

@@ -23,7 +23,7 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
-from .errors import ReplicaSyncError, ReplicaTimeoutError
+from .errors import ReplicaSyncError, ReplicaTimeoutError, add_note
 
 __all__: list[str] = []
 
@@ -213,8 +213,8 @@ class Coordinator:
         try:
             with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, merging"):
                 answers = dict(callback(messages))
-        except Exception as error:  # as `add_note` of Python 3.11
-            vars(error).setdefault("__notes__", []).append(f"Raised in the exchange of {rendezvous}.")
+        except Exception as error:
+            add_note(error, f"Raised in the exchange of {rendezvous}.")
             raise
         if len(answers) != len(messages) or not all([identifier in answers for identifier, _ in messages]):
             raise RuntimeError(

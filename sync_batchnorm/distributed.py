@@ -3,20 +3,20 @@
 One collective of one packed vector makes the statistics of all processes, and another one in the backward makes their
 gradients. Timeouts and lost processes are left to `torch.distributed`.
 
-The first collective of one process is matched with the first of every other one. So all processes of a group must make
-the same calls in the same order. In a backward, that is the order of the autograd engine, on which
-`DistributedDataParallel` relies as well: several replicas in one process would make their nodes in several threads.
-
-All processes have the same weights, as `DistributedDataParallel` guarantees and `torch.nn.SyncBatchNorm` assumes.
+All processes of a group must make the same calls in the same order; in a backward, that is the order of the autograd
+engine. All have the same weights. `DistributedDataParallel` guarantees the one and relies on the other.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from .backends.base import merge_moments
+from .errors import add_note
 
 __all__: list[str] = []
 
@@ -29,10 +29,31 @@ ONE_PROCESS_A_DEVICE = (
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
 
+class Peers(NamedTuple):
+    """The processes that a layer exchanges with, and which of the layers of its model it is."""
+
+    group: Group
+    number: int
+    names: Sequence[str]  # of the layers, by number
+
+    def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
+        """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
+        try:
+            collective(*tensors, group=self.group)
+        except Exception as error:
+            add_note(error, f"Raised in the exchange of {self.names[self.number]} between processes.")
+            raise
+
+
 def active_group(process_group: Group | None) -> Group | None:
     """Return the group to exchange over, by default of all processes; None where there is no other process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            "expected a synchronized batch norm in the process that trains, but got a call in training mode in a "
+            "worker of a DataLoader, which no other process answers; call eval() of the model that the dataset uses"
+        )
     group = dist.group.WORLD if process_group is None else process_group
     if dist.get_rank(group) < 0:
         raise ValueError(
@@ -42,38 +63,50 @@ def active_group(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def merge_over_processes(mean: Tensor, var: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor, int | Tensor]:
+def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) -> tuple[Tensor, Tensor, int | Tensor]:
     """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all, bitwise equal.
 
-    The number of elements comes as a tensor, so that the host does not wait for it; as an int only if `count` is at
-    most 1, since then the total may be too small.
+    The total count is a tensor, so that the host does not wait; an int if `count` is at most 1: it may be too small.
     """
-    size = dist.get_world_size(group)
-    packed = torch.cat((mean.new_full((1,), count), mean, var))
+    size = dist.get_world_size(peers.group)
+    packed = torch.cat((mean.new_full((1,), count), mean.new_full((1,), peers.number), mean, var))
     gathered = packed.new_empty(size * len(packed))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(gathered, packed, group=group)
+    peers.call(gather, gathered, packed)
     gathered = gathered.view(size, -1)
+    if gathered.device.type == "cpu":  # On other devices the host would have to wait.
+        _check_layer(peers, list(map(int, gathered[:, 1].tolist())))
     counts, total = gathered[:, :1], gathered[:, 0].sum()
-    means, variances = gathered[:, 1:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
+    means, variances = gathered[:, 2:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
     return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
+
+
+def _check_layer(peers: Peers, numbers: Sequence[int]) -> None:
+    """Raise an error if processes have called different layers, given the numbers of all."""
+    if len(set(numbers)) > 1:
+        names = dict(enumerate(peers.names))
+        called = [f"{names.get(number, 'another layer')} in rank {rank}" for rank, number in enumerate(numbers)]
+        raise RuntimeError(
+            f"expected all processes to call the same synchronized batch norm, but got {', '.join(called)}; make every "
+            "process call the same layers in the same order"
+        )
 
 
 class _AllReduce(torch.autograd.Function):
     """The sum over all processes. The tensor of each process enters the losses of all, so its gradient is a sum too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        peers.call(dist.all_reduce, total)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+        return _AllReduce.apply(grad, ctx.peers), None  # type: ignore[no-untyped-call]
 
 
-def all_reduced(tensor: Tensor, group: Group) -> Tensor:
+def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
     """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
-    return _AllReduce.apply(tensor, group)  # type: ignore
+    return _AllReduce.apply(tensor, peers)  # type: ignore

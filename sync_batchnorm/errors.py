@@ -11,5 +11,10 @@ class ReplicaSyncError(RuntimeError):
     """
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to the traceback of `error`, as its method of Python 3.11, which older ones do not show."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
 class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
     """No replica failed, but one did not call within the ``timeout`` of the wrapper, in seconds."""

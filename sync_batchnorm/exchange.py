@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
     eps: float
     clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
-    group: distributed.Group | None  # the processes to exchange with
+    peers: distributed.Peers | None  # the processes to exchange with
     running: RunningStatistics | None  # the buffers that this replica updates, once a call
     weight_of_module: bool  # whether weight and bias are those of the wrapped module, equal in all replicas
     master_device: torch.device | None  # where the master merges, if known: statistics are sent there
@@ -70,10 +70,7 @@ class Answer(NamedTuple):
 
 
 def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Any, settings: Settings) -> Tensor:
-    """Normalize the input of one replica with the batch statistics of all replicas that `pipe` connects.
-
-    The pipe is a `SyncMaster` with `merge_requests`, or one of its `SlavePipe`; None if there are no other replicas.
-    """
+    """Normalize the input of one replica with the statistics of all that `pipe` connects; None for this one alone."""
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
     if input.is_leaf and input.requires_grad:
@@ -110,7 +107,7 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
     """
     backend, place, memory = backends.BACKENDS.get(input.device.type, GENERAL), current_place(input.device), None
     if input.numel():
-        adds_eps = not settings.clamps and settings.group is None
+        adds_eps = not settings.clamps and settings.peers is None
         statistics, memory = backend.statistics(input, settings.eps, adds_eps)
         if settings.master_device is not None and settings.master_device != place.device:
             target = current_place(settings.master_device)
@@ -146,7 +143,7 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         here = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.group, kept)
+        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.peers, kept)
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
@@ -177,13 +174,13 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
         own, source = request.statistics, request.statistics.place or request.place
         count += own.elements
         statistics.append(own if source == master else own.sent(source, master, Streams((source, master))))
-    if count == 1 and settings.group is None:
+    if count == 1 and settings.peers is None:
         raise single_value([request.input.shape for request in requests])
     batch = first.backend.merge(statistics, settings.eps, settings.running)
     batch.master, batch.count = master, count
-    if settings.group is not None:
+    if settings.peers is not None:
         var = cast(Tensor, batch.var)
-        batch.mean, batch.var, batch.count = distributed.merge_over_processes(batch.mean, var, count, settings.group)
+        batch.mean, batch.var, batch.count = distributed.merge_over_processes(batch.mean, var, count, settings.peers)
         if isinstance(batch.count, int) and batch.count == 1:
             raise single_value([request.input.shape for request in requests])
     if batch.invstd is None:

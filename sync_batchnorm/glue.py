@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from .torch_private import mark_uncompiled
-
 __all__: list[str] = []
 
 P = ParamSpec("P")
@@ -36,10 +34,7 @@ REASON = (  # which the compiler shows with `fullgraph=True`
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one that is never compiled, whoever calls it, as by `torch.compiler.disable`.
-
-    That imports the compiler, which takes a second. So it is applied in the first call after that was imported.
-    """
+    """Return `function` as one that is never compiled: `torch.compiler.disable`, but importing no compiler for it."""
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
@@ -49,7 +44,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
             disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
         return (disabled or function)(*args, **kwargs)
 
-    mark_uncompiled(run, REASON)
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)  # what `disable` sets too
     return run
 
 

@@ -1,5 +1,6 @@
 """The layers: their options, when they synchronize, and what they refuse."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _sync_pipe: SyncMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
     _sync_master_device: torch.device | None = None
+    _sync_layer: tuple[int, Sequence[str]] = (0, ("a layer without a name",))  # its number among those of its model
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
@@ -146,16 +148,16 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
         self._check_input(input, weight, bias, mean, var)
-        group = running = None
-        if pipe is None:
-            group = self._active_group()  # no argument: the compiler of torch 2.12 cannot pass a group
+        peers = running = None
+        if pipe is None:  # The compiler of torch 2.12 cannot pass a group as an argument.
+            peers = distributed.Peers(self._active_group(), *self._sync_layer)
         if self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         # A module may compute weights in its forward; torch lists those that it has given to a replica.
         given = self.__dict__.get("_former_parameters", {})
         weight_of_module = given.get("weight") is weight and given.get("bias") is bias
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
-        settings = Settings(self.eps, clamps, group, running, weight_of_module, self._sync_master_device)
+        settings = Settings(self.eps, clamps, peers, running, weight_of_module, self._sync_master_device)
         return sync_batch_norm(input, weight, bias, pipe, settings)
 
     def _active_group(self) -> distributed.Group | None:
@@ -172,6 +174,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
                 f"new_subgroups({self.group_size})[0] instead to synchronize groups of processes"
             )
         return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("tmp_running_mean", "tmp_running_var", "running_iter"):  # buffers of older libraries
+            state_dict.pop(f"{prefix}_{name}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The pickle of a layer of the older library holds a `SyncMaster`.

@@ -60,26 +60,26 @@ def sync_moments(
                 "leave the norm out of the checkpointed function"
             )
     with torch.autocast(input.device.type, enabled=False):
-        mean, var, count = _moments(input, group)
+        mean, var, count = _moments(input, group and distributed.Peers(group, 0, ("sync_moments",)))
         message = _Message(torch.stack((mean, var)), count, input.shape, current_place(input.device))
         mean, var, count = merge_messages([(0, message)])[0][1] if pipe is None else pipe.run(message)
         return mean.clone(), var.clone(), count  # copies, which users may change in place
 
 
-def _moments(input: Tensor, group: distributed.Group | None) -> Moments:
-    """Return the moments of `input`, of all processes if there is a group, in the graph."""
+def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
+    """Return the moments of `input`, together with those of other processes if there are, in the graph."""
     values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
     if count:
         var, mean = torch.var_mean(values, dims, correction=0)
     else:
         var, mean = values.sum(dims), values.sum(dims)
-    if group is None:
+    if peers is None:
         return mean, var, count
-    sums = distributed.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))), group)
+    sums = distributed.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))), peers)
     total = sums[-1].clamp(min=1)
     merged = sums[:-1] / total
     deviations = mean - merged
-    spread = distributed.all_reduced((var + deviations * deviations) * count, group)
+    spread = distributed.all_reduced((var + deviations * deviations) * count, peers)
     return merged, spread / total, int(sums[-1])
 
 

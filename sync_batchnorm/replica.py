@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .coordinator import Coordinator
-from .torch_private import ExceptionWrapper, mark_constant
+from .torch_private import ExceptionWrapper
 
 __all__: list[str] = []
 
@@ -49,10 +49,7 @@ class Run:
     modes: CallerModes
 
     def fail(self, error: BaseException) -> None:
-        """Record that the replica has ended with `error`.
-
-        Only the text is kept, as in torch: the error would keep the frames of the forward alive, and their tensors.
-        """
+        """Record that the replica has ended with `error`: its text, as the error holds the frames of the forward."""
         where = f"in {self.coordinator.who(self.replica_id)}"
         failure = ExceptionWrapper((type(error), error, error.__traceback__), where)
         if sys.version_info < (3, 11):  # Its tracebacks have no notes.
@@ -105,6 +102,5 @@ def is_in_replica() -> bool:
     return running.get() is not None
 
 
-# This has the effect of `torch.compiler.assume_constant_result`, which would import the compiler (torch 2.13): the
-# compiler cannot trace a `ContextVar`, and takes the result that it gets while tracing as a constant.
-mark_constant(is_in_replica)
+# As `torch.compiler.assume_constant_result`, which would import the compiler: that cannot trace a `ContextVar`.
+vars(is_in_replica).update(_dynamo_marked_constant=True)

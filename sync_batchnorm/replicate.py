@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
-from .glue import Derived, spans_of_forward, swap_class, uncompiled
+from .glue import Derived, spans_of_forward, swap_class, uncompiled, warn_once
 from .glue import _bare as _bare  # looked up by older pickles
-from .parallel.data_parallel import AnyDeviceDataParallel, DeviceId
+from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers
 from .replica import CallerModes, Replica, Run, is_in_replica
 
@@ -219,6 +219,13 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
             "wrap the module with DataParallelWithCallback"
         )
     timeout = _checked_timeout(timeout)
+    if not data_parallel.device_ids:
+        warn_once(NO_ACCELERATOR)
+    return patch(data_parallel, timeout)
+
+
+def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+    """Do so, without checks."""
     if not isinstance(data_parallel, _Callbacks):
         cls = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]

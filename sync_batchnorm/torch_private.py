@@ -54,20 +54,7 @@ keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_
 hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_tensors_default_hooks"]
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
 
-# The compiler is not imported here, since that takes a second. Once it is, the attributes that the functions below set
-# tell it the same as the functions of `torch.compiler`.
-
 
 def compiled_module_type() -> Any:
     """Return the class of what `torch.compile` makes of a module, or an empty tuple if nothing was compiled."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-
-
-def mark_uncompiled(function: Callable[..., Any], reason: str) -> None:
-    """Have the compiler break the graph at `function`."""
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
-
-
-def mark_constant(function: Callable[[], Any]) -> None:
-    """Have the compiler treat the result of `function` as a constant."""
-    vars(function).update(_dynamo_marked_constant=True)

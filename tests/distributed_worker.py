@@ -12,6 +12,7 @@ import json
 import sys
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -465,6 +466,40 @@ def a_group_without_this_process_is_refused() -> None:
 
 
 @check
+def processes_that_call_different_layers_are_told_which() -> None:
+    model = convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    called = ", ".join(f"{min(rank, 1)} in rank {rank}" for rank in range(SIZE))
+    with pytest.raises(RuntimeError, match=f"expected all processes to call the same .* but got {called}; make every"):
+        model[min(RANK, 1)](torch.randn(2, 3, 4, 4))
+    for layer in model:
+        assert layer.num_batches_tracked == 0
+        layer(torch.randn(2, 3, 4, 4))
+
+
+class Normalized(torch.utils.data.Dataset[Tensor]):
+    """Normalizes a sample in a worker of a `DataLoader`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.model(torch.ones(2, 3, 4, 4)).detach()
+
+
+@check
+def worker_of_a_data_loader_is_refused_in_training_mode() -> None:
+    model = SynchronizedBatchNorm2d(3)
+    batches = torch.utils.data.DataLoader(Normalized(model), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match="expected a synchronized batch norm in the process that trains, but got"):
+        next(iter(batches))
+    model.eval()
+    assert_equal(next(iter(batches)), model(torch.ones(2, 3, 4, 4))[None])
+
+
+@check
 def replicas_that_do_not_know_each_other_never_communicate() -> None:
     plain, model = twins(nn.BatchNorm2d(3))
     replica = model._replicate_for_data_parallel()  # as a stock `nn.DataParallel` makes it, which refuses the CPU
@@ -711,9 +746,14 @@ def parameters_that_some_processes_or_all_leave_out_have_the_gradient_of_one_pro
 
 @check
 def training_beside_a_process_in_eval_ends_with_the_timeout_of_torch() -> None:
-    layer = SynchronizedBatchNorm2d(3, process_group=dist.new_group(timeout=timedelta(seconds=1))).train(RANK == 0)
-    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms") if RANK == 0 else contextlib.nullcontext():
-        layer(torch.randn(2, 3, 4, 4))
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = convert_model(nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(3))), process_group=group).train(RANK == 0)
+    if RANK == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms") as caught:
+            model(torch.randn(2, 3, 4, 4))
+        assert caught.value.__notes__ == ["Raised in the exchange of bn between processes."]
+    else:
+        model(torch.randn(2, 3, 4, 4))
     dist.barrier()  # until when the others are there
 
 

@@ -61,11 +61,13 @@ def graph_of(output: Tensor) -> list[Any]:
 
 
 def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what every module of `model` consists of, as identities: all of its attributes, except for its class."""
+    """Return what every module of `model` consists of, as identities: all attributes but class and `_sync_layer`."""
     found = {}
     for name, module in model.named_modules():
         parts: dict[str, Any] = {"": id(module)}
         for attribute, value in vars(module).items():
+            if attribute == "_sync_layer":  # which tells a converted layer from its neighbours, for error messages
+                continue
             parts[attribute] = id(value)
             if isinstance(value, dict):  # parameters, buffers, children, hooks
                 parts.update({f"{attribute}.{key}": id(item) for key, item in value.items()})

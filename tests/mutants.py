@@ -37,7 +37,16 @@ IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "out", "venv")  #
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4")}  # with the options of pytest
 JOBS = os.cpu_count() or 1
 BUDGET = 60.0  # seconds of tests for a mutant, in each place; one case of each function comes before the next
-EQUIVALENT: dict[str, str] = {}  # mutants that were read, as they are printed but for the line, and why none can notice
+# Mutants that were read, as they are printed but for the line, and why no test can notice them.
+EQUIVALENT: dict[str, str] = {
+    "layers.py: _SynchronizedBatchNorm._check_input: `1` -> `2`": "any number of rows makes torch raise the error",
+    "coordinator.py: Coordinator.abort: `monotonic() < deadline` -> `monotonic() <= deadline`": "at one instant only",
+    "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
+    "backends/cuda.py: Cuda.statistics: `0.0` -> `1.0`": "the momentum of no buffers",
+    "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
+    "__init__.py: module: `sys.version_info < (3, 10)` -> `sys.version_info <= (3, 10)`": "it has five items",
+    "replicate.py: _Callbacks.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
+}
 
 # The mutants.
 

@@ -31,22 +31,65 @@ def _ours(net: nn.Module) -> DataParallelWithCallback:
     return DataParallelWithCallback(net, ["cpu"] * 2)
 
 
+class InAList(nn.Module):
+    """Has a layer where torch does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)]
+
+
 @pytest.mark.parametrize(
     "model",
     [
         _ours(_net()),
         DataParallelWithCallback(_net(), ["cpu"]),
-        patch_replication_callback(nn.DataParallel(_net())),
+        convert_model(nn.DataParallel(_net())),
         patch_replication_callback(TorchStyle(_net(), 2)),
         nn.Sequential(_ours(_net())),
         _ours(nn.Sequential(_ours(_net()))),
         _ours(convert_model(nn.Sequential(nn.BatchNorm1d(4), nn.DataParallel(nn.BatchNorm1d(4))))),
-        nn.DataParallel(nn.Linear(2, 2)),
     ],
-    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "nested", "converted", "no batch norm"],
+    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "nested", "converted"],
 )
 def test_synchronized_model_passes(model):
     assert_synchronized(model)
+
+
+@pytest.mark.parametrize("held", [nn.Linear(2, 2), InAList()], ids=["none", "in a list"])
+def test_model_without_batch_norms_that_torch_registers_fails(held):
+    with pytest.raises(
+        RuntimeError, match=r"the model itself .*: it has no batch norm that torch registers; .* in a list"
+    ):
+        assert_synchronized(_ours(held))
+
+
+def test_replicas_that_are_asked_for_must_be_made():
+    for model in (_ours(_net()), patch_replication_callback(TorchStyle(_net(), 2))):
+        assert_synchronized(model, replicas=2)
+        with pytest.raises(RuntimeError, match=r"module\.\d .*: expected 3 replicas, but its wrapper makes 2; name"):
+            assert_synchronized(model, replicas=3)
+    with pytest.raises(RuntimeError, match="expected 2 replicas, but its wrapper makes 1"):
+        assert_synchronized(DataParallelWithCallback(_net(), ["cpu"]), replicas=2)
+    assert_synchronized(_ours(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"]))), replicas=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda net: patch_replication_callback(nn.DataParallel(net, ["cpu"] * 2)),
+        lambda net: patch_replication_callback(nn.DataParallel(net, [0, 1])),
+        lambda net: DataParallelWithCallback(net, [0, 1]),
+    ],
+    ids=["patched cpu", "patched gpus", "wrapper"],
+)
+def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for(wrap):
+    with pytest.warns(UserWarning, match=r"expected devices for the replicas, but got none, .*\['cpu'\] \* 2\)"):
+        model = wrap(_net())
+    assert_synchronized(model)
+    with pytest.raises(RuntimeError, match="expected 2 replicas, but its wrapper makes 1"):
+        assert_synchronized(model, replicas=2)
 
 
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, sync_moments
+from sync_batchnorm.glue import uncompiled
+from sync_batchnorm.replica import is_in_replica
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
@@ -151,6 +153,17 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
+
+
+@pytest.mark.slow
+def test_functions_are_marked_as_the_compiler_marks_them():
+    def function(): ...
+
+    ours, constant = vars(uncompiled(function)), vars(is_in_replica)
+    by_torch = vars(torch.compiler.disable(function, reason=ours["_torchdynamo_disable_msg"]))
+    assert ours["_torchdynamo_disable"] == by_torch["_torchdynamo_disable"]
+    assert ours["_torchdynamo_disable_msg"] == by_torch["_torchdynamo_disable_msg"]
+    assert constant == vars(torch.compiler.assume_constant_result(function)) != {}
 
 
 @pytest.mark.slow

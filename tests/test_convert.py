@@ -25,7 +25,6 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     convert_model,
-    patch_replication_callback,
     patch_sync_batchnorm,
     revert_model,
 )
@@ -362,6 +361,30 @@ def left(net: nn.Module, convert: Callable[[nn.Module], nn.Module] = convert_mod
     return str(caught[0].message)
 
 
+class Holds(nn.Module):
+    """Has layers in attributes in which torch does not find them, and others that it finds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.found = nn.Sequential(nn.BatchNorm2d(4))
+        self.known = [self.found[0]]
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "held", [[nn.ReLU(), nn.BatchNorm2d(4)], (nn.Sequential(nn.BatchNorm1d(4)),), {"a": nn.BatchNorm3d(4)}]
+)
+def test_layers_in_a_plain_container_are_named(held):
+    why = r"- 1\.held: in no list that torch registers; use nn\.ModuleList or nn\.ModuleDict"
+    with pytest.warns(UserWarning, match=f"left BatchNorm layers as they are, .*, 1 in all:\n{why}$"):
+        convert_model(nn.Sequential(nn.ReLU(), Holds(held)))
+
+
+@pytest.mark.parametrize("held", [[nn.ReLU()], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])
+def test_other_plain_containers_are_not_named(held):
+    assert isinstance(convert_model(Holds(held)).known[0], SynchronizedBatchNorm2d)
+
+
 Called = type("Called", (nn.BatchNorm2d,), {"__call__": lambda self, input: input})
 Reduced = type("Reduced", (nn.BatchNorm1d,), {"__reduce__": lambda self: (Reduced, (self.num_features,))})
 Saved = type("Saved", (nn.BatchNorm3d,), {"__getstate__": lambda self: vars(self) | {"training": True}})
@@ -497,7 +520,7 @@ def test_a_wrapper_and_its_subclass_keep_what_they_have_both_ways(kind, outer):
     assert convert_model(model) is model
     for twin in (net, copy.deepcopy(net), through_pickle(net)):
         assert isinstance(twin, kind)
-        assert classes(twin) == classes(patch_replication_callback(convert_model(kind(twin.module))))
+        assert classes(twin) == classes(convert_model(kind(twin.module)))
         assert (twin.device_ids, twin.output_device, twin.dim, twin.training) == ([0, 2], 2, 1, False)
         assert twin.timeout == "mine"
         assert type(twin.module[0]) is SynchronizedBatchNorm2d

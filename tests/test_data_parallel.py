@@ -3,10 +3,19 @@
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import TwoLayers, as_devices, as_torch_names, assert_equal, assert_same_step, doubles, twins
+from helpers import (
+    TwoLayers,
+    are_distinct_gpus,
+    as_devices,
+    as_torch_names,
+    assert_equal,
+    assert_same_step,
+    doubles,
+    twins,
+)
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
 from sync_batchnorm.parallel.data_parallel import as_device
 
 
@@ -143,6 +152,17 @@ def test_outputs_are_gathered_on_the_output_device(devices):
         parallel = DataParallelWithCallback(module, devices, output_device)
         assert parallel(data).device == expected
     assert_equal(parallel(data).cpu(), module(data).cpu())
+
+
+@pytest.mark.parametrize("output_device", [-1, "cpu", torch.device("cpu")], ids=repr)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_are_gathered_on_the_cpu_in_every_spelling(devices, output_device):
+    module = nn.Linear(3, 2).to(as_devices(devices)[0])
+    data = torch.randn(4, 3, device=as_devices(devices)[0])
+    output = DataParallelWithCallback(module, devices, output_device)(data)
+    assert_equal(output, module(data).cpu())
+    if are_distinct_gpus(devices) and output_device == -1:  # as torch spells it
+        assert_equal(patch_replication_callback(nn.DataParallel(module, devices, -1))(data), module(data).cpu())
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)

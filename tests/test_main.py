@@ -115,8 +115,8 @@ def test_bad_devices_end_with_a_sentence(devices, capsys):
         (0, [], ["cpu", "cpu"]),
         (1, [], ["cuda:0", "cuda:0"]),
         (2, [], ["cuda:0", "cuda:1"]),
-        (3, ["--devices", "2, cuda"], ["cuda:2", "cuda:0"]),
-        (0, ["--devices", "mps,mps"], ["mps:0", "mps:0"]),
+        (3, ["--devices", "2, cuda"], ["cuda:2", "cuda"]),
+        (0, ["--devices", "mps,mps"], ["mps", "mps"]),
     ],
 )
 def test_replicas_are_on_the_devices_named_or_found(count, arguments, devices, monkeypatch):

@@ -268,21 +268,6 @@ def test_batch_that_the_caller_overwrites_before_the_backward_gives_no_wrong_gra
             output.backward(grad)
 
 
-class Twice(nn.Module):
-    def forward(self, one, other):
-        return one.mul_(2.0) * other
-
-
-def test_one_tensor_as_two_arguments_stays_one():
-    leaves = [torch.ones(4, 3, requires_grad=True) for _ in range(2)]
-    for model, leaf in zip((Twice(), DataParallelWithCallback(Twice(), ["cpu"] * 2)), leaves, strict=True):
-        input = leaf * 1
-        output = model(input, input)
-        assert_equal(output, torch.full((4, 3), 4.0))
-        output.backward(torch.ones(4, 3))
-    assert_equal(leaves[1].grad, leaves[0].grad)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_inputs_of_inference_mode_are_taken(size):
     plain, parallel = twins(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval(), ["cpu"] * size)
@@ -296,24 +281,6 @@ def test_inputs_of_inference_mode_are_taken(size):
 def clamp(model, input):
     with torch.no_grad():
         model.weight.clamp_(-0.1, 0.1)
-
-
-def double_for_autograd(model, input):
-    model.weight.mul_(2)
-
-
-@replicas
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("change", [clamp, double_for_autograd])
-def test_parameters_that_a_forward_changes_are_refused(change, frozen, devices):
-    class Changing(nn.Linear):
-        def forward(self, input):
-            change(self, input)
-            return super().forward(input)
-
-    net = Changing(4, 4).requires_grad_(not frozen).to(as_devices(devices)[0])
-    with pytest.raises(RuntimeError, match=r"expected parameters that stay as they are in a forward.*\['weight'\]"):
-        DataParallelWithCallback(net, devices)(torch.zeros(6, 4, device=as_devices(devices)[0]))
 
 
 def test_parameters_that_the_forward_of_a_single_chunk_changes_are_those_of_one_device():

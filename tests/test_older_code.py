@@ -255,6 +255,20 @@ def test_whole_model_of_the_older_library_loads_and_trains_on(wrapped):
     assert b"sync_batchnorm" not in pickle.dumps(revert_model(model))
 
 
+def test_checkpoint_with_the_sums_of_an_older_layer_loads_strictly():
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    checkpoint = plain.state_dict()
+    for name in ("_tmp_running_mean", "_tmp_running_var", "_running_iter"):
+        checkpoint[f"1.{name}"] = torch.ones(4)
+    model = convert_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    model.load_state_dict(checkpoint)
+    assert len(checkpoint) == 10
+    for name, tensor in plain.state_dict().items():
+        assert_equal(model.state_dict()[name], tensor)
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"1._tmp\""):
+        model.load_state_dict(checkpoint | {"1._tmp": torch.ones(4)})
+
+
 def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monkeypatch):
     data = pickle.dumps(nn.Sequential(OldLayer(4)), protocol=2)  # that of `torch.save`
     older = data.replace(b"csync_batchnorm.layers", b"csync_batchnorm.batchnorm")  # where that one has its layers

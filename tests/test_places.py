@@ -5,7 +5,7 @@ import torch
 from conftest import CUDA_COUNT
 from helpers import as_devices, assert_equal
 
-from sync_batchnorm.backends.places import Place, Streams, current_place
+from sync_batchnorm.backends.places import Place, Streams, current_place, in_order_with_engine
 
 
 def test_cpu_is_one_place_without_a_stream():
@@ -59,3 +59,13 @@ def test_tensor_of_another_stream_is_waited_for():
     with there.entered():
         doubled = Streams([here, there]).to_place(tensor, here, there) * 2
     assert_equal(Streams([here, there]).to_place(doubled, there, here).cpu(), torch.arange(1000.0) * 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("own", [False, True], ids=["current", "stream of its own"])
+def test_backward_knows_whether_its_places_are_current(own):
+    device = torch.device("cuda", 0)
+    place = Place(device, torch.cuda.Stream(device)) if own else current_place(device)
+    with in_order_with_engine(place, [place], [None]) as streams:
+        assert streams.are_current is not own
+        assert current_place(device) == place

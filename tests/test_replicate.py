@@ -94,6 +94,7 @@ class Renamed(nn.DataParallel):
 TAKEN_BY_TORCH = ("cuda0-1", "cuda-2", "cuda-2-rotated") if torch.cuda.is_available() else ("cpu-1",)
 
 
+@pytest.mark.filterwarnings("ignore:expected devices for the replicas, but got none")
 @pytest.mark.parametrize("devices", [d for d in device_lists(1, 2) if d.id in TAKEN_BY_TORCH])
 def test_patched_subclass_computes_what_ours_computes(devices):
     plain, ours = twins(TwoLayers().double(), devices)
@@ -134,7 +135,10 @@ def test_failure_in_a_patched_wrapper_with_arguments_of_its_own_reaches_the_call
 
 
 def test_object_is_patched_once():
-    for parallel in (DataParallelWithCallback(nn.Linear(2, 2), timeout=7.0), Renamed(nn.Linear(2, 2))):
+    for parallel in (
+        DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2, timeout=7.0),
+        TorchStyle(nn.Linear(2, 2), 2),
+    ):
         patch_replication_callback(parallel, timeout=7.0)
         cls = type(parallel)
         patch_replication_callback(parallel, timeout=8.0)

@@ -86,13 +86,6 @@ def test_single_chunk_is_the_tensor_itself():
     assert scatter([x], [CPU] * 2, 0)[0][0] is x
 
 
-def test_tensor_that_is_there_twice_is_cut_once():
-    x = torch.randn(4, 2)
-    first, second = scatter({"one": x, "other": (x,)}, [CPU] * 2, 0)
-    assert first["one"] is first["other"][0]
-    assert second["one"] is second["other"][0]
-
-
 @pytest.mark.parametrize(
     "x",
     [

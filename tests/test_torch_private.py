@@ -87,19 +87,3 @@ def test_layers_of_torch_are_found_by_their_base():
 def test_module_that_is_compiled_is_not_looked_for_before_the_compiler_is_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
     assert torch_private.compiled_module_type() == ()
-
-
-@pytest.mark.slow
-def test_functions_are_marked_as_the_compiler_marks_them():
-    def marked(): ...
-
-    def marked_by_torch(): ...
-
-    torch_private.mark_constant(marked)
-    assert vars(marked) == vars(torch.compiler.assume_constant_result(marked_by_torch)) != {}
-    torch_private.mark_uncompiled(marked, "why")
-    by_torch = vars(torch.compiler.disable(marked_by_torch, reason="why"))
-    assert vars(marked).items() & by_torch.items() >= {
-        ("_torchdynamo_disable", True),
-        ("_torchdynamo_disable_msg", "why"),
-    }

@@ -42,10 +42,11 @@ def reduced_dims(input: Tensor) -> list[int]:
 
 
 def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return memory with the strides of torch's output for `input`: `memory`, which is contiguous, if it has those."""
-    if not input.is_contiguous() and looks_channels_last(input):
-        return torch.empty_like(input, memory_format=CHANNELS_LAST[input.dim()])
-    return torch.empty_like(input, memory_format=torch.contiguous_format) if memory is None else memory
+    """Return memory in the format of the output for `input`: `memory`, which is contiguous, if that is the format."""
+    memory_format = format_of(input)
+    if memory is None or memory_format != torch.contiguous_format:
+        return torch.empty_like(input, memory_format=memory_format)
+    return memory
 
 
 def single_value(shapes: Sequence[torch.Size]) -> ValueError:
@@ -54,21 +55,13 @@ def single_value(shapes: Sequence[torch.Size]) -> ValueError:
     return ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
 
 
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def looks_channels_last(input: Tensor) -> bool:
-    """Return whether torch's output for `input` is channels_last: channels are innermost in memory, rows in order."""
-    if input.dim() not in CHANNELS_LAST:
-        return False
-    if input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):  # strides of size-1 dimensions do not count
-        return True
-    strides, least = input.stride(), 1
-    for dim in (1, *range(input.dim() - 1, 1, -1), 0):
-        if strides[dim] < least:
-            return False
-        least = strides[dim] * max(input.shape[dim], 1)
-    return True
+def format_of(input: Tensor) -> torch.memory_format:
+    """Return the format in which the output and the gradient of `input` are: channels_last if it is, or contiguous."""
+    if not input.is_contiguous() and input.dim() in (4, 5):
+        channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
+        if input.is_contiguous(memory_format=channels_last):  # whatever the strides of dimensions of size one
+            return channels_last
+    return torch.contiguous_format
 
 
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -108,10 +101,7 @@ class ReplicaStatistics(NamedTuple):
         return ReplicaStatistics(mean, self.second, self.is_invstd, self.elements, target)
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Return the means, and the variances or inverse standard deviations.
-
-        The master does this: in the threads of replicas, every call of an operator waits for the GIL.
-        """
+        """Return the means, and the variances or inverse standard deviations; only the master needs to ask."""
         if self.place is None:
             return self.mean, self.second
         mean, second = self.mean.chunk(2)
@@ -202,10 +192,6 @@ class Backward(NamedTuple):
     own_weights: bool  # whether weights differ between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
-    def scaled_by_weight(self, vector: Tensor, weight: Tensor | None) -> Tensor:
-        """Return `vector`, a sum over one replica, multiplied by its weight if replicas have different weights."""
-        return vector * weight if self.own_weights and weight is not None else vector
-
     def without_clamped(self, totals: Tensor) -> Tensor:
         """Return the totals ``(2, C)``, with zero for the gradient of invstd where eps has replaced the variance."""
         if self.batch.clamped is None:
@@ -216,9 +202,7 @@ class Backward(NamedTuple):
 class Backend:
     """The operations of batch normalization, each at the place of its tensors: here on any device.
 
-    The gradients are also those of all devices if a backward will be differentiated again. In a second backward, the
-    threads of several devices add up the gradients of one tensor in any order. So each further use of a tensor takes a
-    view: then at most two gradients arrive at a tensor, in either order the same sum.
+    The gradients are also those of all devices if a backward will be differentiated again.
     """
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
@@ -288,9 +272,7 @@ class Backend:
             place = replica.place
             with streams.at(place):
                 if place not in at:
-                    terms = again(terms)
                     at[place] = streams.to_place(terms, batch.master, place)
-                at[place] = again(at[place])
                 replica.grad_input = self.input_gradient(replica, at[place], backward)
 
     def sums(self, backward: Backward) -> Tensor | None:
@@ -317,19 +299,15 @@ class Backend:
         mean, invstd = backward.at[replica.place]
         input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
         centered = input.to(mean.dtype) - per_channel(mean, input)
-        dy, invstd, dims = grad_output.to(mean.dtype), again(invstd), reduced_dims(input)
-        summed = again(dy)
-        sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
+        dy, dims = grad_output.to(mean.dtype), reduced_dims(input)
+        sum_dy, sum_dy_xmu = dy.sum(dims), (dy * centered).sum(dims)
         factor = invstd if weight is None else invstd * weight
         replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
         replica.kept = centered, dy * per_channel(factor, input)
         return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
 
     def common_terms(self, totals: Tensor, backward: Backward) -> Any:
-        """Return what `input_gradient` takes in every replica, from the `totals` of all replicas and processes.
-
-        Here it is ``(a, b)``: the statistics add ``a + b * (x - mean)`` to the gradient of every element ``x``.
-        """
+        """Return what `input_gradient` takes; here ``(a, b)``: the statistics add ``a + b * (x - mean)`` to it."""
         grad_mean, grad_invstd = backward.without_clamped(totals)
         grad_var = grad_invstd * -0.5 * backward.at[backward.batch.master][1] ** 3
         count = backward.batch.count
@@ -347,11 +325,6 @@ class Backend:
         # The first operand determines the memory format: that of the input.
         grad_input: Tensor = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
         return (grad_input if direct is None else grad_input + direct).to(input.dtype)
-
-
-def again(terms: Any) -> Any:
-    """Return `terms` for one more use: a view of them if gradients are differentiated again."""
-    return terms.view_as(terms) if torch.is_grad_enabled() else terms
 
 
 GENERAL = Backend()

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from .base import (
-    CHANNELS_LAST,
     Backend,
     Backward,
     Pair,
     ReplicaGradients,
     ReplicaStatistics,
     channel_count,
-    looks_channels_last,
+    format_of,
     merge_moments,
     per_channel,
     reduced_dims,
@@ -212,8 +211,7 @@ def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tens
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():
         # The operator makes wrong sums if formats differ in the strides of dimensions of size one (torch 2.13.0).
-        plain = input.is_contiguous() or not looks_channels_last(input)
-        memory_format = torch.contiguous_format if plain else CHANNELS_LAST[input.dim()]
+        memory_format = format_of(input)
         grad_output = grad_output.contiguous(memory_format=memory_format)
         if input.is_contiguous(memory_format=memory_format):
             grad_output = grad_output.as_strided(input.shape, input.stride())

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .base import (
-    CHANNELS_LAST,
     Backend,
     Backward,
     BatchStatistics,
@@ -16,7 +15,7 @@ from .base import (
     ReplicaStatistics,
     RunningStatistics,
     channel_count,
-    looks_channels_last,
+    format_of,
     per_channel,
 )
 from .places import Place, current_place
@@ -74,7 +73,9 @@ class Cuda(Backend):
             grad_output, input, mean, invstd, weight, True, weight is not None, False
         )
         replica.grad_bias = sum_dy
-        return backward.scaled_by_weight(sum_dy, weight), backward.scaled_by_weight(sum_dy_xmu, weight)
+        if backward.own_weights and weight is not None:
+            return sum_dy * weight, sum_dy_xmu * weight
+        return sum_dy, sum_dy_xmu
 
     def common_terms(self, totals: Tensor, backward: Backward) -> Tensor:
         """Return the totals; if the count is a tensor, divided by it, and `input_gradient` passes a count of one."""
@@ -89,8 +90,8 @@ class Cuda(Backend):
             grad_output = torch.zeros_like(input)
         elif backward.own_weights and weight is not None:
             grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
-        if not input.is_contiguous() and looks_channels_last(input):  # or the gradient would be contiguous
-            grad_output = grad_output.contiguous(memory_format=CHANNELS_LAST[input.dim()])
+        if not input.is_contiguous():  # or the gradient of a channels_last input would be contiguous
+            grad_output = grad_output.contiguous(memory_format=format_of(input))
         mean, invstd = backward.at[replica.place]
         if backward.own_weights:
             weight = None

@@ -20,7 +20,7 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        aliases = tuple(tensor.detach() for tensor in tensors)
+        aliases = tuple(tensor.data for tensor in tensors)  # each with a version counter of its own
         ctx.mark_non_differentiable(*[alias for alias, i in zip(aliases, ctx.needs_input_grad, strict=True) if not i])
         return aliases
 
@@ -80,7 +80,7 @@ def _aliases(tensors: Tensors, originals: Sequence[Tensor], detach: bool) -> Ten
     if here and not detach:
         aliases: Sequence[Tensor] = _Alias.apply(*here)  # type: ignore[no-untyped-call]
     else:
-        aliases = [tensor.detach() for tensor in here]
+        aliases = [tensor.data for tensor in here]
     return tensors | {id(original): alias for original, alias in zip(originals, aliases, strict=True)}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..backends.places import current_place
+from ..glue import warn_once
 from ..torch_private import plain_tensors
 from .copies import replicate
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
@@ -17,10 +18,17 @@ __all__: list[str] = []
 
 DeviceId = int | str | torch.device
 
+NO_ACCELERATOR = (
+    "expected devices for the replicas, but got none, since torch finds no accelerator; the module runs by itself, or "
+    "in replicas on the CPU: DataParallelWithCallback(module, ['cpu'] * 2)"
+)
+
 
 @functools.lru_cache(maxsize=256)
 def as_device(device: DeviceId) -> torch.device:
     """Return the `torch.device` that a device id names, the same one for all ids of a device."""
+    if device == -1:  # torch's number for the CPU, as an `output_device`
+        return torch.device("cpu")
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
         return torch.device(accelerator.type if accelerator is not None else "cuda", device)
@@ -48,9 +56,13 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     ) -> None:
         devices = list(map(as_device, device_ids or ()))
         if not needs_own_parallel(devices):
+            if output_device is not None and as_device(output_device).type == "cpu":
+                output_device = -1
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
                 self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
+                if devices:
+                    warn_once(NO_ACCELERATOR)
             return
         if len({device.type for device in devices}) > 1:
             raise ValueError(
@@ -83,17 +95,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        if not needs_own_parallel(devices):
-            return parallel_apply(replicas, inputs, kwargs, devices)
-        shared = [(name, own, own._version) for name, own in self.module.named_parameters() if not own.is_inference()]
         outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        changed = [name for name, parameter, version in shared if parameter._version != version]
-        if changed and len(replicas) > 1:
-            raise RuntimeError(
-                f"expected parameters that stay as they are in a forward, but got {changed} changed in place in one of "
-                f"{len(replicas)} replicas, which share their memory, so that each would make the change again; change "
-                "parameters outside of the forward, under torch.no_grad()"
-            )
+        if len(set(devices)) < len(devices):
+            _warn_of_changed_parameters(replicas)
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
@@ -106,16 +110,29 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return gather(outputs, device, self.dim)
 
 
+def _warn_of_changed_parameters(replicas: Sequence[Any]) -> None:
+    """Warn of parameters that a forward has changed in place, in replicas on one device, which share their memory."""
+    names = {
+        f"{prefix}.{name}".strip(".")
+        for replica in replicas
+        for prefix, module in getattr(replica, "_sync_replica", replica).named_modules()
+        for name, alias in module.__dict__.get("_former_parameters", {}).items()
+        if not alias.is_inference() and alias._version
+    }
+    if names:
+        warn_once(
+            f"expected a forward that leaves its parameters as they are, but got changes of {sorted(names)} by each of "
+            f"{len(replicas)} replicas, which share their memory; make it a buffer, or change it outside of the forward"
+        )
+
+
 def parallel_apply(
     replicas: Sequence[Any],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed.
-
-    The threads are daemons: after Ctrl-C in the caller, a replica that is busy does not keep the process alive.
-    """
+    """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed."""
     outputs: list[Any] = [None] * len(replicas)
     places = [current_place(device) for device in devices]
 
@@ -130,6 +147,7 @@ def parallel_apply(
     if len(replicas) == 1:
         work(0)
         return outputs
+    # After Ctrl-C in the caller, a daemon that is busy does not keep the process alive.
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
     for thread in threads:
         thread.start()

@@ -26,27 +26,21 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for child in children for tensor in tensors_in(child)]
 
 
-Chunks = dict[int, list[Tensor]]  # of each tensor, by its id
-
-
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int, chunks_of: Chunks | None = None) -> list[Any]:
+def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
     All chunks share what is no tensor. Several chunks have memory of their own: neither a replica nor the caller sees
-    in-place changes of the other. A tensor that occurs twice is cut once, into `chunks_of`.
+    in-place changes of the other.
     """
-    chunks_of = {} if chunks_of is None else chunks_of
     if isinstance(tree, Tensor):
-        if id(tree) not in chunks_of:
-            chunks = tree.chunk(len(devices), dim)
-            several = len(chunks) > 1
-            pairs = zip(chunks if several else [tree], devices, strict=False)
-            chunks_of[id(tree)] = [chunk.to(device, copy=several) for chunk, device in pairs]
-        return chunks_of[id(tree)]
+        chunks = tree.chunk(len(devices), dim)
+        several = len(chunks) > 1
+        pairs = zip(chunks if several else [tree], devices, strict=False)
+        return [chunk.to(device, copy=several) for chunk, device in pairs]
     if not isinstance(tree, (dict, list, tuple)) or not tree:
         return [tree] * len(devices)
     children = tree.values() if isinstance(tree, dict) else tree
-    of_replicas = zip(*[scatter(child, devices, dim, chunks_of) for child in children], strict=False)
+    of_replicas = zip(*[scatter(child, devices, dim) for child in children], strict=False)
     return [_rebuild(tree, own) for own in of_replicas]
 
 
