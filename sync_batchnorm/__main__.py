@@ -1,6 +1,6 @@
 """Check this machine, ``python -m sync_batchnorm``: versions, devices, and parity of a layer.
 
-The exit status is 0 if all checks pass, 1 if one fails or hangs, 2 for bad arguments, 130 after Ctrl-C.
+The exit status is 0 if all checks pass, 1 if one fails or hangs, 2 for bad arguments.
 
 NOTE [checks that hang]: With faulty hardware, a copy between two GPUs may never return; meanwhile Python runs no signal
 handler, and a process that is blocked in a driver may outlive its kill. So GPUs are checked by another process, which
@@ -44,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--devices", type=parsed_devices, default=default, help='as in "0,1", "0,0" or "cpu,cpu"; here %(default)s'
     )
     options = parser.parse_args(arguments)
-    try:
-        return (check if options.devices[0] == "cpu" else watch)(options.devices)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return (check if options.devices[0] == "cpu" else watch)(options.devices)
 
 
 def parsed_devices(text: str) -> list[str]:
@@ -59,8 +55,8 @@ def parsed_devices(text: str) -> list[str]:
         devices = list(map(torch.device, names))
     except RuntimeError:  # One of the names is no device.
         devices = []
-    one_kind = len({device.type for device in devices}) == 1
-    if len(devices) < 2 or not one_kind or any(d.type == "cuda" and (d.index or 0) >= count for d in devices):
+    missing = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
+    if len(devices) < 2 or len({device.type for device in devices}) > 1 or missing:
         raise argparse.ArgumentTypeError(
             f"expected at least two replicas, all on GPUs of this machine as in 0,0 or all on the CPU as in cpu,cpu, "
             f"but got {text!r}; torch {torch.__version__} finds {count} CUDA devices"

@@ -1,6 +1,7 @@
 """Whether every batch norm of a model would synchronize in its next forward."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -43,15 +44,12 @@ def _unsynchronized(model: nn.Module, replicas: int | None) -> Iterator[tuple[st
     for name, layer in model.named_modules():
         if isinstance(layer, BatchNormBase):
             around = [wrapper for wrapper, modules in wrappers if layer in modules]
-            why = _why_unsynchronized(layer, around)
-            number = max(1, len(around[0].device_ids)) if around else 1
-            if why is None and replicas is not None and number < replicas:
-                why = f"expected {replicas} replicas, but its wrapper makes {number}; name that many devices"
+            why = _why_unsynchronized(layer, around, replicas or 1)
             if why is not None:
                 yield name, layer, why
 
 
-def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn.Module]]) -> str | None:
+def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[Any]], replicas: int) -> str | None:
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     if not isinstance(layer, _SynchronizedBatchNorm):
@@ -65,4 +63,5 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[nn
     among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    return None
+    number = max(1, len(wrappers[0].device_ids)) if wrappers else 1
+    return f"its wrapper makes {number} of {replicas} replicas; name more devices" if number < replicas else None

@@ -1,7 +1,4 @@
-"""`SyncMaster` and `SlavePipe`, the two ends of an exchange between the threads of replicas.
-
-This file does not import torch: a message may be anything. Only `coordinator.py` blocks and releases threads.
-"""
+"""`SyncMaster` and `SlavePipe`, the ends of an exchange between threads of replicas. A message may be anything."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -127,11 +124,6 @@ class SyncMaster(_End):
         """The number of slaves that have registered for this forward."""
         return len(self._rendezvous.members) - 1
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no slave can call: none has registered, or this was kept by a module that now runs by itself."""
-        return not self.nr_slaves or (self._is_kept and self._coordinator.is_over)
-
     def register_slave(self, identifier: Hashable) -> SlavePipe:
         """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.
 
@@ -166,7 +158,7 @@ class SyncMaster(_End):
             BaseException: what the callback raises; the slaves are released.
         """
         coordinator, rendezvous, callback = self._coordinator, self._rendezvous, self._master_callback
-        if self.is_alone:
+        if not self.nr_slaves or (self._is_kept and coordinator.is_over):  # kept by a module that now runs by itself
             return coordinator.merged(rendezvous, callback, [(MASTER, msg)])[MASTER]
         try:
             answers = coordinator.merged(rendezvous, callback, coordinator.send(rendezvous, MASTER, msg))

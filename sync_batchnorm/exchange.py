@@ -101,10 +101,7 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
 
 
 def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, saved: Any) -> Request:
-    """Compute the statistics of the input, and send them to the device of the master; allocate the output.
-
-    A recomputation does so too: selective checkpoints expect the operators of the forward, in their order.
-    """
+    """Compute the statistics of the input, send them to the master's device, also to recompute; allocate the output."""
     backend, place, memory = backends.BACKENDS.get(input.device.type, GENERAL), current_place(input.device), None
     if input.numel():
         adds_eps = not settings.clamps and settings.peers is None

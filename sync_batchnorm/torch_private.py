@@ -31,7 +31,6 @@ _REQUIRED = {
 }
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
-
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:
     with suppress(AttributeError, ImportError):

@@ -67,9 +67,9 @@ def test_model_without_batch_norms_that_torch_registers_fails(held):
 def test_replicas_that_are_asked_for_must_be_made():
     for model in (_ours(_net()), patch_replication_callback(TorchStyle(_net(), 2))):
         assert_synchronized(model, replicas=2)
-        with pytest.raises(RuntimeError, match=r"module\.\d .*: expected 3 replicas, but its wrapper makes 2; name"):
+        with pytest.raises(RuntimeError, match=r"module\.\d .*: its wrapper makes 2 of 3 replicas; name"):
             assert_synchronized(model, replicas=3)
-    with pytest.raises(RuntimeError, match="expected 2 replicas, but its wrapper makes 1"):
+    with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):
         assert_synchronized(DataParallelWithCallback(_net(), ["cpu"]), replicas=2)
     assert_synchronized(_ours(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"]))), replicas=2)
 
@@ -88,7 +88,7 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
     with pytest.warns(UserWarning, match=r"expected devices for the replicas, but got none, .*\['cpu'\] \* 2\)"):
         model = wrap(_net())
     assert_synchronized(model)
-    with pytest.raises(RuntimeError, match="expected 2 replicas, but its wrapper makes 1"):
+    with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):
         assert_synchronized(model, replicas=2)
 
 

@@ -200,10 +200,7 @@ class Backward(NamedTuple):
 
 
 class Backend:
-    """The operations of batch normalization, each at the place of its tensors: here on any device.
-
-    The gradients are also those of all devices if a backward will be differentiated again.
-    """
+    """The operations of batch normalization on any device, and of gradients that are differentiated again on all."""
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
     pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
@@ -224,10 +221,7 @@ class Backend:
     def merge(
         self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
     ) -> BatchStatistics:
-        """Merge the statistics of all replicas, which are on one device; some may have no elements.
-
-        A backend that merges inverse standard deviations needs `eps`, and may update `running`.
-        """
+        """Merge the statistics of all replicas, sent to one device; a backend may use `eps`, and update `running`."""
         replicas = [replica for replica in replicas if replica.elements] or replicas[:1]
         means, variances = zip(*[replica.unpacked() for replica in replicas], strict=True)
         mean, var, fractions = torch.cat(means), torch.cat(variances), None
@@ -293,8 +287,7 @@ class Backend:
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
         """Compute the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
 
-        Here they are what it adds to the gradients of mean and inverse standard deviation. A kind of device may return
-        the sums of ``dy`` and ``dy * (x - mean)``, multiplied by the weight if replicas have different weights.
+        Here they are its parts of the gradients of mean and invstd; `common_terms` gets the totals of all replicas.
         """
         mean, invstd = backward.at[replica.place]
         input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)

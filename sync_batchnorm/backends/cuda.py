@@ -111,10 +111,7 @@ def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor
     if vector is None:
         # Kernels fill it: to copy a list to the device, the host would have to wait.
         with torch.inference_mode(False):
-            if len(set(counts)) == 1:
-                vector = torch.full((len(counts),), counts[0], dtype=dtype, device=place.device)
-            else:
-                vector = torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts])
+            vector = torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts])
         if len(_made) >= 1024:
             _made.clear()
         # A CUDA graph fills its tensors only when it is replayed, and `FakeTensorMode` never does.
