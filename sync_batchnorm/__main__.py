@@ -30,8 +30,7 @@ __all__: list[str] = []
 PROGRAM = f"import sys, {__package__}.__main__ as own; sys.exit(own.check(sys.argv[1:]))"  # of the other process
 BUDGET = 25.0  # seconds for all checks of GPUs: the report is promised within 30
 TIMEOUT = 5.0  # seconds of a wait for other replicas: far more than any of them needs
-# Relative to the largest value. Large enough for any order of summation in the kernels of a device; the statistics of a
-# single replica are off by more than a tenth.
+# Relative to the largest value, for any order of summation; statistics of a single replica are off by over a tenth.
 TOLERANCES = {"float32": 1e-4, "float64": 1e-10}
 
 

@@ -31,6 +31,7 @@ DEFAULT_TIMEOUT = 300.0
 MASTER = 0  # the identifier of every master
 
 Messages = list[tuple[Hashable, Any]]  # by identifier
+Mailbox = SimpleQueue[tuple[bool, Any]]
 MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
@@ -73,9 +74,7 @@ class Coordinator:
         self._span = span
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
-        self._mailboxes: dict[int, SimpleQueue[tuple[bool, Any]]] = {
-            replica: SimpleQueue() for replica in self._devices
-        }
+        self._mailboxes: dict[int, Mailbox] = {replica: SimpleQueue() for replica in self._devices}
         self._running: set[int] = set()
         self._waiting: dict[int, Rendezvous] = {}
         self._left: dict[int, str] = {}  # how each replica that has ended did so
@@ -135,10 +134,9 @@ class Coordinator:
             if failure is not None and replica_id in self._failures:
                 return
             self._running.discard(replica_id)
-            self._left[replica_id] = (
-                "left its forward" if failure is None else f"failed with {failure.exc_type.__name__}"
-            )
+            self._left[replica_id] = "left its forward"
             if failure is not None:
+                self._left[replica_id] = f"failed with {failure.exc_type.__name__}"
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, failure.exc_type)
             if self._broken is not None and replica_id in self._released:

@@ -90,8 +90,7 @@ def _raise(failure: Any) -> NoReturn:
         raise error.with_traceback(None) from None  # The frame of `reraise` refers to the error.
 
 
-# Seconds that an interrupted caller waits for its replicas, longer than most operations take: if the program ends while
-# a daemon thread is inside of torch, it aborts ("terminate called without an active exception").
+# Seconds that an interrupted caller waits for its replicas: a program that ends while one is inside of torch aborts.
 _PATIENCE = 1.0
 
 

@@ -18,5 +18,4 @@ class SynchronizedBatchNormAct2d(BatchNormAct2d, SynchronizedBatchNorm2d):  # ty
     act: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.act(self.drop(SynchronizedBatchNorm2d.forward(self, x)))
-        return output
+        return self.act(self.drop(SynchronizedBatchNorm2d.forward(self, x)))  # type: ignore[no-any-return]

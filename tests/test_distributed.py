@@ -133,7 +133,7 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             monkeypatch.setattr(dist, name, gather)
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
         vectors = torch.randn(2, 3, dtype=torch.float64, device=device).unbind()
-        return distributed.merge_over_processes(*vectors, count, None)
+        return distributed.merge_over_processes(*vectors, count, distributed.Peers(None, 0, ["bn"]))
 
     return merged
 

@@ -200,7 +200,11 @@ class Backward(NamedTuple):
 
 
 class Backend:
-    """The operations of batch normalization on any device, and of gradients that are differentiated again on all."""
+    """The operations of batch normalization on any device, and of gradients that are differentiated again on all.
+
+    Then the threads of several devices add up the gradients of one tensor in any order. So each further use of a tensor
+    takes a view: at most two gradients arrive at a tensor, in either order the same sum.
+    """
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
     pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
@@ -266,7 +270,9 @@ class Backend:
             place = replica.place
             with streams.at(place):
                 if place not in at:
+                    terms = again(terms)
                     at[place] = streams.to_place(terms, batch.master, place)
+                at[place] = again(at[place])
                 replica.grad_input = self.input_gradient(replica, at[place], backward)
 
     def sums(self, backward: Backward) -> Tensor | None:
@@ -292,8 +298,9 @@ class Backend:
         mean, invstd = backward.at[replica.place]
         input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
         centered = input.to(mean.dtype) - per_channel(mean, input)
-        dy, dims = grad_output.to(mean.dtype), reduced_dims(input)
-        sum_dy, sum_dy_xmu = dy.sum(dims), (dy * centered).sum(dims)
+        dy, invstd, dims = grad_output.to(mean.dtype), again(invstd), reduced_dims(input)
+        summed = again(dy)
+        sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
         factor = invstd if weight is None else invstd * weight
         replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
         replica.kept = centered, dy * per_channel(factor, input)
@@ -318,6 +325,11 @@ class Backend:
         # The first operand determines the memory format: that of the input.
         grad_input: Tensor = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
         return (grad_input if direct is None else grad_input + direct).to(input.dtype)
+
+
+def again(terms: Any) -> Any:
+    """Return `terms` for one more use: a view of them if gradients are differentiated again, see `Backend`."""
+    return terms.view_as(terms) if torch.is_grad_enabled() else terms
 
 
 GENERAL = Backend()

@@ -5,9 +5,6 @@ to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4
 checks whether these fast statistics are `precise`. If not, it computes the exact ones, from the input minus the fast
 mean, which are accurate to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
 the square of a mean of means is at most the mean of their squares, and the variances count fully.
-
-Vectors are small: the merge, mean and inverse standard deviation are in float64. The factors and offsets of a pass over
-the input are rounded once, such that their rounding errors cancel.
 """
 
 import functools

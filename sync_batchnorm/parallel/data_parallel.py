@@ -102,9 +102,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
-        if not needs_own_parallel(list(map(as_device, self.device_ids))):
-            return super().gather(outputs, output_device)  # type: ignore[arg-type]
         device = as_device(output_device)
+        if not needs_own_parallel(list(map(as_device, self.device_ids))):
+            return super().gather(outputs, str(device))  # type: ignore[arg-type]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), plain_tensors():
             return gather(outputs, device, self.dim)
@@ -126,12 +126,7 @@ def _warn_of_changed_parameters(replicas: Sequence[Any]) -> None:
         )
 
 
-def parallel_apply(
-    replicas: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]],
-    devices: Sequence[torch.device],
-) -> list[Any]:
+def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]) -> list[Any]:
     """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed."""
     outputs: list[Any] = [None] * len(replicas)
     places = [current_place(device) for device in devices]
@@ -140,7 +135,7 @@ def parallel_apply(
         try:
             with places[i].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
-                outputs[i] = replicas[i](*args, **kwargs_tup[i])
+                outputs[i] = replicas[i](*args, **kwargs[i])
         except BaseException as error:
             replicas[i]._sync_run.fail(error)
 

@@ -29,8 +29,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    All chunks share what is no tensor. Several chunks have memory of their own: neither a replica nor the caller sees
-    in-place changes of the other.
+    All chunks share what is no tensor. Several chunks are copies: in-place changes stay with those who make them.
     """
     if isinstance(tree, Tensor):
         chunks = tree.chunk(len(devices), dim)
