@@ -94,7 +94,7 @@ def check(devices: Sequence[str]) -> int:
         say("right," if ok else "WRONG,", " ".join(result.split()))
         all_right = all_right and ok
     say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {monotonic() - begin:.1f} seconds.")
-    say("To report it, right or wrong, paste all of this text; docs/self-check.md says what each line means.")
+    say("To report it, right or wrong, paste all of this text; docs/diagnosing.md says what each line means.")
     return 0 if all_right else 1
 
 
