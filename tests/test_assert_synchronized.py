@@ -156,7 +156,8 @@ def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_o
 
 WARNING = (
     r"expected synchronized batch norms in connected replicas, but got %s in replicas that were never connected to "
-    r"their peers, so the statistics are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
+    r"their peers, so the statistics are those of one replica; wrap the model with "
+    r"DataParallelWithCallback alone, or call "
     r"patch_replication_callback\(data_parallel\) on the DataParallel object around it"
 )
 
