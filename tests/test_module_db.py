@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers import assert_equal, assert_same_step, randomize, skip_module_without, twins
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_batchnorm import DataParallelWithCallback
 
