@@ -101,7 +101,7 @@ def convert_model(
         if reason is not None:
             skipped.setdefault(reason, []).append(name)
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
-    names = tuple(layers)
+    names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
     for name in _unregistered(modules):

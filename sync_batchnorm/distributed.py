@@ -36,12 +36,16 @@ class Peers(NamedTuple):
     number: int
     names: Sequence[str]  # of the layers, by number
 
+    def name(self, number: int) -> str:
+        """Return the name of the layer with a number."""
+        return self.names[number] if number < len(self.names) else "a layer without a name"
+
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
         try:
             collective(*tensors, group=self.group)
         except Exception as error:
-            add_note(error, f"Raised in the exchange of {self.names[self.number]} between processes.")
+            add_note(error, f"Raised in the exchange of {self.name(self.number)} between processes.")
             raise
 
 
@@ -74,22 +78,16 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) ->
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     peers.call(gather, gathered, packed)
     gathered = gathered.view(size, -1)
-    if gathered.device.type == "cpu":  # On other devices the host would have to wait.
-        _check_layer(peers, list(map(int, gathered[:, 1].tolist())))
-    counts, total = gathered[:, :1], gathered[:, 0].sum()
-    means, variances = gathered[:, 2:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
-    return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
-
-
-def _check_layer(peers: Peers, numbers: Sequence[int]) -> None:
-    """Raise an error if processes have called different layers, given the numbers of all."""
+    numbers = gathered[:, 1].tolist() if gathered.device.type == "cpu" else []  # elsewhere the host would have to wait
     if len(set(numbers)) > 1:
-        names = dict(enumerate(peers.names))
-        called = [f"{names.get(number, 'another layer')} in rank {rank}" for rank, number in enumerate(numbers)]
+        called = [f"{peers.name(int(number))} in rank {rank}" for rank, number in enumerate(numbers)]
         raise RuntimeError(
             f"expected all processes to call the same synchronized batch norm, but got {', '.join(called)}; make every "
             "process call the same layers in the same order"
         )
+    counts, total = gathered[:, :1], gathered[:, 0].sum()
+    means, variances = gathered[:, 2:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
+    return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -88,7 +88,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _sync_pipe: SyncMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
     _sync_master_device: torch.device | None = None
-    _sync_layer: tuple[int, Sequence[str]] = (0, ("a layer without a name",))  # its number among those of its model
+    _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
@@ -203,10 +203,13 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False):
+            names = self._sync_layer[1]
+            which = f"{len(names)} from {names[0]!r} on" if names else type(self).__name__
             warn_once(
-                f"{type(self).__name__} trains in a replica that was never connected to its peers, so its statistics "
-                "are those of one replica; wrap the model with DataParallelWithCallback alone, or call "
-                "patch_replication_callback(data_parallel) on the DataParallel object around it"
+                f"expected synchronized batch norms in connected replicas, but got {which} in replicas that were never "
+                "connected to their peers, so the statistics are those of one replica; wrap the model with "
+                "DataParallelWithCallback alone, or call patch_replication_callback(data_parallel) on the DataParallel "
+                "object around it"
             )
 
     def extra_repr(self) -> str:

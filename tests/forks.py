@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+import torch
 
 __all__ = ["Ended", "fork", "forked", "needs_fork"]
 
@@ -42,6 +43,9 @@ def fork(body: Callable[[], object], output: int) -> int:
         signal.alarm(LONGEST)
         sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Two threads that are the first of a child to ask for torch's pool of threads race for it, under any wrapper:
+        # "Invalid thread pool!" (torch 2.13, `caffe2::pthreadpool`). Here the main thread asks first.
+        torch.set_num_threads(torch.get_num_threads())
         body()
         status = 0
     except BaseException:

@@ -155,8 +155,9 @@ def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_o
 
 
 WARNING = (
-    r"SynchronizedBatchNorm1d trains in a replica that was never connected to its peers, so its statistics are those "
-    r"of one replica; wrap the model with DataParallelWithCallback alone, or call "
+    r"expected synchronized batch norms in connected replicas, but got %s in replicas that were never connected to "
+    r"their peers, so the statistics are those of one replica; wrap the model with "
+    r"DataParallelWithCallback alone, or call "
     r"patch_replication_callback\(data_parallel\) on the DataParallel object around it"
 )
 
@@ -173,9 +174,14 @@ def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]
     (text,) = _caught(TorchStyle(model, 3))
-    assert re.match(WARNING, text)
+    assert re.match(WARNING % "SynchronizedBatchNorm1d", text)
     assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
+
+
+def test_stock_wrapper_of_a_converted_model_warns_once_with_the_number_of_its_layers_and_the_first():
+    (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
+    assert re.match(WARNING % "2 from '1' on", text)
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.eval, lambda model: model], ids=["eval", "unwrapped"])

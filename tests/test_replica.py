@@ -254,6 +254,16 @@ def test_replicas_run_in_the_modes_of_the_caller(mode, name):
     assert modes()[:2] == (True, False)
 
 
+def test_modules_that_the_wrapper_has_not_replicated_run_in_the_modes_of_the_call():
+    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
+    replicas = [Observer(), Observer()]
+    for mode in MODES.values():
+        with mode():
+            outputs = parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
+            assert [replica.seen.pop() for replica in replicas] == [modes()] * 2
+        assert len(outputs) == 2
+
+
 def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making():
     parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
     replicas = parallel.replicate(parallel.module, ["cpu"] * 2)

@@ -37,7 +37,7 @@ FIELDS = {
     "__version__": r"\d+\.\d+\.\d+",
     "sorted(names)": NAMES,
     "', '.join(called)": r"[\w.]+ in rank \d+(, [\w.]+ in rank \d+)+",
-    "which": r"[\w.]+",
+    "which": r"([\w.]+|\d+ from '[\w.]+' on)",
     "whose": "(the wrapped module itself|no replica)",
     "compiled": NAMES,
     "dim": r"-?\d",
@@ -100,8 +100,8 @@ def field(value: ast.FormattedValue) -> str:
 
 
 def is_message(text: str) -> bool:
-    """Return whether `text` has the form of an error of this library, or is its warning; torch's words are not."""
-    return (text.startswith("expected ") and ", but got " in text) or " trains in a replica " in text
+    """Return whether `text` has the form of an error or a warning of this library; torch's words are not."""
+    return text.startswith("expected ") and ", but got " in text
 
 
 def messages() -> dict[str, str]:

@@ -30,7 +30,7 @@ from .base import (
 
 __all__: list[str] = []
 
-# The largest `mean^2 / (var + eps)` with fast statistics: measured on random and adversarial inputs, see how-it-works.md.
+# The largest `mean^2 / (var + eps)` with fast statistics, measured on random and adversarial inputs: how-it-works.md.
 LARGEST_RATIO = 256.0
 
 # The operator for inputs with innermost channels adds up the rows one after the other. It loses fewer digits if the

@@ -42,9 +42,9 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
     for width in channels:
         mean, var, sums = torch.zeros(width).double(), torch.ones(width).double(), torch.zeros(2, width).double()
-        group = dist.group.WORLD
-        forward = minimum(partial(distributed.merge_over_processes, mean, var, 512, group))
-        backward = minimum(partial(distributed.all_reduced, sums, group))
+        peers = distributed.Peers(dist.group.WORLD, 0, ("layer",))
+        forward = minimum(partial(distributed.merge_over_processes, mean, var, 512, peers))
+        backward = minimum(partial(distributed.all_reduced, sums, peers))
         if rank == 0:
             print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)
     dist.destroy_process_group()

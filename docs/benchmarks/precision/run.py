@@ -1,7 +1,7 @@
 """Compare float32 results with float64 ones on the same data: ours, `nn.BatchNorm2d` and the existing library.
 
-Prints the tables of ``docs/how-it-works.md``: the largest error of the variance, relative to it, and the largest absolute
-errors of output and input gradient, whose values are about one in size.
+Prints the tables of ``docs/how-it-works.md``: the largest error of the variance, relative to it, and the largest
+absolute errors of output and input gradient, whose values are about one in size.
 """
 
 from __future__ import annotations
