@@ -275,12 +275,12 @@ def end_of(mutant: Mutant, records: dict[str, Record], base: Path) -> tuple[str,
     """Try a mutant; return how it ended, and by which test or after how many."""
     if str(mutant) in EQUIVALENT:
         return "equivalent", EQUIVALENT[str(mutant)]
-    own = f"tests/test_{mutant.file.partition('/')[0].removesuffix('.py')}.py::"  # one for all files of a folder
+    own = f"/test_{mutant.file.partition('/')[0].removesuffix('.py')}.py::"  # one for all files of a folder
     passed = []
     for place, found in records.items():
         covering = sorted(found.covering(mutant.statement), key=lambda test: test.partition("::")[0])
         # First those of its own file, which is enough for most mutants: each further file takes time to import.
-        parts = [t for t in covering if t.startswith(own)], [t for t in covering if not t.startswith(own)]
+        parts = [t for t in covering if own in t], [t for t in covering if own not in t]
         for tests in filter(None, parts):
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 root = Path(folder) / "copy"

@@ -1,7 +1,7 @@
 """What one synchronized layer costs on GPUs, exactly: launches, waits of the host, events, copies between GPUs.
 
 Counted on simulated GPUs, where a launch is one operator: an operator that real GPUs run as one kernel and the CPU in
-parts counts as its parts. ``python -m pytest --simulated-gpus 4 tests/test_gpu_costs.py -s`` prints all that ran.
+parts counts as its parts. ``python -m pytest --simulated-gpus 4 tests/gpus/test_gpu_costs.py -s`` prints all that ran.
 """
 
 import math

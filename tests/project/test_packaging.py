@@ -21,9 +21,9 @@ import torch
 
 import sync_batchnorm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-USER = ROOT / "tests" / "typing_user.py"
+USER = Path(__file__).with_name("typing_user.py")
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "sync_batchnorm")
 BUILD = "import setuptools.build_meta, sys; setuptools.build_meta.{}(sys.argv[1])"
 
@@ -150,16 +150,28 @@ def test_code_of_a_user_runs():
     runpy.run_path(str(USER), run_name="__main__")
 
 
+TOP_LEVEL = {
+    *(".ci", ".github", ".gitignore", "CITATION.cff", "LICENSE", "README.md"),
+    *("docs", "pyproject.toml", "setup.py", "sync_batchnorm", "tests"),
+}
 PICTURES = {".png", ".svg", ".gif", ".jpg"}
 LARGEST = 300_000  # bytes, more than the largest file of text has
 
 
-def test_no_large_file_but_pictures_is_tracked():
+@pytest.fixture
+def tracked() -> list[Path]:
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("the files are not those of a repository")
-    tracked = [ROOT / name for name in listed.split("\0")[:-1]]
+    return [path for name in listed.split("\0")[:-1] if (path := ROOT / name).is_file()]  # not those deleted just now
+
+
+def test_top_level_is_what_it_should_be(tracked):
+    assert {str(path.relative_to(ROOT).parts[0]) for path in tracked} == TOP_LEVEL
+
+
+def test_no_large_file_but_pictures_is_tracked(tracked):
     assert Path(__file__) in tracked
-    files = [path for path in tracked if path.suffix not in PICTURES and path.is_file()]  # not those deleted just now
+    files = [path for path in tracked if path.suffix not in PICTURES]
     assert {path.name: size for path in files if (size := path.stat().st_size) > LARGEST} == {}

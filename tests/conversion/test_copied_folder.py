@@ -21,10 +21,10 @@ from torch import nn
 import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 INSIDE = "models.networks.sync_batchnorm"
 # The files of the suite that the copy is tested with, and that know the package.
-SUITE = ["tests/test_parity.py", "tests/conftest.py", "tests/helpers.py", "docs/examples/common.py"]
+SUITE = ["tests/layers/test_parity.py", "tests/conftest.py", "tests/helpers.py", "docs/examples/common.py"]
 HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
 
 pytestmark = needs_fork
@@ -112,5 +112,5 @@ def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(source, encoding="utf-8")
     (project / "hidden.py").write_text(HIDDEN)
-    output = run_in(project, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/test_parity.py")
+    output = run_in(project, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/layers/test_parity.py")
     assert re.search(r"^\d{3,} passed", output.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What version 1.1 has pickled loads here, and trains on: the files in `tests/data/version_1_1`.
+"""What version 1.1 has pickled loads here, and trains on: the files in `data/version_1_1`.
 
 They were written by `write` with version 1.1.0 and torch 2.13.0, once: ``python -c "import test_version_1_1 as t;
 t.write()"`` in this folder. What a later version writes would prove nothing about that one.

@@ -14,7 +14,7 @@ from torch import nn
 
 import sync_batchnorm
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `((?:from|import) .+?)` \| (?:\d+)\+? \| (.+) \|$", TEXT, re.MULTILINE)
 WORKING = [line for line, works in ROWS if works == "yes"]

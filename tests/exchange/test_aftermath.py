@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sync_batchnorm import ReplicaSyncError, patch_replication_callback
 from sync_batchnorm.coordinator import Coordinator
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=list(WRAPPERS))

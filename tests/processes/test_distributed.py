@@ -26,14 +26,14 @@ from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm, SynchronizedBatchNorm2d, convert_model, distributed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # in which a world must have ended
 GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]  # one in torch 2.8
 
 
 def run_world(size: int, what: str, folder: Path) -> list[dict[str, str]]:
     """Run `distributed_worker.py` in `size` processes; return the outcomes in each: empty where a check succeeded."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py"))]
     processes = []
     for rank in range(size):

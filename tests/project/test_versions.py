@@ -7,7 +7,7 @@ from pathlib import Path
 
 import versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "contributing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
 
 
 def rows() -> list[dict[str, str]]:

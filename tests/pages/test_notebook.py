@@ -13,7 +13,7 @@ from helpers import skip_module_without
 
 skip_module_without("nbclient", "ipykernel", "matplotlib", "sklearn", "tqdm")
 
-NOTEBOOK = Path(__file__).parents[1] / "docs" / "examples" / "two_gpus.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "two_gpus.ipynb"
 ACCURACIES = re.compile(r"unsynchronized: test loss [\d.]+, accuracy ([\d.]+)%\n *synchronized: .* accuracy ([\d.]+)%")
 
 

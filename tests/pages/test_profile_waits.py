@@ -21,7 +21,7 @@ import sync_batchnorm
 
 skip_module_without("matplotlib")
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "profile_waits.py"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "profile_waits.py"
 TINY = ["--replicas", "3", "--steps", "2", "--delay", "300"]
 
 

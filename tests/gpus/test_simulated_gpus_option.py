@@ -13,7 +13,7 @@ import pytest
 import torch
 from simulated_gpus import NotPossible, build, plugin
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFTEST = """
 import torch
 

@@ -22,13 +22,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import as_devices, assert_equal, assert_same_state, classes, doubles, twins
-from test_docs import blocks_of, section_of
+from helpers import as_devices, assert_equal, assert_same_state, blocks_of, classes, doubles, section_of, twins
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, patch_sync_batchnorm, revert_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
 
 pytestmark = [

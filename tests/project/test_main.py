@@ -21,7 +21,7 @@ from sync_batchnorm import DataParallelWithCallback, convert_model, revert_model
 from sync_batchnorm import __main__ as command
 from sync_batchnorm.__main__ import check_parity
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIBRARY = ["parity in float32", "parity in float64"]
 
 

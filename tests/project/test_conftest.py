@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SUITE = """
 import threading
 import pytest
@@ -56,7 +56,7 @@ def test_hang_and_a_thread_left_behind_are_failures_that_say_where(tmp_path):
 @pytest.mark.slow
 @pytest.mark.watchdog(60)
 def test_pytest_alone_runs_the_tests():
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_comm.py", "tests/test_pairwise.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/exchange/test_comm.py", "tests/project/test_pairwise.py"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -21,7 +21,7 @@ from sync_batchnorm import DataParallelWithCallback, convert_model
 
 skip_module_without("matplotlib", "sklearn", "tqdm")
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TINY = {
     "train_digits": ["--epochs", "1", "--batch", "96", "--replicas", "3"],
     "segment_digits": ["--steps", "8", "--replicas", "2"],

@@ -12,41 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pytest
+from helpers import blocks_of
 
 import sync_batchnorm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 API = ROOT / "docs" / "api.md"
-
-
-class Block(NamedTuple):
-    language: str
-    line: int  # of the first line of the code, counted from 1
-    code: str
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    fence, language, start, lines = "", "", 0, []
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        opening = re.match(r"(```+)(\S*)", line)
-        if fence and line.strip() == fence:
-            yield Block(language, start, "\n".join(lines) + "\n")
-            fence = ""
-        elif fence:
-            lines.append(line)
-        elif opening:
-            fence, language, start, lines = opening[1], opening[2], number + 1, []
-    assert not fence, f"{page.name}: the block of line {start} has no end"
-
-
-def section_of(page: Path, block: Block) -> str:
-    """Return the heading of the second level that a block stands under."""
-    lines = page.read_text(encoding="utf-8").splitlines()[: block.line - 1]
-    return next(line[3:] for line in reversed(lines) if line.startswith("## "))
 
 
 def prose_of(page: Path) -> str:
