@@ -19,7 +19,7 @@ it. The master makes all that a backward reads, at every place, before it answer
 its peers have woken up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     backend: Backend
     batch: BatchStatistics
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
-    saved: list[Any]  # what has saved their input and weight; None once that is freed
+    saved: list[Callable[[], Any] | None]  # what returns their input and weight; None once that is freed
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
@@ -139,6 +139,6 @@ def _replicas(ctx: Any, call: Call, grads: Sequence[Tensor | None], streams: Str
         if grad_output is not None or wants_input:
             with streams.at(place):  # Hooks may compute to unpack.
                 # If it is freed, so is the node, which then raises torch's error for a second backward.
-                input, weight = call.saved[i].saved_tensors if call.saved[i] is not None else ctx.saved_tensors
+                input, weight = (call.saved[i] or (lambda: ctx.saved_tensors))()
         replicas.append(ReplicaGradients(place, grad_output, input, weight, wants_input, weight_needed or bias_needed))
     return replicas

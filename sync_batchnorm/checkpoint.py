@@ -10,7 +10,7 @@ Without replicas, in a process of its own, a recomputation exchanges again: all 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ REFUSED = (
 
 
 class _Save(torch.autograd.Function):
-    """Has no part in any backward: its node only holds what it has saved, and the node of the call reads it there."""
+    """Has no part in any backward: its node only holds what it has saved, as long as its output lives (torch 2.8)."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, tensors: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -38,8 +38,7 @@ class _Save(torch.autograd.Function):
         return source
 
 
-# What `_Save.apply` does outside of transforms of `torch.func`, which layers refuse.
-_apply: Any = super(torch.autograd.Function, _Save).apply
+_apply: Any = super(torch.autograd.Function, _Save).apply  # without `torch.func`, whose transforms layers refuse
 
 
 @functools.cache
@@ -58,8 +57,7 @@ class Saved:
         self._input, self._input_version = input, input._version
         self._weight, self._weight_version = weight, 0 if weight is None else weight._version
 
-    @property
-    def saved_tensors(self) -> tuple[Tensor, Tensor | None]:
+    def __call__(self) -> tuple[Tensor, Tensor | None]:
         for tensor, version in ((self._input, self._input_version), (self._weight, self._weight_version)):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
@@ -69,11 +67,14 @@ class Saved:
         return self._input, self._weight
 
 
-def save(input: Tensor, weight: Tensor | None) -> Any:
-    """Return what has saved `input` and `weight`; None if this thread does not record a graph."""
+def save(input: Tensor, weight: Tensor | None) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
+    """Save `input` and `weight`; return what returns them, or None if this thread does not record a graph."""
     if not torch.is_grad_enabled():
         return None
-    return Saved(input, weight) if hooks_of_thread(True) is None else _apply(_source(), (input, weight)).grad_fn
+    if hooks_of_thread(True) is None:
+        return Saved(input, weight)
+    output: Tensor = _apply(_source(), (input, weight))
+    return lambda: output.grad_fn.saved_tensors  # type: ignore
 
 
 class _Refuse(torch.autograd.Function):

@@ -94,7 +94,7 @@ def saved_bytes(output: Tensor) -> int:
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved = [*(node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names])]
         for of_replica in node.call.saved if node.name() == "_SyncBatchNormBackward" else ():
-            saved += of_replica.saved_tensors
+            saved += of_replica()
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
     return sum(sizes.values())
 
