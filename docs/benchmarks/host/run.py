@@ -38,10 +38,7 @@ from torch.nn.parallel import comm
 LAYERS, SHAPE = 20, (2, 8, 2, 2)  # the shape of the input of each replica
 NUMBERS = (2, 4, 8)  # of GPUs
 OURS, PLAIN, OTHER, EXISTING = "ours", "nn.BatchNorm2d", "the other version", "the existing library"
-# The largest times that are wanted, as parts of those of version 1.1, for each number of GPUs.
 WAYS = ("forward", "backward")
-BUDGETS = {"forward": (0.65, 0.58, 0.52), "backward": (0.45, 0.33, 0.26), "replicate": (0.70, 0.66, 0.62)}
-
 
 Times = dict[str, dict[str, list[float]]]  # by row and column, one for each number of GPUs
 
@@ -157,15 +154,9 @@ def time_free_layers(libraries: dict[str, ModuleType | None], rounds: int) -> No
                 times[name][way].append(contender.microseconds(way))
             print_row(number, name, *(f"{times[name][way][-1]:.0f}" for way in WAYS))
     for rival in [name for name in libraries if name != OURS]:
-        budgets = rival == OTHER
-        head = [cell for way in WAYS for cell in (f"{way}, ours / {rival}", *["budget"] * budgets)]
-        print_head("GPUs", *head)
+        print_head("GPUs", *(f"{way}, ours / {rival}" for way in WAYS))
         for i, number in enumerate(NUMBERS):
-            cells = []
-            for way in WAYS:
-                cells.append(f"{times[OURS][way][i] / times[rival][way][i]:.2f}")
-                cells += [f"{BUDGETS[way][i]:.2f}"] * budgets
-            print_row(number, *cells)
+            print_row(number, *(f"{times[OURS][way][i] / times[rival][way][i]:.2f}" for way in WAYS))
     print_growth("contender", times)
 
 
@@ -246,12 +237,12 @@ def broadcasts_for_nothing() -> Iterator[None]:
 def time_replicas(libraries: dict[str, ModuleType | None], rounds: int) -> None:
     """Print the processor time of `replicate` for two nets, where kernels and copies cost nothing."""
     rivals = [name for name in libraries if name != OURS]
-    ratios = [f"ours / {rival}" for rival in rivals] + (["budget"] if OTHER in libraries else [])
+    ratios = [f"ours / {rival}" for rival in rivals]
     print_head("net", "GPUs", *(f"{name}, ms" for name in libraries), *ratios)
     models, nets = import_torchvision().models, ("resnet50", "mobilenet_v3_large")
     times: Times = {net: {name: [] for name in libraries} for net in nets}
     for net in nets:
-        for i, number in enumerate(NUMBERS):
+        for number in NUMBERS:
             wrapped = {n: wrap(library, models.get_model(net), list(range(number))) for n, library in libraries.items()}
             seconds: dict[str, list[float]] = {name: [] for name in wrapped}
             with broadcasts_for_nothing(), costing_nothing():
@@ -266,7 +257,6 @@ def time_replicas(libraries: dict[str, ModuleType | None], rounds: int) -> None:
                 times[net][name].append(median)
             cells = [f"{median:.1f}" for median in found.values()]
             cells += [f"{found[OURS] / found[rival]:.2f}" for rival in rivals]
-            cells += [f"{BUDGETS['replicate'][i]:.2f}"] if OTHER in libraries else []
             print_row(net, number, *cells)
     print_growth("net", times)
 
