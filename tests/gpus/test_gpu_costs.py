@@ -7,6 +7,7 @@ parts counts as its parts. ``python -m pytest --simulated-gpus 4 tests/gpus/test
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -118,6 +119,13 @@ def test_layer_costs_exactly_what_the_table_says(name, dtype):
     print(f"{name}, {dtype}\n{ran}")
     half = 1 if dtype == torch.float32 else 2
     assert ran.costs() == tuple(cost._replace(bytes_an_element=cost.bytes_an_element // half) for cost in BUDGETS[name])
+
+
+def test_page_has_the_launches_of_the_table():
+    two, four = ([cost.launches for cost in BUDGETS[name]] for name in ("[0, 1]", "[0, 1, 2, 3]"))
+    page = Path(__file__).parents[2] / "docs" / "how-it-works.md"
+    words = " ".join(page.read_text(encoding="utf-8").split())
+    assert f"{two[0]} and {two[1]} on two GPUs, {four[0]} and {four[1]} on four" in words
 
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "[0]"])

@@ -7,14 +7,16 @@ import inspect
 import re
 import socket
 import sys
+import threading
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from helpers import blocks_of
 
 import sync_batchnorm
@@ -152,6 +154,77 @@ def test_signatures_in_the_reference_are_those_of_the_code(name: str):
     expected = [signature_of(signature.partition("(")[0]) for signature in signatures]
     assert signatures == expected
     assert all(signature.startswith((f"{name}(", f"{name}.")) for signature in signatures)
+
+
+Call = tuple[str, str]  # file and function
+Stack = list[Call]  # the innermost call last
+
+
+def drawn_stacks(drawing: str, column: slice) -> list[Stack]:
+    """Return the calls in one column of a drawing, each with those above it that are indented less."""
+    stacks: list[Stack] = []
+    for line in drawing.splitlines():
+        file, name = re.search(r"[\w/]+\.py", line), re.search(r"[a-zA-Z_][\w.]*", line[column])
+        if file and name and name[0] != file[0]:
+            stacks.append([*(stacks[-1] if stacks else [])[: name.start() // 2], (file[0], name[0])])
+    return stacks
+
+
+def stacks_of_a_step() -> list[list[Stack]]:
+    """Return the calls inside of the package in a training step: in this thread, of the master, and of the slave."""
+    calls: dict[threading.Thread, list[Stack]] = {}
+    package = Path(sync_batchnorm.__file__).parent
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        stack: Stack = []
+        while frame is not None and event == "call":
+            path, code = Path(frame.f_code.co_filename), frame.f_code
+            if package in path.parents:
+                stack.insert(0, (path.relative_to(package).as_posix(), getattr(code, "co_qualname", code.co_name)))
+            frame = frame.f_back
+        if stack:
+            calls.setdefault(threading.current_thread(), []).append(stack)
+
+    parallel = sync_batchnorm.DataParallelWithCallback(sync_batchnorm.SynchronizedBatchNorm2d(3), ["cpu"] * 2)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        parallel(torch.randn(4, 3, 2, 2, requires_grad=True)).square().sum().backward()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    own = calls.pop(threading.current_thread())
+    return [own, *sorted(calls.values(), key=lambda stacks: any("run_slave" in str(stack) for stack in stacks))]
+
+
+def contains(whole: Iterable[Any], part: Iterable[Any], are_equal: Callable[[Any, Any], bool]) -> bool:
+    """Return whether `whole` has all items of `part`, in this order."""
+    rest = iter(whole)
+    return all(any(are_equal(other, item) for other in rest) for item in part)
+
+
+def is_same(met: Call, drawn: Call) -> bool:
+    name, suffix = met[1], f".{drawn[1]}"  # Python 3.10 does not know the class of a function.
+    return met[0] == drawn[0] and (f".{name}".endswith(suffix) or suffix.endswith(f".{name}"))
+
+
+def is_drawn(met: Stack, drawn: Stack) -> bool:
+    """Return whether a call that was met is the one that is drawn; the drawing may leave out callers in between."""
+    return is_same(met[-1], drawn[-1]) and contains(met[:-1], drawn[:-1], is_same)
+
+
+def test_drawings_of_a_step_are_what_runs_on_two_replicas():
+    drawings = [block.code for block in blocks_of(ROOT / "docs" / "how-it-works.md") if ".py" in block.code]
+    forward, replicas, backward = drawings
+    right = replicas.index("replica 1")
+    master, slave = (drawn_stacks(replicas, column) for column in (slice(right), slice(right, replicas.index("file"))))
+    own = [stack for drawing in (forward, backward) for stack in drawn_stacks(drawing, slice(None))]
+    assert sum(drawing.count(".py") for drawing in drawings) == len(own) + len(master)
+    assert len(slave) == 11
+    for drawn, met in zip((own, master, slave), stacks_of_a_step(), strict=True):
+        for stack in drawn:
+            assert any(is_drawn(call, stack) for call in met), f"the code has no call {stack}"
+        assert contains(met, drawn, is_drawn), "the code calls these in another order"
 
 
 def test_files_that_the_inner_pages_name_exist():
