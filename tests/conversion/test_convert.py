@@ -212,6 +212,7 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
         ({"eps_mode": "max"}, ValueError, "expected eps_mode to be one of"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
         ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
+        ({"group_size": 2, "process_group": "a group"}, ValueError, "expected group_size or process_group, but got 2 "),
     ],
 )
 def test_bad_options_are_refused_before_anything_changes(options, error, text):
@@ -220,8 +221,9 @@ def test_bad_options_are_refused_before_anything_changes(options, error, text):
     with pytest.raises(error, match=text):
         convert_model(net, **options)
     assert (anatomy(net), classes(net)) == before
-    with pytest.raises(error, match=text):
-        convert_model(nn.Identity(), **options)
+    for refuse in (lambda: convert_model(nn.Identity(), **options), lambda: SynchronizedBatchNorm2d(3, **options)):
+        with pytest.raises(error, match=text):
+            refuse()
 
 
 # Hooks, parameters and attributes of a layer
