@@ -99,15 +99,13 @@ def check(devices: Sequence[str]) -> int:
 
 
 def facts(devices: Sequence[str]) -> dict[str, str]:
-    """Return versions, environment variables and devices for the report, by name."""
-    variables = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS")
+    """Return versions and devices for the report, by name."""
     return {
         "sync_batchnorm": sys.modules[__package__].__version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "CUDA": torch.version.cuda or torch.version.hip or "none",
-        **{name: os.environ[name] for name in variables if name in os.environ},
         **{d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.machine() for d in devices},
         "replicas on": ", ".join(devices),
     }

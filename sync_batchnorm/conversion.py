@@ -7,10 +7,9 @@ is not converted, and a warning names it.
 
 import copy
 import functools
-import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -304,42 +303,31 @@ def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:
     return None
 
 
-_patch_lock = threading.Lock()
-_patched: list[Callable[..., None]] = []  # what the last of the open contexts restores, once for each
-
-
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
     Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
-    the class as a default argument. The `__init__` of their base class is replaced in the whole process, until the last
-    of nested or concurrent contexts closes.
+    the class as a default argument. The `__init__` of their base class is replaced in the whole process, so only one
+    thread at a time may open contexts, which may be nested.
 
     Warns:
         UserWarning: where a layer is built that cannot be converted; it says why.
     """
-    with _patch_lock:
-        _patched.append(_patched[0] if _patched else BatchNormBase.__init__)
-        BatchNormBase.__init__ = _synchronizing(_patched[0])  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        with _patch_lock:
-            init = _patched.pop()
-            if not _patched:
-                BatchNormBase.__init__ = init  # type: ignore[method-assign]
+    init, is_open = BatchNormBase.__init__, True
 
-
-def _synchronizing(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
-        if _patched and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        if is_open and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
             reason = _make_synchronized(self, {}, SyncOptions())
             if reason is not None:
                 text = f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}"
                 warnings.warn(text, stacklevel=2)
 
-    return __init__
+    BatchNormBase.__init__ = __init__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchNormBase.__init__, is_open = init, False  # type: ignore[method-assign]

@@ -184,14 +184,14 @@ class Coordinator:
 
     def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
         """Send the message of a member; block until there is an answer, which for the master is all messages."""
-        members = rendezvous.members
-        replica_id = members[identifier]
+        members, replica_id = rendezvous.members, rendezvous.members[identifier]
         with self._lock:
             self._arrive(rendezvous, identifier, message)
             self._waiting[replica_id] = rendezvous
             messages = rendezvous.messages
             if len(messages) == len(members):
-                self._deliver(members[MASTER], [(member, messages[member]) for member in members])
+                # After Ctrl-C in a comprehension here, the lock would stay held (Python 3.12 and 3.13).
+                self._deliver(members[MASTER], list(zip(members, map(messages.get, members), strict=True)))
             else:
                 self._find_deadlock(replica_id, rendezvous)
         return self._wait(replica_id, rendezvous)

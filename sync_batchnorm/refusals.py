@@ -34,12 +34,6 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
                 f"expected modules that can be replicated, but got {name!r} from torch.compile; put the module, which "
                 "is its attribute _orig_mod, back in its place, and compile functions that its forward calls"
             )
-        if isinstance(child, DataParallel) and len(child.device_ids) > 1 and not hasattr(child, "_sync_timeout"):
-            raise RuntimeError(
-                f"expected one wrapper around the replicas, but got {name!r} ({type(child).__name__}) inside of a "
-                f"{type(wrapper).__name__}; put its .module in its place, or call patch_replication_callback on it, "
-                "and it leaves the replicas to the outer one"
-            )
 
 
 def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:

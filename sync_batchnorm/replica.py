@@ -51,7 +51,11 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Record that the replica has ended with `error`: its text, as the error holds the frames of the forward."""
         where = f"in {self.coordinator.who(self.replica_id)}"
-        failure = ExceptionWrapper((type(error), error, error.__traceback__), where)
+        try:
+            failure = ExceptionWrapper((type(error), error, error.__traceback__), where)
+        except Exception:  # as for a SyntaxError without a line
+            shown = RuntimeError(f"a {type(error).__name__} that Python cannot print")
+            failure = ExceptionWrapper((RuntimeError, shown, error.__traceback__), where)
         if sys.version_info < (3, 11):  # Its tracebacks have no notes.
             failure.exc_msg += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()))
         self.coordinator.leave(self.replica_id, failure)

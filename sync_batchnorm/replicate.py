@@ -87,6 +87,8 @@ def _raise(failure: Any) -> NoReturn:
     try:
         raise failure.reraise()
     except BaseException as error:
+        if not isinstance(error, (failure.exc_type, RuntimeError)):  # Torch cannot make an ExceptionGroup.
+            error = RuntimeError(f"Caught {failure.exc_type.__name__} {failure.where}.\nOriginal {failure.exc_msg}")
         raise error.with_traceback(None) from None  # The frame of `reraise` refers to the error.
 
 

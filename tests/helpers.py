@@ -177,6 +177,8 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
     """Compare values, shape and dtype; the tolerance is that of the dtype, times the largest value or one."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, not {expected.dtype}"
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
     if not actual.dtype.is_floating_point or not actual.numel():
         assert torch.equal(actual, expected), f"{what}: {actual}, not {expected}"
         return

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ..backends.places import current_place
 from ..glue import warn_once
@@ -97,7 +98,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
         outputs = parallel_apply(replicas, inputs, kwargs, devices)
         if len(set(devices)) < len(devices):
-            _warn_of_changed_parameters(replicas)
+            _watch_shared_parameters(self.module, replicas, outputs)
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
@@ -110,16 +111,29 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return gather(outputs, device, self.dim)
 
 
-def _warn_of_changed_parameters(replicas: Sequence[Any]) -> None:
-    """Warn of parameters that a forward has changed in place, in replicas on one device, which share their memory."""
-    names = {
-        f"{prefix}.{name}".strip(".")
+def _watch_shared_parameters(original: nn.Module, replicas: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Warn of parameters that a forward has changed in place, and let its backward notice if they change later.
+
+    Replicas on one device have aliases of one memory, each with a version counter of its own.
+    """
+    aliases = [
+        (f"{prefix}.{name}".strip("."), alias)
         for replica in replicas
         for prefix, module in getattr(replica, "_sync_replica", replica).named_modules()
         for name, alias in module.__dict__.get("_former_parameters", {}).items()
-        if not alias.is_inference() and alias._version
-    }
-    if names:
+        if not alias.is_inference()
+    ]
+    parameters = [parameter for parameter in original.parameters() if not parameter.is_inference()]
+    versions = {parameter.data_ptr(): (parameter, parameter._version) for parameter in parameters}
+    shared = [(alias, *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
+
+    def notice(_: Any) -> None:
+        increment_version([alias for alias, parameter, version in shared if parameter._version != version])
+
+    for output in tensors_in(outputs):
+        if output.requires_grad:
+            output.register_hook(notice)  # type: ignore[no-untyped-call]
+    if names := {name for name, alias in aliases if alias._version}:
         warn_once(
             f"expected a forward that leaves its parameters as they are, but got changes of {sorted(names)} by each of "
             f"{len(replicas)} replicas, which share their memory; make it a buffer, or change it outside of the forward"
@@ -129,11 +143,11 @@ def _warn_of_changed_parameters(replicas: Sequence[Any]) -> None:
 def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]) -> list[Any]:
     """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed."""
     outputs: list[Any] = [None] * len(replicas)
-    places = [current_place(device) for device in devices]
+    places = {device: current_place(device) for device in set(devices)}
 
     def work(i: int) -> None:
         try:
-            with places[i].entered():
+            with places[devices[i]].entered():
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = replicas[i](*args, **kwargs[i])
         except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +212,7 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
         ({"eps_mode": "max"}, ValueError, "expected eps_mode to be one of"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
         ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
+        ({"group_size": 2, "process_group": "a group"}, ValueError, "expected group_size or process_group, but got 2 "),
     ],
 )
 def test_bad_options_are_refused_before_anything_changes(options, error, text):
@@ -221,8 +221,9 @@ def test_bad_options_are_refused_before_anything_changes(options, error, text):
     with pytest.raises(error, match=text):
         convert_model(net, **options)
     assert (anatomy(net), classes(net)) == before
-    with pytest.raises(error, match=text):
-        convert_model(nn.Identity(), **options)
+    for refuse in (lambda: convert_model(nn.Identity(), **options), lambda: SynchronizedBatchNorm2d(3, **options)):
+        with pytest.raises(error, match=text):
+            refuse()
 
 
 # Hooks, parameters and attributes of a layer
@@ -883,7 +884,7 @@ PATCH_LEFT = "patch_sync_batchnorm left a BatchNorm layer as it is, which does n
 
 
 def test_subclass_that_computes_something_else_is_named_where_it_is_built():
-    with patch_sync_batchnorm(), patch_sync_batchnorm():
+    with patch_sync_batchnorm():
         with pytest.warns(UserWarning, match=f"{PATCH_LEFT}BatchNormReLU has a forward of its own; write") as caught:
             layer = BatchNormReLU(2)
         nn.SyncBatchNorm(2)
@@ -917,21 +918,9 @@ def test_the_context_decorates_a_function_and_ends_with_it_also_by_an_exception(
     assert_not_patched()
 
 
-def test_nested_contexts_and_those_of_two_threads_end_with_the_last():
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with patch_sync_batchnorm():
-            entered.set()
-            leave.wait(5.0)
-
-    thread = threading.Thread(target=other)
+def test_nested_contexts_end_with_the_last():
     with patch_sync_batchnorm():
         with patch_sync_batchnorm():
-            thread.start()
+            assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
         assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
-        entered.wait(5.0)
-    assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
-    leave.set()
-    thread.join()
     assert_not_patched()

@@ -73,6 +73,39 @@ def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, replica, plac
     assert_next_forward_is_right(parallel, COMPLETED[place])
 
 
+class Unprintable(SyntaxError):
+    """Python cannot format its traceback."""
+
+    def __init__(self) -> None:
+        super().__init__("message", ("file", "line", "column", "text"))
+
+
+class Described(ValueError):
+    """Torch cannot make one: it passes a message to every class that has one."""
+
+    message = property(str)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Unprintable, "(?s)Caught RuntimeError in replica {} on device cpu.*a Unprintable that Python cannot print"),
+        (Described, "(?s)Caught Described in replica {} on device cpu.*the cause"),
+    ],
+)
+def test_exception_that_torch_cannot_make_again_reaches_the_caller_as_text(wrap, error, text, everywhere):
+    def fail(model: Scripted, x: Tensor) -> None:
+        raise error() if error is Unprintable else error("the cause")
+
+    parallel = wrap(scripted(*[(i, "between", fail) for i in (range(R) if everywhere else [1])]))
+    if isinstance(parallel, OwnForward):
+        pytest.skip("raises what its own `parallel_apply` raises")
+    with pytest.raises(RuntimeError, match=text.format(0 if everywhere else 1)):
+        parallel(*batch())
+    assert_next_forward_is_right(parallel, (1, 0))
+
+
 def test_exceptions_of_all_replicas_show_that_of_the_lowest(wrap):
     parallel = wrap(scripted(*[(i, "between", raising(ValueError(f"number {i}"))) for i in range(R)]))
     with pytest.raises(ValueError, match="number 0"):

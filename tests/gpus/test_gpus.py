@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import threading
-import time
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from helpers import (
     TwoLayers,
     are_distinct_gpus,
     as_devices,
-    as_torch_names,
     assert_equal,
     assert_same_state,
     assert_same_step,
@@ -401,31 +399,3 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
     (expected,) = torch.autograd.grad(rows, batch, grads[first].to(rows.device))
     (found,) = module.found
     assert_equal(*used_here((found.detach(), expected)))
-
-
-class FailsOnce(nn.Module):
-    """Fails between its two layers in the replica that finds a marked sample, once."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        normalized = self.first(input)
-        if float(input.detach()[0, 0]) == 100.0:
-            raise ValueError("no such sample")
-        return self.last(torch.tanh(normalized))
-
-
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
-def test_failing_replica_is_named_at_once_and_the_next_step_works(devices):
-    plain, parallel = twins(FailsOnce().double(), devices)
-    data = doubles(4 * len(devices), 3, devices=devices)
-    marked = data.clone()
-    marked[4] = 100.0  # the first row of replica 1
-    begin = time.monotonic()
-    with pytest.raises(ValueError, match=f"Caught ValueError in replica 1 on device {as_torch_names(devices, 1)}"):
-        parallel(marked)
-    assert time.monotonic() - begin < 2.0  # far less than the timeout of five seconds
-    plain.load_state_dict(parallel.module.state_dict())  # The first layer has counted its call.
-    assert_same_step(plain, parallel, data)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
 from collections.abc import Callable
 
@@ -13,8 +11,6 @@ import torch
 from simulated_gpus import recording, reports
 from simulated_gpus.free import costing_nothing
 from torch import nn
-
-from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 DEVICES = torch.cuda.device_count()
@@ -109,28 +105,6 @@ def test_memory_freed_while_another_stream_uses_it_is_unsafe(safe):
     assert reports() == []
 
 
-@pytest.mark.parametrize("index", range(min(DEVICES, 2)))
-def test_statistics_follow_what_is_allocated_and_freed(index):
-    device, other = torch.device("cuda", index), (index + 1) % DEVICES
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    before, elsewhere = torch.cuda.memory_allocated(device), torch.cuda.memory_allocated(other)
-    assert torch.cuda.max_memory_allocated(device) == before
-    x = torch.empty(1000, device=device)  # 4000 bytes, in blocks of 512
-    y = torch.empty(1, device=device)
-    del x
-    with torch.cuda.device(device):
-        assert torch.cuda.memory_allocated() - before == 512
-        assert torch.cuda.max_memory_allocated() - before == 4096 + 512
-        assert torch.accelerator.memory_stats() == torch.cuda.memory_stats()
-    if DEVICES > 1:
-        assert torch.cuda.memory_allocated(other) == elsewhere
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    assert free == total - torch.cuda.memory_reserved(device)
-    assert y.device == device
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_new_memory_is_nan(dtype):
     assert torch.empty(5, dtype=dtype, device="cuda").isnan().all()
@@ -179,27 +153,6 @@ def test_device_that_is_not_there_is_an_error(index):
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             use()
     assert torch.cuda.current_device() == 0
-
-
-@two_devices
-def test_current_device_and_stream_are_restored():
-    side = torch.cuda.Stream("cuda:1")
-    with torch.cuda.stream(side):
-        assert torch.cuda.current_device() == 1
-        assert torch.ones(1, device="cuda").device == torch.device("cuda:1")
-        with torch.cuda.device(0):
-            assert torch.cuda.current_device() == 0
-            assert torch.cuda.current_stream() == torch.cuda.default_stream(0)
-    assert torch.cuda.current_device() == 0
-    assert torch.cuda.current_stream(1) == torch.cuda.default_stream(1)
-
-
-@two_devices
-def test_event_belongs_to_the_device_that_recorded_it():
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(0))
-    with pytest.raises(RuntimeError, match="does not match recording stream's device"):
-        event.record(torch.cuda.current_stream(1))
 
 
 # Counts
@@ -270,38 +223,6 @@ def test_hidden_wait_of_the_host_is_counted(wait, syncs):
     assert ran.host_syncs == syncs, str(ran)
 
 
-# Operators of nets, of which CUDA has other kernels than the CPU
-
-LAYERS = [  # each with the shape of its input
-    (nn.Conv2d(4, 8, 3, groups=4, padding="same", dilation=2), (2, 4, 5, 5)),
-    (nn.Conv3d(4, 8, 3, groups=4), (2, 4, 5, 4, 3)),
-    (nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, bias=False), (2, 4, 5, 5)),
-    (nn.AdaptiveMaxPool3d(2), (2, 3, 5, 4, 3)),
-    (nn.PReLU(6), (5, 6, 3)),
-    (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 5, 4)),
-    (nn.InstanceNorm3d(3, affine=True), (2, 3, 4, 3, 2)),
-    (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
-]
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=lambda value: type(value).__name__)
-def test_layer_computes_and_derives_as_on_the_cpu(layer, shape, dtype):
-    layer = copy.deepcopy(layer).to(dtype)
-    on_device = copy.deepcopy(layer).cuda()
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    y = x.detach().cuda().requires_grad_()
-    expected, output = layer(x), on_device(y)
-    torch.testing.assert_close(output.cpu(), expected)
-    dy = torch.randn_like(expected)
-    expected.backward(dy)
-    output.backward(dy.cuda())
-    pairs = [(y.grad, x.grad)]
-    pairs += [(b.grad, a.grad) for a, b in zip(layer.parameters(), on_device.parameters(), strict=True)]
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours.cpu(), theirs)
-
-
 # Batch norm operators
 
 
@@ -341,17 +262,6 @@ def test_batch_norm_elemt_takes_the_dtypes_of_cuda_only(input, weight, bias, mea
             torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
 
 
-def test_batch_norm_elemt_writes_into_out():
-    x = torch.randn(2, 3, 4, device="cuda")
-    weight, bias, mean, invstd = vectors(F32, F32, F32, F32)
-    out = torch.empty_like(x)
-    result = torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0, out=out)
-    assert result is out
-    torch.testing.assert_close(out, torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0))
-    with pytest.raises(RuntimeError, match="Expected output to have type"):
-        torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0, out=out.double())
-
-
 @pytest.mark.parametrize(
     ("input", "running", "counts", "works"),
     [
@@ -388,26 +298,6 @@ def test_gathered_statistics_have_counts_of_the_dtype_that_cuda_reads(input, run
         torch.testing.assert_close(state[1].cpu(), samples.var(0).to(running))
 
 
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_backward_of_the_operators_is_that_of_batch_norm(dtype):
-    x, dy = (torch.randn(4, 3, 5, device="cuda", dtype=dtype) for _ in range(2))
-    (weight,) = vectors(dtype)
-    mean, invstd = torch.batch_norm_stats(x, 1e-5)
-    reduced = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
-    sum_dy, sum_dy_xmu, grad_weight, grad_bias = reduced
-    count = torch.tensor([20], device="cuda", dtype=torch.int32)
-    dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
-    with pytest.raises(RuntimeError, match="expected scalar type Int but found Long"):
-        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count.long())
-
-    layer = nn.BatchNorm1d(3, dtype=dtype)
-    layer.weight.data.copy_(weight)
-    leaf = x.cpu().requires_grad_()
-    layer(leaf).backward(dy.cpu())
-    for ours, expected in ((dx, leaf.grad), (grad_weight, layer.weight.grad), (grad_bias, layer.bias.grad)):
-        torch.testing.assert_close(ours.cpu(), expected)
-
-
 def test_backward_takes_a_float16_weight_in_channels_last_only():
     x, dy = (torch.randn(2, 3, 4, 4, device="cuda", dtype=F16) for _ in range(2))
     weight, mean, invstd, a, b = vectors(F16, F32, F32, F32, F32)
@@ -417,43 +307,6 @@ def test_backward_takes_a_float16_weight_in_channels_last_only():
     x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
     dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
     assert dx.stride() == x.stride()
-
-
-# torch.nn.DataParallel without this library
-
-
-class Tagged(torch.Tensor):
-    """A subclass that all operators keep."""
-
-
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-@pytest.mark.parametrize("sizes", [None, [2] * DEVICES])
-def test_scatter_gives_plain_tensors(where, sizes):
-    whole = torch.randn(2 * DEVICES, 3, device=where)
-    tagged = whole.as_subclass(Tagged)
-    assert type(tagged.chunk(2)[0]) is Tagged
-    for chunks in (
-        nn.parallel.comm.scatter(tagged, range(DEVICES), sizes),
-        nn.parallel.scatter(tagged, list(range(DEVICES))),
-    ):
-        assert [type(chunk) for chunk in chunks] == [torch.Tensor] * DEVICES
-        assert [chunk.get_device() for chunk in chunks] == list(range(DEVICES))
-        assert torch.equal(torch.cat([chunk.cpu() for chunk in chunks]), whole.cpu())
-
-
-@pytest.mark.watchdog(120)
-def test_data_parallel_resnet_has_the_gradients_of_one_device():
-    torchvision = pytest.importorskip("torchvision")
-    # In evaluation mode batch norm does not depend on how the batch is split.
-    model = torchvision.models.resnet18(num_classes=3).double().eval()
-    single = copy.deepcopy(model)
-    parallel = nn.DataParallel(model.cuda())
-    x, dy = torch.randn(8, 3, 32, 32, dtype=F64), torch.randn(8, 3, dtype=F64)
-    single(x).backward(dy)
-    parallel(x).backward(dy.cuda())
-    for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
-    assert reports() == []
 
 
 def test_operator_that_has_no_kernel_is_named():
@@ -489,34 +342,3 @@ def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind(run):
             assert [kind_of(tensor) for tensor in run(x)] == expected
     assert ran.launches == 0
     assert torch.equal((torch.ones(3, device="cuda") + 1).cpu(), torch.full((3,), 2.0))
-
-
-@two_devices
-def test_replicas_train_with_kernels_that_cost_nothing():
-    parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).cuda())
-    with costing_nothing():
-        for _ in range(2):
-            output = parallel(torch.randn(8, 3, device="cuda"))
-            output.sum().backward()
-    assert output.shape == (8, 4)
-    assert all(parameter.grad.shape == parameter.shape for parameter in parallel.parameters())
-
-
-def test_what_older_code_calls_is_there():
-    made = torch.cuda.FloatTensor([1.0, 2.0])
-    assert made.is_cuda
-    assert isinstance(made, torch.cuda.FloatTensor)
-    assert not isinstance(made.double(), torch.cuda.FloatTensor)
-    assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
-    assert nn.LazyLinear(3).cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 3)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        numbers = {"device_index": stream.device_index, "device_type": stream.device_type}
-        torch._C._cuda_setStream(stream_id=stream.stream_id, **numbers)
-        assert torch.cuda.current_stream() == stream
-
-
-@two_devices
-def test_tensors_of_unequal_sizes_are_gathered():
-    parts = [torch.full((i + 1, 3), float(i), device=f"cuda:{i}") for i in range(2)]
-    assert torch.equal(torch.nn.parallel.comm.gather(parts, 0, 0).cpu(), torch.cat([part.cpu() for part in parts]))

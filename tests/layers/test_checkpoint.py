@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import (
-    TwoLayers,
     assert_equal,
     assert_same_gradient,
     assert_same_results,
@@ -22,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -202,39 +200,6 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_th
         output.backward(torch.randn_like(output))
 
 
-class Siamese(nn.Module):
-    """Runs one backbone on two views of a batch, each in a checkpoint of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.checkpoints = TwoLayers(), True
-
-    def forward(self, one, other):
-        views = [
-            checkpoint(self.backbone, x, use_reentrant=False) if self.checkpoints else self.backbone(x)
-            for x in (one, other)
-        ]
-        return views[0] * views[1]
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_siamese_net_is_exact_and_counted_once_a_call(devices):
-    plain, parallel = twins(Siamese().double(), devices)
-    plain.checkpoints = False
-    views = [doubles(6, 3, 6, 6, devices=devices) for _ in range(2)]
-    grad = doubles(6, 4, 2, 2, devices=devices)
-
-    def step(model):
-        inputs = [view.clone().requires_grad_() for view in views]
-        output = model(*inputs)
-        output.backward(grad)
-        return [output, *(input.grad for input in inputs)]
-
-    for steps in (1, 2):
-        assert_same_results(plain, parallel, step)
-        assert parallel.module.backbone.bn1.num_batches_tracked == 2 * steps
-
-
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_graph_can_be_used_again(devices, path):
@@ -339,35 +304,11 @@ def test_gradient_inside_of_a_segment_is_refused(devices):
         parallel(doubles(4, 3, 4, 5, devices=devices).requires_grad_()).backward(doubles(4, 6, 4, 5, devices=devices))
 
 
-class Sequential(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), nn.Tanh()
-        )
-        self.checkpoints = True
-
-    def forward(self, input):
-        if not self.checkpoints:
-            return self.body(input)
-        return checkpoint_sequential(self.body, 3, input, use_reentrant=False)
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_checkpointed_sequence_is_exact(devices):
-    plain, parallel = twins(Sequential().double(), devices)
-    plain.checkpoints = False
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
-    net, _ = twins(Sequential(), ["cpu"])
-    data, states = torch.randn(4, 3, 6, 5), []
-    for checkpoints in (False, True):
+    net, data, states = Net(around_all), torch.randn(4, 3, 6, 5), []
+    for net.checkpoints in (False, True):
         copied = convert_model(copy.deepcopy(net))
-        copied.checkpoints = checkpoints
         parallel = DataParallelWithCallback(copied, ["cpu"] * 2)
         input = data.clone().requires_grad_()
         with torch.autocast("cpu", dtype=dtype):

@@ -61,17 +61,6 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         assert_equal(ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i < 2 else torch.float32])
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_squares_beyond_the_range_of_half_do_not_overflow(dtype):
-    reference, parallel = twins(nn.BatchNorm2d(1, momentum=1.0), ["cpu"] * 2)
-    data = (torch.randn(2, 1, 300, 300) * 40 + 300).to(dtype)
-    assert data.float().square().sum() > 65504
-    expected, output = reference(data.float()), parallel(data)
-    assert output.dtype == dtype
-    assert_equal(output.float(), expected, "output", TOLERANCES[dtype])
-    assert_equal(parallel.module.running_var, reference.running_var, "running variance")
-
-
 def conv_net():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
 
@@ -215,51 +204,13 @@ def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
     assert parallel.module.bn.num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_model_may_change_its_mode_at_every_step(devices):
-    plain, parallel = twins(conv_net().double(), devices)
-    for step in range(4):
-        for module in (plain, parallel):
-            module.train(step % 2 == 0)
-        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
-
-
 # Models that do more than one thing in their forward.
-
-
-class LossInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input, target):
-        return ((self.bn(input) - target) ** 3).sum()
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
-    plain, parallel = twins(LossInside().double(), devices)
-    data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        losses = parallel(data, target)
-    assert losses.shape == (len(devices),)
-    expected = plain(data, target)
-    assert_equal(losses.sum(), expected)
-    losses.sum().backward()
-    expected.backward()
-    assert_same_state(parallel, plain)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_inputs_may_be_cut_along_their_width(devices):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devices, dim=3)
     assert_same_step(plain, parallel, doubles(4, 3, 5, 7, devices=devices))
-
-
-def test_inputs_cut_along_their_channels_are_refused():
-    _, parallel = twins(nn.BatchNorm2d(4).double(), ["cpu"] * 2, dim=1)
-    with pytest.raises(RuntimeError, match="should contain 2 elements not 4"):
-        parallel(doubles(4, 4, 5, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -269,64 +220,6 @@ def test_one_sample_in_all_replicas_has_one_result(replicas, dtype):
     sample = torch.randn(1, 3, 5, 4, dtype=dtype)
     output = parallel(sample.expand(replicas, -1, -1, -1).contiguous())
     assert all(torch.equal(row, output[0]) for row in output)
-
-
-class Tied(nn.Module):
-    """The weight of the layer scales something else too."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn, self.scale = nn.BatchNorm1d(3), nn.Module()
-        self.scale.weight = self.bn.weight
-
-    def forward(self, input):
-        return torch.tanh(self.bn(input)) * self.scale.weight
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_tied_weights_get_the_gradient_of_all_their_uses(devices):
-    plain, parallel = twins(Tied().double(), devices)
-    assert parallel.module.scale.weight is parallel.module.bn.weight
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]
-    for _ in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        assert_same_step(plain, parallel, doubles(5, 3, devices=devices))
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-class Recurrent(nn.Module):
-    """Has an RNN, whose replicas find their weights in a list; not an LSTM, whose kernels simulated GPUs lack."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.bn = nn.RNN(3, 4, batch_first=True), nn.BatchNorm1d(4)
-        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
-
-    def forward(self, input):
-        self.rnn.flatten_parameters()
-        output, _ = self.rnn(input)
-        normalized = self.bn(output.transpose(1, 2))
-        return (normalized * self.phase.view(-1, 1)).abs()
-
-
-@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_recurrent_nets_and_complex_parameters_go_along(devices):
-    net = Recurrent()
-    net.rnn.double()
-    net.bn.double()
-    plain, parallel = twins(net, devices)
-    data = doubles(5, 6, 3, devices=devices)
-    expected, output = plain(data), parallel(data)
-    assert_equal(output, expected)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    output.backward(grad)
-    assert parallel.module.phase.grad.dtype == torch.complex128
-    assert_equal(torch.view_as_real(parallel.module.phase.grad), torch.view_as_real(plain.phase.grad))
-    assert_equal(parallel.module.rnn.weight_ih_l0.grad, plain.rnn.weight_ih_l0.grad)
 
 
 # The formula of older libraries.

@@ -74,7 +74,6 @@ def test_threads_meet_without_torch(file):
 WAITING = {
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
     "parallel.data_parallel": {"Thread"},
-    "conversion": {"Lock"},  # around the names in torch.nn that are replaced for a while
     "replicate": {"TIMEOUT_MAX"},
 }
 

@@ -120,15 +120,16 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Has a recurrent layer; not an LSTM, whose kernels simulated GPUs lack."""
+    """Has a recurrent layer, not an LSTM, whose kernels simulated GPUs lack; and a parameter of complex numbers."""
 
     def __init__(self):
         super().__init__()
         self.rnn, self.bn = nn.RNN(3, 4, 2, batch_first=True), nn.BatchNorm1d(4)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
 
     def forward(self, input):
         self.rnn.flatten_parameters()
-        return self.bn(self.rnn(input[:, None])[0].transpose(1, 2)).flatten(1)
+        return (self.bn(self.rnn(input[:, None])[0].transpose(1, 2)).flatten(1) * self.phase).abs()
 
 
 class Hiding(nn.Module):
@@ -225,20 +226,6 @@ def test_sparse_gradients_stay_sparse_and_add_up(devices):
     weight = parallel.module[0].weight
     assert weight.grad.is_sparse
     assert_equal(weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-def test_zero_grad_in_a_replica_warns():
-    class Clearing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, input):
-            self.zero_grad()
-            return input
-
-    with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
-        DataParallelWithCallback(Clearing(), ["cpu"] * 2)(torch.zeros(2))
 
 
 def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():

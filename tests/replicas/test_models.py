@@ -311,18 +311,6 @@ def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     assert backbone[1].num_batches_tracked == 1
 
 
-def test_plain_wrapper_inside_a_wrapper_is_refused_before_anything_runs():
-    inner = nn.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    inner.__dict__.update(dim=0, device_ids=[0, 1], output_device=0, src_device_obj=torch.device("cpu"))
-    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3), inner)
-    convert_model(net[1])
-    outer = DataParallelWithCallback(net, ["cpu"] * 2)
-    message = r"expected one wrapper .*but got '2' \(DataParallel\) inside of a DataParallelWithCallback"
-    with pytest.raises(RuntimeError, match=message):
-        outer(torch.randn(4, 3))
-    assert net[1].num_batches_tracked == 0
-
-
 def test_plain_wrapper_without_devices_inside_a_wrapper_runs_its_module():
     inner = nn.DataParallel(nn.Linear(3, 3).double())
     inner.__dict__.update(dim=0, device_ids=[], output_device=None)  # as where there is no GPU

@@ -150,7 +150,7 @@ def change(parameter: Tensor) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("devices", device_lists(1))
+@local
 def test_parameters_that_change_between_forward_and_backward_are_refused(devices, frozen):
     for model in twins(Scaling().requires_grad_(not frozen), devices):
         output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))

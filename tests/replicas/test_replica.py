@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, assert_same_step, doubles, randomize, run_parts, twins
+from helpers import assert_equal, assert_same_step, doubles, randomize, twins
 from scripted import WRAPPERS, OneThread, R
 from torch import Tensor, fx, nn
 
@@ -188,13 +188,6 @@ def test_callbacks_of_replicas_may_be_executed_again():
 
     plain, parallel = twins(Looking().double(), DEVICES)
     assert_same_step(plain, Older(parallel.module, DEVICES), doubles(7, 3))
-
-
-def test_recurrent_net_runs_as_a_root():
-    rnn = nn.LSTM(3, 2, 2, batch_first=True, bidirectional=True).double()
-    data = doubles(2 * R, 4, 3)
-    outputs = [output for output, _ in run_parts(DataParallelWithCallback(rnn, DEVICES), data.chunk(R))]
-    assert_equal(torch.cat(outputs), rnn(data)[0])
 
 
 def test_traced_graph_runs_as_a_root():

@@ -67,12 +67,11 @@ def _load(path: str) -> None:
 def _install() -> None:
     importlib.import_module("torch._dynamo")  # keeps rules for functions of torch.cuda, and must meet the originals
 
-    from simulated_gpus import comm, devices, memory, storages
+    from simulated_gpus import comm, devices, storages
 
     devices.install()
     comm.install()
     storages.install()
-    memory.install()
     _hand_over_host_order(native())
 
 

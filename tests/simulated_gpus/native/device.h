@@ -7,7 +7,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
-#include <chrono>
 
 #include "memory.h"
 
@@ -23,13 +22,7 @@ inline Device cuda(int index) {
 struct Event {
   int device;
   Clock clock;
-  std::chrono::steady_clock::time_point when;
 };
-
-inline double milliseconds_between(const Event* start, const Event* end) {
-  TORCH_CHECK(start && end, "Both events must be recorded before calculating elapsed time.");
-  return std::chrono::duration<double, std::milli>(end->when - start->when).count();
-}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -69,7 +62,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream next) const { return reinterpret_cast<void*>(next.id()); }
 
   void record(void** event, const c10::Stream& on, const DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Event{on.device_index(), {}, {}};
+    if (!*event) *event = new Event{on.device_index(), {}};
     if (costs_nothing) return;
     Lock lock;
     auto* recorded = static_cast<Event*>(*event);
@@ -79,7 +72,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto index = index_of(on);
     tick(index);
     recorded->clock = world().streams[index].clock;
-    recorded->when = std::chrono::steady_clock::now();
     world().counts["events"]++;
     write_log("event", "record", index);
   }
@@ -103,9 +95,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  double elapsedTime(void* start, void* end, const DeviceIndex) const override {
-    return milliseconds_between(static_cast<Event*>(start), static_cast<Event*>(end));
-  }
 
   void synchronizeStream(const c10::Stream& finished) const override {
     Lock lock;

@@ -204,22 +204,4 @@ inline void convolution(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   fallback(op, keys, stack);
 }
 
-// This is a kernel of its own, since that of the CPU takes no generator: it would draw from the generator of the CPU.
-inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
-  Lock lock;
-  OnHost guards;
-  auto device = input.device().index();
-  auto on_host = host_view(input);
-  auto mask = at::ones_like(on_host, on_host.options().dtype(at::kBool));
-  auto output = on_host.clone();
-  if (train.value_or(true)) {
-    auto generator = static_cast<Generator*>(default_generator(device).unsafeGetGeneratorImpl())->on_host();
-    mask.bernoulli_(1 - p, generator);
-    output.mul_(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p));
-  }
-  auto result = std::make_tuple(result_on(device, output), result_on(device, mask));
-  launch("native_dropout", current_stream(device), {input}, {std::get<0>(result), std::get<1>(result)});
-  return result;
-}
-
 }  // namespace simulated_gpus

@@ -19,25 +19,6 @@
 
 namespace simulated_gpus {
 
-// The bytes of one device that are in use, as the allocator of CUDA counts them: in multiples of 512.
-struct Used {
-  int64_t now = 0, most = 0;
-  void add(int64_t bytes) {
-    now += bytes;
-    most = std::max(most, now);
-  }
-};
-
-inline Used& used(int device) {
-  static auto& all = *new std::map<int, Used>;
-  check_device(device);
-  return all[device];
-}
-
-inline int64_t rounded(size_t bytes) {
-  return static_cast<int64_t>((bytes + 511) / 512 * 512);
-}
-
 struct Use {
   uint64_t time;
   std::string name;
@@ -60,7 +41,6 @@ inline void free_block(void* context) {
   {
     Lock lock;
     auto& all = world();
-    used(all.streams[block->stream].device).add(-rounded(block->bytes));
     for (const auto& [stream, use] : block->uses) {
       if (stream == block->stream || block->recorded.count(stream)) continue;
       if (entry(all.streams[block->stream].clock, stream) >= use.time || host_knows_finished(stream, use.time)) continue;
@@ -96,7 +76,6 @@ class Allocator final : public c10::Allocator {
     auto stream = current_stream(device);
     auto* block = new Block{pointer, bytes, stream};
     if (bytes) {
-      used(device).add(rounded(bytes));
       world().counts["allocations"]++;
       world().counts["bytes_allocated"] += static_cast<int64_t>(bytes);
       write_log("allocation", "allocation", stream, "", static_cast<int64_t>(bytes));

@@ -23,7 +23,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("record_stream", &simulated_gpus::record_stream);
   library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&simulated_gpus::convolution>());
   library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  library.impl("native_dropout", &simulated_gpus::native_dropout);
   library.impl("batch_norm_stats", &simulated_gpus::batch_norm_stats);
   library.impl("batch_norm_update_stats", &simulated_gpus::batch_norm_update_stats);
   library.impl("batch_norm_elemt", &simulated_gpus::batch_norm_elemt);
@@ -93,18 +92,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock;
     settle();
   });
-  module.def("memory_used", [](int device) {
-    Lock lock;
-    return std::make_tuple(used(device).now, used(device).most);
-  });
-  module.def("reset_peak_memory", [](int device) {
-    Lock lock;
-    used(device).most = used(device).now;
-  });
   module.def("synchronize", [](int device) { Guard().synchronizeDevice(static_cast<DeviceIndex>(device)); });
-  module.def("milliseconds_between", [](intptr_t start, intptr_t end) {
-    return milliseconds_between(reinterpret_cast<Event*>(start), reinterpret_cast<Event*>(end));
-  });
   // What a thread knows to be finished is also known to a thread that it starts, and to one that waits for its end.
   module.def("host_clock", [] {
     Lock lock;
