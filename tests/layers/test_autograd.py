@@ -232,6 +232,19 @@ def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, target
     assert_same_results(*twins(net, devices), step)
 
 
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_batched_gradients_are_those_of_torch(devices):
+    # Without scatter and gather: those of torch for distinct GPUs copy into slices, which cannot be batched.
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    data, grads = doubles(4, 3, devices=devices), doubles(5, 4, 3, devices=devices)
+    input, again = data.clone().requires_grad_(), data.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(input), input, grads, is_grads_batched=True)
+    outputs = run_parts(parallel, again.chunk(2))
+    chunks = [chunk.to(output.device) for chunk, output in zip(grads.chunk(2, 1), outputs, strict=True)]
+    (actual,) = torch.autograd.grad(outputs, again, chunks, is_grads_batched=True)
+    assert_equal(actual, expected)
+
+
 class Offloading(nn.Module):
     """Keeps what autograd saves in another place."""
 

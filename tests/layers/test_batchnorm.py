@@ -95,6 +95,15 @@ def test_eval_is_that_of_torch_and_meets_nobody(devs, exchanges, rows):
     assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
 
 
+def test_frozen_layers_in_a_training_model_meet_nobody(devs, exchanges):
+    plain, parallel = twins(TwoLayers().double(), devs)
+    for module in (plain, parallel.module):
+        module.bn1.eval().requires_grad_(False)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
+    assert len(exchanges) == (2 if len(devs) > 1 else 0)
+
+
 def test_layer_without_running_statistics_is_local_in_eval(devs, exchanges):
     plain, parallel = twins(nn.BatchNorm1d(3, track_running_stats=False).double(), devs)
     data = doubles(4 * len(devs), 3, devices=devs)
@@ -145,6 +154,14 @@ def test_layers_changed_while_they_live_do_what_torch_does(devices, training, mo
     elif training or (change is not forget_statistics and change is not track_nothing):
         plain.load_state_dict(parallel.module.state_dict())
         assert_same_step(plain, parallel, data)
+
+
+def test_tracking_switched_on_again_goes_on(devs):
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
+    for tracks in (True, False, True):
+        plain.track_running_stats = parallel.module.track_running_stats = tracks
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devs))
+    assert parallel.module.num_batches_tracked == 2
 
 
 WRONG_INPUTS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import (
+    TwoLayers,
     assert_equal,
     assert_same_gradient,
     assert_same_results,
@@ -198,6 +199,39 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_th
         RuntimeError, match=r"expected one answer for the recomputed input of bns\.0, replica 0, but got"
     ):
         output.backward(torch.randn_like(output))
+
+
+class Siamese(nn.Module):
+    """Runs one backbone on two views of a batch, each in a checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.checkpoints = TwoLayers(), True
+
+    def forward(self, one, other):
+        views = [
+            checkpoint(self.backbone, x, use_reentrant=False) if self.checkpoints else self.backbone(x)
+            for x in (one, other)
+        ]
+        return views[0] * views[1]
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_siamese_net_is_exact_and_counted_once_a_call(devices):
+    plain, parallel = twins(Siamese().double(), devices)
+    plain.checkpoints = False
+    views = [doubles(6, 3, 6, 6, devices=devices) for _ in range(2)]
+    grad = doubles(6, 4, 2, 2, devices=devices)
+
+    def step(model):
+        inputs = [view.clone().requires_grad_() for view in views]
+        output = model(*inputs)
+        output.backward(grad)
+        return [output, *(input.grad for input in inputs)]
+
+    for steps in (1, 2):
+        assert_same_results(plain, parallel, step)
+        assert parallel.module.backbone.bn1.num_batches_tracked == 2 * steps
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)

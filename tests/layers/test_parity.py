@@ -6,11 +6,14 @@ from conftest import device_lists, every_kernel
 from helpers import (
     WITHOUT_BIAS,
     TwoLayers,
+    as_devices,
     assert_equal,
     assert_same_parts,
     assert_same_state,
     assert_same_step,
     doubles,
+    randomize,
+    run_parts,
     twins,
 )
 from torch import nn
@@ -69,6 +72,13 @@ def test_training_stays_equal_step_by_step(devs, batch):
         assert_same_state(parallel, plain)
 
 
+def test_statistics_of_single_replicas_would_fail_these_tests():
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), ["cpu"] * 4)
+    data = doubles(8, 3, 5, 5)
+    apart = torch.cat([plain(chunk) for chunk in data.chunk(4)])
+    assert (parallel(data) - apart).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("devices", device_lists(4))
 @pytest.mark.parametrize("rows", [5, 7, 9, 10], ids=lambda rows: f"{rows}-rows")
 def test_chunks_of_different_sizes_are_weighted_by_elements(devices, rows):
@@ -95,9 +105,28 @@ def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
         assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
 
 
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_running_statistics_converge_to_those_of_all_elements(devices):
+    _, parallel = twins(nn.BatchNorm1d(2, momentum=0.99, affine=False).double(), devices)
+    parts = [torch.full((2, 2, 10**i), 0.1**i, dtype=torch.float64) for i in range(3)]
+    for part in parts:
+        part[:, 1] *= 3
+    for _ in range(20):
+        run_parts(parallel, parts)
+    elements = torch.cat([part.movedim(1, 0).reshape(2, -1) for part in parts], 1)
+    assert_equal(parallel.module.running_mean.cpu(), elements.mean(1), "running mean")
+    assert_equal(parallel.module.running_var.cpu(), elements.var(1), "running variance")
+
+
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_one_value_in_each_replica_is_enough(devices):
-    assert_same_step(*twins(nn.BatchNorm1d(3).double(), devices), doubles(2, 3, devices=devices))
+    plain, parallel = twins(nn.BatchNorm1d(2, momentum=1.0, affine=False), devices)
+    output = parallel(torch.tensor([[3.0, -1.0], [5.0, 2.0]], device=as_devices(devices)[0])).cpu()
+    half = torch.tensor([1.0, 1.5])  # half of the distance of the two samples
+    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]]) * half / (half**2 + plain.eps).sqrt()
+    assert_equal(output, expected, "output", 1e-6)
+    assert_equal(parallel.module.running_mean.cpu(), torch.tensor([4.0, 0.5]), "running mean", 1e-6)
+    assert_equal(parallel.module.running_var.cpu(), torch.tensor([2.0, 4.5]), "running variance", 1e-6)
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
@@ -137,6 +166,19 @@ def test_empty_images_are_an_empty_batch(devices):
     assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
 
 
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_empty_replica_inside_a_net_leaves_the_others_right(devices):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).double()
+    plain, parallel = twins(net, devices)
+    data = doubles(3, 3, 2, 2, devices=devices)
+    expected, outputs = plain(data), run_parts(parallel, [data[:0], data])
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    torch.autograd.backward(outputs, [torch.zeros_like(outputs[0]), grad.to(outputs[1].device)])
+    assert_equal(outputs[1], expected.to(outputs[1].device))
+    assert_same_state(parallel, plain)
+
+
 @pytest.mark.parametrize("needs_gradient", [True, False], ids=["input-differentiable", "first-layer"])
 def test_parameter_gradients_do_not_depend_on_those_of_the_input(devs, needs_gradient):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
@@ -157,3 +199,24 @@ def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     assert not any(buffer.requires_grad or buffer.is_inference() for buffer in parallel.module.buffers())
     assert_same_state(parallel, plain)
     assert_same_step(plain, parallel, data)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_formulas_written_out_give_the_same(devices):
+    bn = randomize(nn.BatchNorm2d(3).double())
+    _, parallel = twins(bn, devices)
+    input, grad = doubles(4, 3, 5, 2, devices=devices).requires_grad_(), doubles(4, 3, 5, 2, devices=devices)
+    weight, bias = (p.detach().view(-1, 1, 1) for p in (bn.weight, bn.bias))
+    x, dims = input.detach(), (0, 2, 3)
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    invstd = (centered.square().mean(dims, keepdim=True) + bn.eps).rsqrt()
+    normalized = centered * invstd
+    output = parallel(input)
+    output.backward(grad)
+    assert_equal(output, normalized * weight + bias, "output")
+    along = (grad * normalized).mean(dims, keepdim=True)
+    expected = weight * invstd * (grad - grad.mean(dims, keepdim=True) - normalized * along)
+    assert_equal(input.grad, expected, "input gradient")
+    assert_equal(parallel.module.weight.grad, (grad * normalized).sum(dims), "weight gradient")
+    assert_equal(parallel.module.bias.grad, grad.sum(dims), "bias gradient")

@@ -91,6 +91,15 @@ def test_gradient_penalties_are_those_of_one_device(devs, objective, rows):
         assert_same_state(parallel, plain, RELATIVE)
 
 
+def test_vectorized_hessian_is_that_of_torch():
+    data, weights = doubles(4, 2), doubles(4, 2)
+
+    def step(model):
+        return [torch.autograd.functional.hessian(lambda x: (model(x) * weights).sum(), data, vectorize=True)]
+
+    assert_same_results(*twins(nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()).double(), ["cpu"] * 2), step, RELATIVE)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_first_derivatives_are_equal_with_and_without_a_graph(devices, dtype):

@@ -61,6 +61,17 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         assert_equal(ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i < 2 else torch.float32])
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_squares_beyond_the_range_of_half_do_not_overflow(dtype):
+    reference, parallel = twins(nn.BatchNorm2d(1, momentum=1.0), ["cpu"] * 2)
+    data = (torch.randn(2, 1, 300, 300) * 40 + 300).to(dtype)
+    assert data.float().square().sum() > 65504
+    expected, output = reference(data.float()), parallel(data)
+    assert output.dtype == dtype
+    assert_equal(output.float(), expected, "output", TOLERANCES[dtype])
+    assert_equal(parallel.module.running_var, reference.running_var, "running variance")
+
+
 def conv_net():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
 
@@ -204,13 +215,51 @@ def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
     assert parallel.module.bn.num_batches_tracked == 2
 
 
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_model_may_change_its_mode_at_every_step(devices):
+    plain, parallel = twins(conv_net().double(), devices)
+    for step in range(4):
+        for module in (plain, parallel):
+            module.train(step % 2 == 0)
+        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
+
+
 # Models that do more than one thing in their forward.
+
+
+class LossInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input, target):
+        return ((self.bn(input) - target) ** 3).sum()
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
+    plain, parallel = twins(LossInside().double(), devices)
+    data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+        losses = parallel(data, target)
+    assert losses.shape == (len(devices),)
+    expected = plain(data, target)
+    assert_equal(losses.sum(), expected)
+    losses.sum().backward()
+    expected.backward()
+    assert_same_state(parallel, plain)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_inputs_may_be_cut_along_their_width(devices):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devices, dim=3)
     assert_same_step(plain, parallel, doubles(4, 3, 5, 7, devices=devices))
+
+
+def test_inputs_cut_along_their_channels_are_refused():
+    _, parallel = twins(nn.BatchNorm2d(4).double(), ["cpu"] * 2, dim=1)
+    with pytest.raises(RuntimeError, match="should contain 2 elements not 4"):
+        parallel(doubles(4, 4, 5, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -220,9 +269,6 @@ def test_one_sample_in_all_replicas_has_one_result(replicas, dtype):
     sample = torch.randn(1, 3, 5, 4, dtype=dtype)
     output = parallel(sample.expand(replicas, -1, -1, -1).contiguous())
     assert all(torch.equal(row, output[0]) for row in output)
-
-
-# The formula of older libraries.
 
 
 def clamped(x, layer, eps):

@@ -228,6 +228,20 @@ def test_sparse_gradients_stay_sparse_and_add_up(devices):
     assert_equal(weight.grad.to_dense(), plain[0].weight.grad.to_dense())
 
 
+def test_zero_grad_in_a_replica_warns():
+    class Clearing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, input):
+            self.zero_grad()
+            return input
+
+    with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
+        DataParallelWithCallback(Clearing(), ["cpu"] * 2)(torch.zeros(2))
+
+
 def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
     parallel = DataParallelWithCallback(nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3)), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):

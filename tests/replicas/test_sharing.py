@@ -103,6 +103,15 @@ class Outer(nn.Module):
         return self.inner(self.bn(x), replica)
 
 
+def test_wrapper_inside_of_a_wrapper_leaves_the_replicas_to_it():
+    model = Outer(DataParallelWithCallback(scripted(), ["cpu"] * 2)).double()
+    plain = Outer(copy.deepcopy(model.inner.module)).double()
+    plain.bn.load_state_dict(model.bn.state_dict())
+    inputs = torch.randn(8, 4, dtype=torch.float64), torch.arange(8)
+    assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(*inputs), plain(*inputs), "output")
+    assert int(model.inner.module.head.num_batches_tracked) == 1
+
+
 def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
     inner = scripted((2, "between", raising(LookupError("the cause"))))
     model = Outer(DataParallelWithCallback(inner, ["cpu"] * 2)).double()
