@@ -45,7 +45,7 @@ def in_project(project: Path, name: str, body: Callable[[ModuleType], object]) -
     """Run `body` in a child with the copy of that name, without any other; return what it prints."""
 
     def run() -> None:
-        for own in [own for own in sys.modules if own.partition(".")[0] in ("sync_batchnorm", "models")]:
+        for own in [own for own in sys.modules if {"sync_batchnorm", "models"} & set(own.split("."))]:
             del sys.modules[own]
         sys.path.insert(0, str(project))
         if name != "sync_batchnorm":

@@ -1,0 +1,77 @@
+"""The recipes of `docs/migrating.md` for edited copies of the older library train to the numbers of one device."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_equal, assert_same_state, assert_same_step, blocks_of, doubles, twins
+from torch import Tensor, nn
+
+from sync_batchnorm import DataParallelWithCallback
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+CPUS = ["cpu"] * 2
+
+
+@pytest.fixture
+def recipes() -> types.ModuleType:
+    """Run the Python blocks of the page that come after the heading of the recipes; return them as one module."""
+    module = types.ModuleType("recipes")
+    start = PAGE.read_text(encoding="utf-8").partition("\n### Recipes")[0].count("\n")
+    for block in blocks_of(PAGE):
+        if block.language == "python" and block.line > start:
+            exec(compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec"), module.__dict__)
+    return module
+
+
+class Conditional(nn.Module):
+    """A conditional batch norm that calls its layer as BigGAN does."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.bn, self.gain, self.bias = norm, nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, input: Tensor, condition: Tensor) -> Tensor:
+        gain, bias = 1 + self.gain(condition)[..., None, None], self.bias(condition)[..., None, None]
+        if type(self.bn) is nn.BatchNorm2d:
+            return self.bn(input) * gain + bias
+        return self.bn(input, gain=gain, bias=bias)
+
+
+def test_layer_with_gain_and_bias_equals_one_device(recipes):
+    plain = Conditional(nn.BatchNorm2d(3, affine=False)).double()
+    ours = Conditional(recipes.SyncBN2d(3, affine=False)).double()
+    ours.load_state_dict(plain.state_dict())
+    parallel = DataParallelWithCallback(ours, CPUS)
+    batch, condition, grad = doubles(5, 3, 4, 4), doubles(5, 2), doubles(5, 3, 4, 4)
+    for model in (plain, parallel):
+        model(batch, condition).backward(grad)
+    assert_same_state(parallel, plain)
+    assert_equal(ours.eval()(batch, condition), plain.eval()(batch, condition))
+    assert_equal(ours.bn(batch), plain.bn(batch))
+
+
+@pytest.mark.filterwarnings("ignore:expected batch norms that synchronize")
+def test_layer_that_is_reverted_has_the_statistics_of_its_replica(recipes):
+    net = nn.ModuleDict({"synchronized": nn.BatchNorm2d(3), "batch_norm_no_syn": nn.BatchNorm2d(3)}).double()
+    net = recipes.convert_all_but(net, "batch_norm_no_syn")
+    assert type(net["batch_norm_no_syn"]) is nn.BatchNorm2d
+    batch = doubles(4, 3, 2, 2)
+    for name, expected in {
+        "synchronized": nn.BatchNorm2d(3).double()(batch),
+        "batch_norm_no_syn": torch.cat([nn.BatchNorm2d(3).double()(chunk) for chunk in batch.chunk(2)]),
+    }.items():
+        assert_equal(DataParallelWithCallback(net[name], CPUS)(batch), expected)
+
+
+@pytest.mark.parametrize("chunk_size", [[1, 4], [3, 2]])
+def test_uneven_chunks_equal_one_device(recipes, chunk_size):
+    plain, parallel = twins(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), CPUS)
+    sizes: list[int] = []
+    parallel.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    uneven = recipes.Uneven(parallel.module, CPUS, chunk_size)
+    assert_same_step(plain, uneven, doubles(5, 3, 6, 6))
+    assert sorted(sizes) == sorted(chunk_size)
