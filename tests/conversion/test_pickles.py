@@ -10,7 +10,7 @@ from conftest import device_lists
 from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
 from torch import nn
 
-from sync_batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -75,14 +75,17 @@ def test_pickles_hold_nothing_of_a_forward():
 
 
 @pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
-def test_checkpoints_go_both_ways(options):
-    plain = randomize(nn.BatchNorm2d(3, **options))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_checkpoints_go_both_ways(wrapped, options):
+    plain, ours = randomize(nn.BatchNorm2d(3, **options)), SynchronizedBatchNorm2d(3, **options)
     plain(torch.randn(4, 3, 2, 2))
-    ours = SynchronizedBatchNorm2d(3, **options)
-    ours.load_state_dict(plain.state_dict())
-    assert ours.state_dict()._metadata == plain.state_dict()._metadata
+    source, target = plain, ours
+    if wrapped:
+        source, target = nn.DataParallel(plain), DataParallelWithCallback(ours, ["cpu"] * 2)
+    target.load_state_dict(source.state_dict())
+    assert target.state_dict()._metadata == source.state_dict()._metadata
     assert_same_state(ours, plain)
-    nn.BatchNorm2d(3, **options).load_state_dict(ours.state_dict())
+    source.load_state_dict(target.state_dict())
 
 
 def checkpoint_without(name, version):
@@ -113,10 +116,3 @@ def test_checkpoints_that_do_not_fit_are_treated_as_torch_treats_them(kind, stri
             text = str(error).replace("Synchronized", "")
         results.append((text, int(layer.num_batches_tracked)))
     assert results[0] == results[1]
-
-
-def test_checkpoints_can_be_assigned_to_a_layer_without_storage():
-    plain = randomize(nn.BatchNorm1d(3))
-    ours = SynchronizedBatchNorm1d(3, device="meta")
-    ours.load_state_dict(plain.state_dict(), assign=True)
-    assert_same_state(ours, plain)

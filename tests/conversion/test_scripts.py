@@ -56,48 +56,6 @@ def step(optimizer, loss):
 
 
 @script
-def gan_with_gradient_penalty(wrap):
-    generator = wrap(nn.Sequential(nn.Linear(4, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Unflatten(1, (3, 4, 4))))
-    critic = wrap(nn.Sequential(conv(3, 6), conv(6, 6), nn.Flatten(), nn.Linear(96, 1)))
-    optimizers = [torch.optim.Adam(net.parameters(), 1e-3, (0.5, 0.9)) for net in (generator, critic)]
-    for _ in range(2):
-        real, fake = torch.randn(8, 3, 4, 4), generator(torch.randn(8, 4)).detach()
-        mixed = torch.lerp(real, fake, torch.rand(8, 1, 1, 1)).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
-        step(optimizers[1], critic(fake).mean() - critic(real).mean() + 10 * penalty)
-        step(optimizers[0], -critic(generator(torch.randn(8, 4))).mean())
-    return generator, critic
-
-
-class Detector(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.levels = nn.ModuleList([conv(3, 6, 2), conv(6, 6, 2)])
-        self.boxes, self.scores = nn.Conv2d(6, 4, 1), nn.Conv2d(6, 1, 1)
-
-    def forward(self, images, targets=None):
-        found = []
-        for level, target in zip(self.levels, targets or [None, None], strict=True):
-            images = level(images)
-            found.append({"boxes": self.boxes(images).mean((2, 3)), "scores": self.scores(images).amax((2, 3))})
-            if target is not None:
-                found[-1]["loss"] = F.smooth_l1_loss(found[-1]["boxes"], target["boxes"], reduction="none")
-        return found
-
-
-@script
-def detection_with_lists_of_dicts(wrap):
-    net = wrap(Detector())
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for _ in range(2):
-        targets = [{"boxes": torch.rand(8, 4), "labels": labels()} for _ in range(2)]
-        found = net(images(), targets=targets)
-        step(optimizer, sum(level["loss"].mean() + F.softplus(level["scores"]).mean() for level in found))
-    return net, found[0]["boxes"], *[level["scores"] for level in net.eval()(images())]
-
-
-@script
 def ema_and_swa(wrap):
     net = wrap(classifier())
     ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -204,31 +162,6 @@ def sharpness_aware_minimization(wrap):
                     norm.momentum = norm.kept
         optimizer.step()
         optimizer.zero_grad()
-    return (net,)
-
-
-@script
-def virtual_adversarial_training(wrap):
-    net = wrap(classifier())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-
-    def toggle():
-        for module in net.modules():
-            if hasattr(module, "track_running_stats"):
-                module.track_running_stats ^= True
-
-    for _ in range(2):
-        input, direction = images(), F.normalize(images().flatten(1), dim=1).view(8, 3, 8, 8)
-        toggle()
-        with torch.no_grad():
-            wanted = F.softmax(net(input), 1)
-        direction.requires_grad_()
-        divergence = F.kl_div(F.log_softmax(net(input + 10 * direction), 1), wanted, reduction="batchmean")
-        (direction,) = torch.autograd.grad(divergence, direction)
-        direction = F.normalize(direction.flatten(1), dim=1).view_as(input)
-        distance = F.kl_div(F.log_softmax(net(input + direction), 1), wanted, reduction="batchmean")
-        toggle()
-        step(optimizer, F.cross_entropy(net(input), labels()) + distance)
     return (net,)
 
 

@@ -123,6 +123,9 @@ def test_merge_that_fails_or_is_interrupted_is_raised_by_the_master_and_releases
         thread.join()
     assert [type(other) for other in released] == [ReplicaSyncError] * 2
     assert all(f"got {error.__name__} in replica 0; fix that error" in str(other) for other in released)
+    for end in (master, *slaves):  # which stay broken
+        with pytest.raises(ReplicaSyncError, match=f"got {error.__name__} in replica 0; fix that error"):
+            end.run(0)
 
 
 @pytest.mark.parametrize("results", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)], [(0, 1), (2, 1)]])
@@ -134,16 +137,6 @@ def test_merge_that_does_not_answer_everybody_is_refused(results):
     assert type(raised) is RuntimeError
     assert text in str(raised)
     assert isinstance(released, ReplicaSyncError)
-
-
-def test_broken_exchange_stays_broken():
-    master = SyncMaster(everything)
-    slave = master.register_slave(1)
-    slave._coordinator.interrupt(1, OSError())
-    for _ in range(2):
-        for run in (slave.run_slave, master.run_master):
-            with pytest.raises(ReplicaSyncError, match="got OSError in replica 1; fix that error, this replica was on"):
-                run(0)
 
 
 def test_names_of_a_forward_are_taken_where_it_is_made_and_end_with_it():
@@ -158,6 +151,20 @@ def test_names_of_a_forward_are_taken_where_it_is_made_and_end_with_it():
     with pytest.raises(TimeoutError, match=r"replica 1 on device cpu waits for replica 0 on .*\(layer, call 1\)"):
         slave.run_slave(0)
     assert SyncMaster(everything).where == "a SyncMaster of its own, replica 0"
+
+
+def test_error_that_crosses_two_exchanges_has_the_note_of_each_once():
+    def fails(messages):
+        raise ArithmeticError("the merge")
+
+    with joining(Coordinator()) as here:
+        here.name = "inner"
+        inner = SyncMaster(fails)
+        here.name = "outer"
+        outer = SyncMaster(inner.run_master)
+    with pytest.raises(ArithmeticError, match="the merge") as caught:
+        outer.run_master("own")
+    assert caught.value.__notes__ == [f"Raised in the exchange of {name}, call 1." for name in ("inner", "outer")]
 
 
 def test_pickled_master_keeps_its_callback_only():
@@ -207,9 +214,18 @@ def assert_groups_get_their_means(parallel, number, group_size):
     assert parallel(x).flatten().tolist() == pytest.approx([float(mean) for mean in expected])
 
 
+class RepeatsMasters(KeepsMasters):
+    """Puts its master into the context in the callback of every copy."""
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        ctx.master_0 = self.masters[0]
+        super().__data_parallel_replicate__(ctx, copy_id)
+
+
+@pytest.mark.parametrize("keeps", [KeepsMasters, RepeatsMasters])
 @pytest.mark.parametrize("name", list(WRAPPERS))
-def test_kept_master_serves_every_number_of_chunks(name):
-    parallel = WRAPPERS[name](KeepsMasters(4))
+def test_kept_master_serves_every_number_of_chunks(name, keeps):
+    parallel = WRAPPERS[name](keeps(4))
     for number in (2, 1, 3, 1, 1, 2, 3):
         assert_groups_get_their_means(parallel, number, 4)
 
@@ -234,17 +250,6 @@ def test_kept_masters_of_two_groups_release_each_other():
             parallel.train()(tensor([[1.0], [10.0], [100.0], [1000.0]]))
         assert_groups_get_their_means(parallel.eval(), 4, 2)
         assert_groups_get_their_means(parallel, 1, 2)
-
-
-def test_kept_master_may_be_put_into_the_context_by_every_copy():
-    class Repeats(KeepsMasters):
-        def __data_parallel_replicate__(self, ctx, copy_id):
-            ctx.master_0 = self.masters[0]
-            super().__data_parallel_replicate__(ctx, copy_id)
-
-    parallel = DataParallelWithCallback(Repeats(3), ["cpu"] * 3)
-    for number in (3, 1, 2):
-        assert_groups_get_their_means(parallel, number, 3)
 
 
 def test_kept_master_that_is_not_put_into_the_context_is_refused():

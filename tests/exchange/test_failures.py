@@ -66,9 +66,10 @@ COMPLETED = {"before": (0, 0), "between": (1, 0), "after": (1, 1)}
 
 @pytest.mark.parametrize("place", list(COMPLETED))
 @pytest.mark.parametrize("replica", range(R))
-def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, replica, place):
-    parallel = wrap(scripted((replica, place, raising(LookupError("the cause")))))
-    with raises(parallel, LookupError, replica, "(?s)in step.*the cause|^the cause"):
+@pytest.mark.parametrize("kind", [LookupError, torch.OutOfMemoryError])
+def test_exception_of_a_replica_reaches_the_caller_as_itself(wrap, kind, replica, place):
+    parallel = wrap(scripted((replica, place, raising(kind("the cause")))))
+    with raises(parallel, kind, replica, "(?s)in step.*the cause|^the cause"):
         parallel(*batch())
     assert_next_forward_is_right(parallel, COMPLETED[place])
 
@@ -128,19 +129,6 @@ def test_exception_raised_while_being_released_gives_way_to_the_original(wrap):
         with raises(parallel, ArithmeticError, 2, "the cause"):
             parallel(*batch())
     assert_next_forward_is_right(parallel, (0, 0))
-
-
-def test_out_of_memory_reaches_the_caller_and_a_smaller_batch_works(wrap):
-    def is_too_large(model: Scripted, x: Tensor) -> None:
-        if len(x) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    parallel = wrap(scripted((1, "between", is_too_large)))
-    with raises(parallel, torch.OutOfMemoryError, 1, "CUDA out of memory"):
-        parallel(*batch())
-    x, replica = batch()
-    assert parallel(x[::2], replica[::2]).shape == (R, 4)
-    assert_next_forward_is_right(parallel, (2, 1))
 
 
 @pytest.mark.parametrize("place", list(COMPLETED))
@@ -246,10 +234,9 @@ def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     )
     with pytest.raises(ValueError, match=text) as caught:
         parallel(*batch())
-    if hasattr(caught.value, "__notes__"):
-        assert caught.value.__notes__ == ["Raised in the exchange of bn, call 1."]
-    else:
-        assert str(caught.value).rstrip().endswith("Raised in the exchange of bn, call 1.")
+    shown = [str(caught.value), *getattr(caught.value, "__notes__", ())]  # The text may hold that of a replica.
+    assert "".join(shown).count("Raised in the exchange of bn, call 1.") == 1
+    assert shown[-1].rstrip().endswith("Raised in the exchange of bn, call 1.")
     parallel.module.change = lambda bn, x: x
     x, replica = batch()
     assert_equal(parallel(x, replica), parallel.module(x, replica), "output of the next forward")
@@ -271,8 +258,11 @@ def test_input_that_a_layer_refuses_leaves_its_buffers_untouched(wrap, change):
 
 
 def test_tensor_hook_that_fails_in_a_backward_leaves_the_next_step_right(wrap):
+    def fail(grad: Tensor) -> None:
+        raise LookupError("the gradient")
+
     def step(model: Scripted, x: Tensor) -> None:
-        x.register_hook(_fail_in_backward)
+        x.register_hook(fail)
 
     parallel = wrap(scripted((1, "between", step)))
     x, replica = batch()
@@ -280,10 +270,6 @@ def test_tensor_hook_that_fails_in_a_backward_leaves_the_next_step_right(wrap):
     with pytest.raises(LookupError, match="the gradient"):
         output.backward(torch.randn_like(output))
     assert_next_forward_is_right(parallel, (1, 1))
-
-
-def _fail_in_backward(grad: Tensor) -> None:
-    raise LookupError("the gradient")
 
 
 def test_replica_that_is_stuck_ends_in_a_timeout_that_names_it(wrap):
@@ -320,27 +306,17 @@ def test_replicas_that_run_one_after_another_are_told_to_use_threads():
         parallel(*batch())
 
 
-class Twice(DataParallelWithCallback):
-    def parallel_apply(self, *args: Any) -> list[Any]:
-        super().parallel_apply(*args)
-        return super().parallel_apply(*args)
+@pytest.mark.parametrize("base", [DataParallelWithCallback, TorchStyle])
+def test_replicas_that_are_called_again_are_refused(base):
+    class Twice(base):
+        def parallel_apply(self, *args: Any) -> list[Any]:
+            super().parallel_apply(*args)
+            return super().parallel_apply(*args)
 
-
-class TwiceInOwnThreads(TorchStyle):
-    def parallel_apply(self, *args: Any) -> list[Any]:
-        super().parallel_apply(*args)
-        return super().parallel_apply(*args)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda model: Twice(model, ["cpu"] * R), lambda model: patch_replication_callback(TwiceInOwnThreads(model, R))],
-    ids=["wrapper", "own-parallel_apply"],
-)
-def test_replicas_that_are_called_again_are_refused(wrap):
+    parallel = patch_replication_callback(Twice(scripted(), R if base is TorchStyle else ["cpu"] * R))
     text = "expected replicas that run once, but got a second call of replica 0 on device cpu; call replicate again for"
     with pytest.raises(RuntimeError, match=text):
-        wrap(scripted())(*batch())
+        parallel(*batch())
 
 
 def test_layer_that_is_called_after_its_forward_is_refused():
@@ -354,12 +330,10 @@ def test_layer_that_is_called_after_its_forward_is_refused():
     assert_next_forward_is_right(parallel, (1, 1))
 
 
-@pytest.mark.parametrize("runs_first", [False, True])
-def test_error_of_the_users_own_parallel_apply_reaches_the_caller(runs_first):
+def test_error_of_the_users_own_parallel_apply_reaches_the_caller_after_all_replicas_have_ended():
     class Fails(TorchStyle):
         def parallel_apply(self, *args: Any) -> list[Any]:
-            if runs_first:
-                super().parallel_apply(*args)
+            super().parallel_apply(*args)
             raise OSError("of the user")
 
     with pytest.raises(OSError, match=r"^of the user$"):
