@@ -342,3 +342,23 @@ def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind(run):
             assert [kind_of(tensor) for tensor in run(x)] == expected
     assert ran.launches == 0
     assert torch.equal((torch.ones(3, device="cuda") + 1).cpu(), torch.full((3,), 2.0))
+
+
+def test_what_older_code_calls_is_there():
+    made = torch.cuda.FloatTensor([1.0, 2.0])
+    assert made.is_cuda
+    assert isinstance(made, torch.cuda.FloatTensor)
+    assert not isinstance(made.double(), torch.cuda.FloatTensor)
+    assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
+    assert nn.LazyLinear(3).cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 3)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        numbers = {"device_index": stream.device_index, "device_type": stream.device_type}
+        torch._C._cuda_setStream(stream_id=stream.stream_id, **numbers)
+        assert torch.cuda.current_stream() == stream
+
+
+@two_devices
+def test_tensors_of_unequal_sizes_are_gathered():
+    parts = [torch.full((i + 1, 3), float(i), device=f"cuda:{i}") for i in range(2)]
+    assert torch.equal(torch.nn.parallel.comm.gather(parts, 0, 0).cpu(), torch.cat([part.cpu() for part in parts]))
