@@ -154,7 +154,7 @@ class Plain(Backend):
         return common * invstd * (direct - mean_dy - (input - mean) * invstd**2 * mean_dy_xmu)
 
 
-OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation)}
+OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation) and name[:2] != "__"}
 GRADIENTS = {"gradients", "sums", "gradient_sums", "common_terms", "input_gradient"}
 
 
