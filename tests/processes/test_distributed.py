@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from distributed_worker import CHECKS, SLOW, run_world
 from forks import needs_fork
-from helpers import assert_same_step, twins
+from helpers import assert_same_step, blocks_of, twins
 from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm2d, distributed
@@ -111,22 +111,43 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
     assert torch.equal(SynchronizedBatchNorm2d(3)(batch), nn.BatchNorm2d(3)(batch))
 
 
+def torchrun(processes: int, folder: Path, *program: str) -> str:
+    """Run a program in processes that torch starts, in a folder; return what they print."""
+    command = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [sys.executable, *command, "--nproc-per-node", str(processes), *program]
+    env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 EXAMPLE = ["--epochs", "1", "--batch", "96"]
 
 
 @pytest.mark.slow
 @pytest.mark.watchdog(SECONDS)
-def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys):
+def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     importlib.import_module("train_digits_ddp").main(EXAMPLE)
     alone = capsys.readouterr().out
     assert re.search(r"^epoch 1: loss \d\.\d{10}, test accuracy 0\.\d{4}\nnorm of .*: \d+\.\d{8}\n$", alone)
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    example = [str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE]
-    env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *torchrun, "--nproc-per-node", "2", *example]
-    run = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS)
-    text = run.stdout.decode() or run.stderr.decode()
+    text = torchrun(2, tmp_path, str(ROOT / "docs" / "examples" / "train_digits_ddp.py"), *EXAMPLE)
     assert text.endswith(alone)  # With torch 2.8, both processes tell first that they are connected.
     assert text.count("epoch 1:") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(SECONDS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the program needs a GPU for each process, where there is one")
+def test_program_of_the_page_saves_the_same_weights_from_two_processes_as_from_one(tmp_path):
+    (program,) = [block.code for block in blocks_of(ROOT / "docs" / "processes.md") if "def main" in block.code]
+    (tmp_path / "train.py").write_text(program)
+    saved = []
+    for processes in (1, 2):
+        torchrun(processes, tmp_path, "train.py")
+        saved.append(torch.load(tmp_path / "checkpoint.pt"))
+        (tmp_path / "checkpoint.pt").unlink()
+    assert saved[0]["1.num_batches_tracked"] == 16
+    for name, expected in saved[0].items():
+        torch.testing.assert_close(saved[1][name], expected, rtol=1e-4, atol=1e-5)
