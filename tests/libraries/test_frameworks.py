@@ -1,4 +1,4 @@
-"""The recipes of docs/frameworks.md, run with the real frameworks: each trains to the numbers of one device.
+"""The recipes of docs/frameworks.md and docs/examples/frameworks, with the real frameworks: all train as one device.
 
 Needs the extra `frameworks`; a test skips where its framework is not installed.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -29,6 +29,7 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, pa
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
+PROGRAMS = ROOT / "docs" / "examples" / "frameworks"
 
 pytestmark = [
     pytest.mark.watchdog(120.0),
@@ -39,22 +40,40 @@ pytestmark = [
 ]
 
 
+def code_of(name: str) -> str:
+    """Return a program, or the Python blocks of the section `name` of the page, each on the lines where it stands."""
+    program, code = PROGRAMS / f"with_{name}.py", ""
+    if program.exists():
+        return program.read_text(encoding="utf-8")
+    for block in blocks_of(PAGE):
+        if block.language == "python" and section_of(PAGE, block).lower() == name:
+            code += "\n" * (block.line - 1 - code.count("\n")) + block.code
+    return code
+
+
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
-    """Run the Python blocks of a section of the page as one module, in an empty folder, and return the module.
+    """Run the recipe for a package in an empty folder, and return it as a module.
 
-    The test names the section and what has to be installed: ``@pytest.mark.parametrize("recipe", [("fastai",
-    "fastai")], indirect=True)``.
+    The test names what has to be installed: ``@pytest.mark.parametrize("recipe", ["fastai"], indirect=True)``.
     """
-    heading, package = request.param
-    pytest.importorskip(package)
+    pytest.importorskip(request.param)
     monkeypatch.chdir(tmp_path)
-    module = types.ModuleType(f"recipe_of_{package}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
-    for block in blocks_of(PAGE):
-        if block.language == "python" and section_of(PAGE, block) == heading:
-            exec(compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec"), module.__dict__)
+    module = types.ModuleType(f"recipe_of_{request.param}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a recipe defines can be pickled
+    code = code_of(request.param) or code_of("what to give `parallel.module` to")
+    program = PROGRAMS / f"with_{request.param}.py"
+    exec(compile(code, str(program if program.exists() else PAGE), "exec"), module.__dict__)
     return module
+
+
+def test_page_has_all_programs_and_the_versions_that_tests_install():
+    page, setup = PAGE.read_text(encoding="utf-8"), (ROOT / "setup.py").read_text(encoding="utf-8")
+    programs = {program.name: program.read_text(encoding="utf-8") for program in PROGRAMS.glob("*.py")}
+    assert set(re.findall(r"\[`(with_\w+\.py)`\]", page)) == set(programs)
+    versions = re.findall(r"\b\d+\.\d+\.\d+\b", "".join([page, *programs.values()]))
+    assert len(versions) > 2 * len(programs)
+    assert set(versions) <= set(re.findall(r"==([\d.]+)", setup))
 
 
 # transformers
@@ -99,7 +118,7 @@ def losses_of_evaluations(trainer: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("use_cpu", WHERE)
-@pytest.mark.parametrize("recipe", [("transformers", "transformers")], indirect=True)
+@pytest.mark.parametrize("recipe", ["transformers"], indirect=True)
 def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_cpu, tmp_path):
     class OneDevice(recipe.SynchronizedTrainer):
         def _wrap_model(self, model, *args, **kwargs):
@@ -120,7 +139,7 @@ def test_a_trainer_trains_and_resumes_to_the_numbers_of_one_device(recipe, use_c
 
 
 @pytest.mark.parametrize("use_cpu", WHERE)
-@pytest.mark.parametrize("recipe", [("transformers", "transformers")], indirect=True)
+@pytest.mark.parametrize("recipe", ["transformers"], indirect=True)
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0, but all input tensors were:UserWarning")
 def test_bf16_of_a_trainer_takes_effect_in_compute_loss(recipe, use_cpu, tmp_path):
     arguments = recipe.TrainingArguments(str(tmp_path), use_cpu=use_cpu, bf16=True, report_to="none", disable_tqdm=True)
@@ -187,7 +206,7 @@ def fit(learn: Any, epochs: int = 2) -> None:
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("is_cast", [True, False])
-@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+@pytest.mark.parametrize("recipe", ["fastai"], indirect=True)
 def test_a_learner_trains_to_the_numbers_of_one_device(recipe, is_cast, devices):
     from fastai.callback.core import Callback
     from fastai.learner import CastToTensor
@@ -214,7 +233,7 @@ def test_a_learner_trains_to_the_numbers_of_one_device(recipe, is_cast, devices)
     assert_equal(*losses)  # in training, and of the validation
 
 
-@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+@pytest.mark.parametrize("recipe", ["fastai"], indirect=True)
 def test_an_interrupted_fit_of_fastai_can_be_repeated(recipe):
     from fastai.callback.core import Callback
 
@@ -233,7 +252,7 @@ def test_an_interrupted_fit_of_fastai_can_be_repeated(recipe):
 
 
 @pytest.mark.parametrize("devices", DEVICES[1:])
-@pytest.mark.parametrize("recipe", [("fastai", "fastai")], indirect=True)
+@pytest.mark.parametrize("recipe", ["fastai"], indirect=True)
 def test_what_to_parallel_has_wrapped_can_be_converted(recipe, devices):
     from fastai.callback.core import Callback
 
@@ -273,7 +292,7 @@ def deep_net() -> nn.Module:
 
 @pytest.mark.usefixtures("_in_float64")
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("recipe", [("skorch", "skorch")], indirect=True)
+@pytest.mark.parametrize("recipe", ["skorch"], indirect=True)
 def test_a_net_its_clone_and_its_pickle_train_to_the_numbers_of_one_device(recipe, devices):
     from sklearn.base import clone
 
@@ -297,7 +316,7 @@ def test_a_net_its_clone_and_its_pickle_train_to_the_numbers_of_one_device(recip
 
 @pytest.mark.usefixtures("_in_float64")
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("recipe", [("skorch", "skorch")], indirect=True)
+@pytest.mark.parametrize("recipe", ["skorch"], indirect=True)
 def test_a_grid_search_finds_the_scores_of_one_device(recipe, devices):
     def alone(width: int, devices: list[Any]) -> nn.Module:
         return revert_model(recipe.parallel(width, devices).module)
@@ -336,7 +355,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("buffers", ["copy", "update"])
-@pytest.mark.parametrize("recipe", [("Ignite", "ignite")], indirect=True)
+@pytest.mark.parametrize("recipe", ["ignite"], indirect=True)
 def test_an_engine_trains_averages_and_resumes_to_the_numbers_of_one_device(recipe, buffers, devices):
     from ignite.engine import create_supervised_evaluator
     from ignite.metrics import Loss
@@ -383,7 +402,7 @@ def images_and_labels(devices: Sequence[Any], size: int, labels: tuple[int, ...]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", device_lists(2))
-@pytest.mark.parametrize("recipe", [("timm", "timm")], indirect=True)
+@pytest.mark.parametrize("recipe", ["timm"], indirect=True)
 def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
     from timm.utils import freeze
 
@@ -423,7 +442,7 @@ def items() -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("name", ["UNet", "SegResNet"])
-@pytest.mark.parametrize("recipe", [("MONAI", "monai")], indirect=True)
+@pytest.mark.parametrize("recipe", ["monai"], indirect=True)
 def test_monai_trains_with_its_tensors_as_on_one_device(recipe, name, items, devices):
     from monai.networks.nets import SegResNet
 
@@ -446,7 +465,7 @@ def test_monai_trains_with_its_tensors_as_on_one_device(recipe, name, items, dev
     assert_same_state(parallel, plain)
 
 
-@pytest.mark.parametrize("recipe", [("MONAI", "monai")], indirect=True)
+@pytest.mark.parametrize("recipe", ["monai"], indirect=True)
 def test_monai_gets_plain_tensors_from_any_number_of_chunks(recipe):
     network = DataParallelWithCallback(recipe.net.cpu(), ["cpu"] * 2)
     for rows in (1, 2):
@@ -464,7 +483,7 @@ ENCODERS = [
 
 @pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("recipe", [("segmentation_models_pytorch", "segmentation_models_pytorch")], indirect=True)
+@pytest.mark.parametrize("recipe", ["segmentation_models_pytorch"], indirect=True)
 def test_segmentation_models_train_as_on_one_device(recipe, name, devices):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the older encoders of timm are to be replaced by the newer ones
@@ -489,7 +508,7 @@ def _settings_in_this_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("_settings_in_this_folder", "_in_float64")
 @pytest.mark.parametrize("devices", device_lists(2))
-@pytest.mark.parametrize("recipe", [("ultralytics", "ultralytics")], indirect=True)
+@pytest.mark.parametrize("recipe", ["ultralytics"], indirect=True)
 def test_ultralytics_trains_as_on_one_device(recipe, devices):
     net = recipe.DetectionModel("yolo11n.yaml", nc=2, verbose=False)
     net.args = recipe.get_cfg()
@@ -509,7 +528,7 @@ def test_ultralytics_trains_as_on_one_device(recipe, devices):
 
 
 @pytest.mark.usefixtures("_settings_in_this_folder")
-@pytest.mark.parametrize("recipe", [("ultralytics", "ultralytics")], indirect=True)
+@pytest.mark.parametrize("recipe", ["ultralytics"], indirect=True)
 def test_ultralytics_sets_what_layers_do_by_their_class(recipe):
     first = next(module for module in recipe.model.modules() if isinstance(module, nn.BatchNorm2d))
     assert isinstance(first, SynchronizedBatchNorm2d)
@@ -521,7 +540,7 @@ def test_ultralytics_sets_what_layers_do_by_their_class(recipe):
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
-@pytest.mark.parametrize("recipe", [("pytorch-metric-learning", "pytorch_metric_learning")], indirect=True)
+@pytest.mark.parametrize("recipe", ["pytorch_metric_learning"], indirect=True)
 def test_embeddings_train_as_on_one_device(recipe, devices):
     plain, parallel = twins(recipe.make_trunk().double(), devices)
     batches = [
@@ -533,92 +552,65 @@ def test_embeddings_train_as_on_one_device(recipe, devices):
     assert_same_state(parallel, plain)
 
 
-# Accelerate, Lightning: a process for each device
+# Accelerate, Fabric, Lightning: a process for each device
 
-ENGINE = """
-import json, os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.utils.data import TensorDataset
-from common import import_torchvision
-
-import_torchvision()
-code, calls, rank, size, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
-torch.set_num_threads(1)
-if size > 1:  # as the launcher of the framework would
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {**ranks, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    store = dist.FileStore(str(folder / "world"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-recipe = {"__name__": "recipe"}
-exec(code, recipe)
-for name, call in json.loads(calls).items():
-    torch.manual_seed(0)
-    images, labels = torch.randn(24, 3, 8, 8, dtype=torch.float64), torch.randint(3, (24,))
-    names = {"net": recipe["make_net"]().double(), "data": TensorDataset(images, labels), "size": size}
-    torch.save(eval(call, recipe, names).state_dict(), folder / f"{name}.{rank}")
-if size > 1:
-    dist.destroy_process_group()
+BEFORE = "from common import import_torchvision; import_torchvision()\n"
+AFTER = """
+import copy, os
+torch.manual_seed(0)
+net, images, labels = make_net().double(), torch.randn(24, 3, 8, 8).double(), torch.randint(3, (24,))
+untrained = copy.deepcopy(net)
+trained = train(net, TensorDataset(images, labels), 8{})
+torch.save((untrained, images, labels, trained.state_dict()), os.environ.get("LOCAL_RANK", "0"))
 """
-
-CALLS = {
-    "Accelerate": {"accelerate": "train(net, data, 8)"},
-    "Lightning": {
-        "fabric": "train_with_fabric(net, data, 8, size)",
-        "trainer": "train_with_trainer(net, data, 8, size)",
-    },
-}
-
-
-def run_engine(heading: str, size: int, folder: Path) -> Path:
-    """Train nets with the code of a section in `size` processes, and return the folder with what these have saved."""
-    code = "".join(b.code for b in blocks_of(PAGE) if b.language == "python" and section_of(PAGE, b) == heading)
-    folder.mkdir()
-    path = [str(ROOT), str(ROOT / "docs" / "examples"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(size):
-        arguments = [code, json.dumps(CALLS[heading]), str(rank), str(size), str(folder)]
-        with (folder / f"stderr.{rank}").open("w") as stderr:
-            command = [sys.executable, "-c", ENGINE, *arguments]
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=stderr, stderr=stderr)
-        processes.append(process)
-    try:
-        codes = [process.wait(100.0) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not any(codes), "\n".join((folder / f"stderr.{rank}").read_text() for rank in range(size))
-    return folder
+TORCHRUN = "torchrun --nproc-per-node 2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heading", "package"), [("Accelerate", "accelerate"), ("Lightning", "lightning")])
-def test_two_processes_of_an_engine_are_one_process(heading, package, tmp_path):
+@pytest.mark.parametrize(
+    ("package", "name", "command"),
+    [
+        ("accelerate", "accelerate", TORCHRUN),
+        ("lightning", "fabric", "python"),
+        ("lightning", "lightning", "python"),
+        ("lightning", "lightning", TORCHRUN),
+    ],
+)
+def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(package, name, command, tmp_path):
     pytest.importorskip(package)
-    one, two = [run_engine(heading, size, tmp_path / str(size)) for size in (1, 2)]
-    for name in CALLS[heading]:
-        expected = torch.load(one / f"{name}.0")
-        assert int(expected["1.num_batches_tracked"]) == 3
-        for rank in range(2):
-            state = torch.load(two / f"{name}.{rank}")
-            assert state.keys() == expected.keys()
-            for key, value in expected.items():
-                assert_equal(state[key], value, f"{key} of {name}")
+    code = code_of(name)
+    assert re.search(rf"[` ]{command} \S+\.py", PAGE.read_text(encoding="utf-8") if name == "lightning" else code)
+    program, processes = tmp_path / "program.py", "" if name == "accelerate" else ", processes=2"
+    program.write_text(BEFORE + code + AFTER.format(processes), encoding="utf-8")
+    launcher = command.replace("torchrun", "python -m torch.distributed.run --standalone").split()[1:]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "examples"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, *launcher, program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    first = torch.Generator().manual_seed(0)  # that of the sampler of Lightning in the first epoch
+    order = torch.randperm(24, generator=first) if name == "lightning" else torch.arange(24)
+    for rank in range(2):
+        net, images, labels, state = torch.load(tmp_path / str(rank), weights_only=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for batch in order.split(8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images[batch]), labels[batch]).backward()
+            optimizer.step()
+        assert state.keys() == net.state_dict().keys()
+        for key, value in net.state_dict().items():
+            assert_equal(state[key], value, f"{key} of process {rank}")
 
 
 # What to give `parallel.module` to
-
-TOOLS = "What to give `parallel.module` to"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
 )
-@pytest.mark.parametrize("recipe", [(TOOLS, "torch")], indirect=True)
+@pytest.mark.parametrize("recipe", ["torch"], indirect=True)
 def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
     plain = revert_model(copy.deepcopy(recipe.net))
     with recipe.FlopCounterMode(display=False) as counter:
@@ -630,11 +622,11 @@ def test_counters_and_exports_take_the_module_of_a_wrapper(recipe):
     recipe.parallel.eval()
     assert_equal(recipe.program.module()(recipe.batch), recipe.net(recipe.batch))
     for export in (torch.export.export, torch.onnx.export):
-        with pytest.raises(Exception, match=r"replica|Failed to export|DataParallel is not supported|fake tensor"):
+        with pytest.raises(Exception, match=r"(?i)replica|failed to export|DataParallel is not supported|fake ?tensor"):
             export(recipe.parallel, (recipe.batch,))
 
 
-@pytest.mark.parametrize("recipe", [(TOOLS, "torchinfo")], indirect=True)
+@pytest.mark.parametrize("recipe", ["torchinfo"], indirect=True)
 def test_a_summary_takes_the_module_of_a_wrapper(recipe):
     from torchinfo import summary
 
@@ -649,7 +641,7 @@ def test_a_summary_takes_the_module_of_a_wrapper(recipe):
     assert recipe.net[1].training
 
 
-@pytest.mark.parametrize("recipe", [(TOOLS, "captum")], indirect=True)
+@pytest.mark.parametrize("recipe", ["captum"], indirect=True)
 def test_attributions_are_those_of_the_module_of_a_wrapper(recipe):
     from captum.attr import DeepLift, IntegratedGradients, LayerGradCam
 
@@ -671,7 +663,7 @@ def test_attributions_are_those_of_the_module_of_a_wrapper(recipe):
             assert_equal(of_wrapper, expected, method.__name__)
 
 
-@pytest.mark.parametrize("recipe", [(TOOLS, "opacus")], indirect=True)
+@pytest.mark.parametrize("recipe", ["opacus"], indirect=True)
 def test_opacus_finds_no_fault_with_converted_layers_until_it_trains(recipe):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
