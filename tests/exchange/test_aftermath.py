@@ -9,19 +9,18 @@ import io
 import os
 import pickle
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forks import forked, needs_fork
+from helpers import assert_equal
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
 from sync_batchnorm import ReplicaSyncError, patch_replication_callback
 from sync_batchnorm.coordinator import Coordinator
-
-ROOT = Path(__file__).parents[2]
+from sync_batchnorm.errors import ReplicaTimeoutError
 
 
 @pytest.fixture(params=list(WRAPPERS))
@@ -117,6 +116,12 @@ def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
     assert output.endswith("\nKeyboardInterrupt\n")
 
 
+@pytest.mark.parametrize("kind", [ReplicaSyncError, ReplicaTimeoutError])
+def test_errors_pickle(kind):
+    error = pickle.loads(pickle.dumps(kind("text")))
+    assert (type(error), str(error)) == (kind, "text")
+
+
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For how many seconds callers wait for their replicas after an error."""
@@ -132,11 +137,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class GivesUp(TorchStyle):
-    """Starts the first replica, which waits for others in vain, and then raises an error."""
+    """Starts the first replica, which waits for others in vain, and then raises an error, if it has one."""
 
-    error: BaseException
+    error: BaseException | None
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        if self.error is None:
+            return super().parallel_apply(replicas, inputs, kwargs)
         self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
         self.thread.start()
         raise self.error
@@ -156,6 +163,28 @@ def test_error_of_the_caller_releases_the_replicas(error, seconds, patience):
     assert caught.value is error
     assert patience == [seconds]
     parallel.thread.join()
+    assert parallel.released
+
+
+def test_replica_that_fails_late_leaves_the_next_forward_alone():
+    late = threading.Event()
+
+    def is_late(model: Scripted, x: Tensor) -> None:
+        late.wait()
+
+    def ends_it(model: Scripted, x: Tensor) -> None:
+        late.set()
+        parallel.thread.join()
+
+    parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_late)), R))
+    parallel.error = OSError("the caller")
+    with pytest.raises(OSError, match="the caller"):
+        parallel(*batch())
+    parallel.error, model, inputs = None, parallel.module, batch()
+    model.steps = {}
+    expected = copy.deepcopy(model)(*inputs)
+    model.steps = {(1, "between"): ends_it}
+    assert_equal(parallel(*inputs), expected)
     assert parallel.released
 
 

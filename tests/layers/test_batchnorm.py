@@ -187,6 +187,21 @@ def test_wrong_input_is_refused_in_the_words_of_torch(devices, layer, kind):
     assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda tensor: tensor[:2]], ids=["dtype", "shape"])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_wrong_parameter_or_buffer_is_refused_in_the_words_of_torch(devices, name, change):
+    plain, parallel = twins(nn.BatchNorm1d(3), devices)
+    for layer in (plain, parallel.module):
+        tensor = change(getattr(layer, name).detach())
+        setattr(layer, name, nn.Parameter(tensor) if name in ("weight", "bias") else tensor)
+    data = torch.randn(4, 3, device=as_devices(devices)[0])
+    expected = outcome(lambda: plain(data))
+    assert expected is not None
+    assert outcome(lambda: parallel(data)) == expected
+    assert parallel.module.num_batches_tracked == 0
+
+
 class ToCpu(nn.Module):
     def forward(self, input):
         return input.cpu()
