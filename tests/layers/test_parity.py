@@ -70,13 +70,6 @@ def test_training_stays_equal_step_by_step(devs, batch):
 
 
 @pytest.mark.parametrize("devices", device_lists(4))
-@pytest.mark.parametrize("rows", [5, 7, 9, 10], ids=lambda rows: f"{rows}-rows")
-def test_chunks_of_different_sizes_are_weighted_by_elements(devices, rows):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    assert_same_step(plain, parallel, doubles(rows, 3, 4, 2, devices=devices))
-
-
-@pytest.mark.parametrize("devices", device_lists(4))
 @pytest.mark.parametrize("sizes", [(16, 8), (2, 3, 4, 5), (1, 1, 9)], ids=str)
 def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
@@ -93,11 +86,6 @@ def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
     for sizes in ((9, 2), (9, 5)):  # Of equal widths: those in channels_last have equal strides inside of a sample.
         parts = [torch.randn(2, 3, 5, 5), torch.randn(1, 3, *sizes)]
         assert_same_parts(plain, parallel, [part.to(dtype).contiguous(memory_format=kind) for part in parts])
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_one_value_in_each_replica_is_enough(devices):
-    assert_same_step(*twins(nn.BatchNorm1d(3).double(), devices), doubles(2, 3, devices=devices))
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
