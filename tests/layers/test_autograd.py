@@ -198,21 +198,6 @@ def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, fi
         assert not any(vector.requires_grad for vector in moments)
 
 
-@pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_backward_twice_with_retain_graph_adds_up(devices):
-    data, grad = doubles(4, 3, 6, 6, devices=devices), doubles(4, 4, 2, 2, devices=devices)
-
-    def step(model):
-        output = model(data)
-        output.backward(grad, retain_graph=True)
-        output.backward(3 * grad)
-        with pytest.raises(RuntimeError, match=SECOND_TIME):
-            output.backward(grad)
-        return [output]
-
-    assert_same_results(*twins(TwoLayers().double(), devices), step)
-
-
 TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.weight",), ("0.bias", "1.bias")]
 
 

@@ -80,13 +80,6 @@ def test_statistics_of_single_replicas_would_fail_these_tests():
 
 
 @pytest.mark.parametrize("devices", device_lists(4))
-@pytest.mark.parametrize("rows", [5, 7, 9, 10], ids=lambda rows: f"{rows}-rows")
-def test_chunks_of_different_sizes_are_weighted_by_elements(devices, rows):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    assert_same_step(plain, parallel, doubles(rows, 3, 4, 2, devices=devices))
-
-
-@pytest.mark.parametrize("devices", device_lists(4))
 @pytest.mark.parametrize("sizes", [(16, 8), (2, 3, 4, 5), (1, 1, 9)], ids=str)
 def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)

@@ -69,23 +69,14 @@ def wgan_gp(model, real, fake, mix):
     return model(fake).mean() - model(real).mean() + 10 * penalty
 
 
-def r1(model, real, fake, mix):
-    """Mescheder, Geiger, Nowozin, "Which Training Methods for GANs do actually Converge?", 2018, equation 9."""
-    real = real.clone().requires_grad_()
-    score = model(real)
-    (grad,) = torch.autograd.grad(score.sum(), real, create_graph=True)
-    return nn.functional.softplus(model(fake)).mean() + 5 * grad.square().flatten(1).sum(1).mean()
-
-
-@pytest.mark.parametrize("objective", [wgan_gp, r1], ids=["wgan-gp", "r1"])
 @pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])
-def test_gradient_penalties_are_those_of_one_device(devs, objective, rows):
+def test_gradient_penalty_is_that_of_one_device(devs, rows):
     plain, parallel = twins(critic(), devs)
     real, fake = doubles(rows, 3, 5, 4, devices=devs), doubles(rows, 3, 5, 4, devices=devs)
     mix = torch.rand(rows, 1, 1, 1, dtype=torch.float64, device=real.device)
     for _ in range(2):
-        losses = [objective(model, real, fake, mix) for model in (plain, parallel)]
-        assert_equal(losses[1], losses[0], objective.__name__)
+        losses = [wgan_gp(model, real, fake, mix) for model in (plain, parallel)]
+        assert_equal(losses[1], losses[0])
         for loss in losses:
             loss.backward()
         assert_same_state(parallel, plain, RELATIVE)
@@ -98,20 +89,6 @@ def test_vectorized_hessian_is_that_of_torch():
         return [torch.autograd.functional.hessian(lambda x: (model(x) * weights).sum(), data, vectorize=True)]
 
     assert_same_results(*twins(nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()).double(), ["cpu"] * 2), step, RELATIVE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("devices", device_lists(3))
-def test_first_derivatives_are_equal_with_and_without_a_graph(devices, dtype):
-    _, parallel = twins(nn.BatchNorm2d(3).to(dtype), devices)
-    input = (doubles(7, 3, 4, 5, devices=devices).to(dtype) + 3).requires_grad_()
-    wanted = [input, *parallel.module.parameters()]
-    grad = torch.randn_like(input)
-    fused = torch.autograd.grad(parallel(input), wanted, grad)
-    graph = torch.autograd.grad(parallel(input), wanted, grad, create_graph=True)
-    assert all(a.grad_fn is not None for a in graph[:2])
-    for a, b in zip(graph, fused, strict=True):
-        assert_equal(a, b)
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))

@@ -82,12 +82,6 @@ class Unused(nn.Linear):
         return super().forward(input)
 
 
-def test_parameter_that_no_replica_uses_has_no_gradient():
-    plain, parallel = twins(Unused().double(), ["cpu"] * 3)
-    assert_same_step(plain, parallel, doubles(6, 3))
-    assert parallel.module.unused.grad is None
-
-
 class Lists(nn.Module):
     """Keeps parameters in containers."""
 
@@ -203,7 +197,7 @@ class Computing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
-@pytest.mark.parametrize("net", [Lists, Tied, Recurrent, Hiding, Mirroring, Computing, Empty])
+@pytest.mark.parametrize("net", [Unused, Lists, Tied, Recurrent, Hiding, Mirroring, Computing, Empty])
 def test_modules_of_any_kind_train_in_replicas(devs, net):
     plain, parallel = twins(net().double(), devs)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]

@@ -247,19 +247,14 @@ def test_replicas_run_in_the_modes_of_the_caller(mode, name):
     assert modes()[:2] == (True, False)
 
 
-def test_modules_that_the_wrapper_has_not_replicated_run_in_the_modes_of_the_call():
-    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
-    replicas = [Observer(), Observer()]
-    for mode in MODES.values():
-        with mode():
-            outputs = parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
-            assert [replica.seen.pop() for replica in replicas] == [modes()] * 2
-        assert len(outputs) == 2
-
-
-def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making():
-    parallel = DataParallelWithCallback(Observer(), ["cpu"] * 2)
-    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
-    with torch.no_grad(), MODES["bfloat16"]():
+@pytest.mark.parametrize("made", ["by the wrapper", "by hand"])
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making(mode, made):
+    module = Observer()
+    parallel = DataParallelWithCallback(module, ["cpu"] * 2)
+    replicas = [copy.copy(module) for _ in range(2)]  # which note what they see in one list
+    if made == "by the wrapper":
+        replicas = parallel.replicate(module, ["cpu"] * 2)
+    with MODES[mode]():
         parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
-        assert parallel.module.seen == [modes()] * 2
+        assert module.seen == [modes()] * 2

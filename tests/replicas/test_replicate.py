@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_same_step, doubles, twins
+from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
-    convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
 )
@@ -85,23 +83,6 @@ def test_module_that_forwards_what_is_set_runs_in_replicas(devs):
     assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
 
 
-class Renamed(nn.DataParallel):
-    """A subclass of torch's wrapper that adds an attribute only."""
-
-    label = "mine"
-
-
-TAKEN_BY_TORCH = ("cuda0-1", "cuda-2", "cuda-2-rotated") if torch.cuda.is_available() else ("cpu-1",)
-
-
-@pytest.mark.filterwarnings("ignore:expected devices for the replicas, but got none")
-@pytest.mark.parametrize("devices", [d for d in device_lists(1, 2) if d.id in TAKEN_BY_TORCH])
-def test_patched_subclass_computes_what_ours_computes(devices):
-    plain, ours = twins(TwoLayers().double(), devices)
-    theirs = patch_replication_callback(Renamed(ours.module, devices if devices != ["cpu"] else None))
-    assert_same_step(plain, theirs, doubles(4, 3, 6, 6, devices=devices))
-
-
 class Balanced(TorchStyle):
     """Gives the first device fewer rows, with the signatures that several projects have for this."""
 
@@ -122,16 +103,6 @@ def test_patched_wrapper_may_have_a_parallel_apply_with_arguments_of_its_own():
     for training in (True, False, True):
         plain.train(training)
         assert_same_step(plain, balanced.train(training), doubles(7, 3))
-
-
-def test_failure_in_a_patched_wrapper_with_arguments_of_its_own_reaches_the_caller():
-    def fails(model, input):
-        raise LookupError("the cause")
-
-    balanced = patch_replication_callback(Balanced(convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())), 3))
-    balanced.module[1].register_forward_pre_hook(fails)
-    with pytest.raises(LookupError, match=r"(?s)Caught LookupError in replica 0 on device cpu.*the cause"):
-        balanced(torch.randn(7, 3))
 
 
 def test_object_is_patched_once():

@@ -20,13 +20,6 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
     assert parallel.state_dict()["module.bn1.num_batches_tracked"] == 1
 
 
-@pytest.mark.parametrize("devices", device_lists(4))
-def test_any_number_of_chunks_follows_any_other(devices):
-    plain, parallel = twins(TwoLayers().double(), devices)
-    for rows in (3, 2, 1, 8, 5, 1, 4, 0, 8):
-        assert_same_step(plain, parallel, doubles(rows, 3, 6, 6, devices=devices))
-
-
 def test_single_chunk_runs_the_module_itself(monkeypatch):
     def refuse(*_):
         raise AssertionError("a thread was started")
