@@ -1,7 +1,5 @@
 """`assert_synchronized` names every layer that would not be synchronized; what does not warns once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import pickle
@@ -221,7 +219,7 @@ def bare(cls: type) -> Any:
 class OldMaster:
     """Pickled as a `SyncMaster` of the older library is: with the method of the layer that it calls."""
 
-    def __init__(self, layer: OldLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     def __reduce__(self) -> Any:

@@ -1,7 +1,5 @@
 """What an import says where it cannot work: one sentence, and nothing from inside of the package."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

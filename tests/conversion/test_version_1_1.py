@@ -4,8 +4,6 @@ They were written by `write` with version 1.1.0 and torch 2.13.0, once: ``python
 t.write()"`` in this folder. What a later version writes would prove nothing about that one.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

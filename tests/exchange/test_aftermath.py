@@ -1,7 +1,5 @@
 """After a failure nothing is left: no thread, no tensor, no state on wrapper or module; and Ctrl-C ends the program."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

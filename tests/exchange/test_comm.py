@@ -1,7 +1,5 @@
 """`SyncMaster` and `SlavePipe` alone: who gets what, in which order, and what can be used again."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Nothing hangs, every failure says who and why, and after it the next forward is right: each kind of failure."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator

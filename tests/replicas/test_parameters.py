@@ -1,7 +1,5 @@
 """Parameters of replicas: the gradient that each has, and what is noticed when they change."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

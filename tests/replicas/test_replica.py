@@ -1,7 +1,5 @@
 """A replica is an object of the user's class, whatever that does: calls, attributes, copies of its own, modes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """All state belongs to one forward: several wrappers, threads, wrappers in wrappers, batches of any size."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
