@@ -34,7 +34,6 @@ def imported_in(folder: Path, code: str = "import sync_batchnorm", python: str =
 
 
 def add_torch(folder: Path, code: str) -> None:
-    """Put a torch into `folder` that has nothing but `code`."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(code)
 

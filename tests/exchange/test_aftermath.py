@@ -23,7 +23,6 @@ from sync_batchnorm.errors import ReplicaTimeoutError
 
 @pytest.fixture(params=list(WRAPPERS))
 def wrap(request: pytest.FixtureRequest) -> Any:
-    """Every way to run replicas."""
     return WRAPPERS[request.param]
 
 

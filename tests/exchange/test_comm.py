@@ -213,8 +213,6 @@ def assert_groups_get_their_means(parallel, number, group_size):
 
 
 class RepeatsMasters(KeepsMasters):
-    """Puts its master into the context in the callback of every copy."""
-
     def __data_parallel_replicate__(self, ctx, copy_id):
         ctx.master_0 = self.masters[0]
         super().__data_parallel_replicate__(ctx, copy_id)
@@ -266,8 +264,6 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
 
 
 class NeverRuns(TorchStyle):
-    """Fails before the last replica begins, with an error of its own."""
-
     def __init__(self, module, begun):
         super().__init__(module, 2)
         self.begun = begun

@@ -101,8 +101,6 @@ def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
 
 
 class Changing(nn.Module):
-    """Changes tensors in place around its layer."""
-
     def __init__(self, where):
         super().__init__()
         self.bn = nn.BatchNorm1d(3)
@@ -139,8 +137,6 @@ def test_changes_in_place_of_a_saved_input_are_noticed(devices):
 
 
 class Layouts(nn.Module):
-    """Hands its layer views that are not contiguous."""
-
     def __init__(self, view):
         super().__init__()
         self.bn = nn.BatchNorm2d(3)
@@ -173,8 +169,6 @@ def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kin
 
 
 class Transformed(nn.Module):
-    """Calls a layer in a way that is another one in each test."""
-
     def __init__(self, body):
         super().__init__()
         self.bn, self.body = nn.BatchNorm1d(3, track_running_stats=False), body

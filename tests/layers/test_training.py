@@ -184,8 +184,6 @@ def test_replicas_may_differ_in_their_formats(devices, formats, sizes):
 
 
 class Freezing(nn.Module):
-    """Turns its layer to eval inside of its own forward, as some recipes do on every call."""
-
     def __init__(self):
         super().__init__()
         self.conv, self.frozen, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
@@ -280,8 +278,6 @@ def test_call_in_eval_mode_sees_the_buffers_from_before_the_forward_in_all_repli
 
 
 class Strides(nn.Module):
-    """Keeps the strides of what goes in and out of a layer, in both directions."""
-
     def __init__(self, eps_mode, checkpoints):
         super().__init__()
         self.bn = SynchronizedBatchNorm2d(5, eps_mode=eps_mode)

@@ -179,8 +179,6 @@ def test_parameters_that_no_backward_needs_may_change_before_it(devices):
 
 
 class Embeds(nn.Module):
-    """Renormalizes the rows of an embedding in place, in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.bn = nn.Embedding(5, 4, max_norm=1.0), nn.BatchNorm1d(4)
@@ -191,8 +189,6 @@ class Embeds(nn.Module):
 
 
 class Clamps(Embeds):
-    """Clamps a scale in place, in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
@@ -205,8 +201,6 @@ class Clamps(Embeds):
 
 
 class Counts(Embeds):
-    """Has a counter that is a frozen parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)

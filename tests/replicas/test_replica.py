@@ -77,15 +77,11 @@ def test_replicas_end_without_a_garbage_collection():
 
 
 class OwnCall(Looking):
-    """Has a `__call__` of its own, which goes past that of torch."""
-
     def __call__(self, input: Tensor) -> Tensor:
         return self.forward(input)
 
 
 class Converting(Looking):
-    """Has a `__call__` around that of torch."""
-
     def __call__(self, input: Tensor) -> Tensor:
         if self.look is not None:
             self.look(self, input)
@@ -213,8 +209,6 @@ MODES = {
 
 
 class Observer(nn.Module):
-    """Notes the modes that its thread is in."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))

@@ -17,7 +17,6 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 def equal(one, other):
-    """Compare trees: types, keys, and values."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
@@ -133,8 +132,6 @@ def test_scalars_along_another_dimension_are_refused_in_the_words_of_torch():
 
 
 class Echo(nn.Module):
-    """Returns what it gets."""
-
     def forward(self, *args, **kwargs):
         return list(args), kwargs
 
@@ -160,8 +157,6 @@ STRUCTURES = {  # what two replicas return, and how an error names it
 
 
 class Returning(nn.Module):
-    """Returns one thing in the first replica, another in those that follow."""
-
     def __init__(self, first, others):
         super().__init__()
         self.first, self.others = first, others

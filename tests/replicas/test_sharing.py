@@ -15,7 +15,6 @@ from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, Synchroni
 
 @pytest.fixture(params=list(WRAPPERS))
 def wrap(request: pytest.FixtureRequest) -> Any:
-    """Every way to run replicas."""
     return WRAPPERS[request.param]
 
 
