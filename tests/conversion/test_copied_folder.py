@@ -1,11 +1,9 @@
 """The folder of the package, copied into somebody's project: on the path, or inside of a package of the project."""
 
 import importlib
-import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +17,7 @@ from torch import nn
 import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
-TESTS = Path(__file__).parents[1]
 INSIDE = "models.networks.sync_batchnorm"
-# The files of the suite that the copy is tested with, and that know the package.
-SUITE = ["tests/layers/test_parity.py", "tests/conftest.py", "tests/helpers.py", "docs/examples/common.py"]
-HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
 
 pytestmark = needs_fork
 
@@ -89,26 +83,3 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
     layers, wrapper = f"{INSIDE}.layers".encode(), f"{INSIDE}.replicate".encode()
     expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
     assert in_project(project, INSIDE, body) == expected
-
-
-def run_in(project: Path, *command: str) -> str:
-    """Run a Python that has the packages of the tests, in the project and without the original; return its output."""
-    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), *packages])}
-    result = subprocess.run([sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120)
-def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
-    shutil.rmtree(project / "sync_batchnorm")
-    for name in [*SUITE, "tests/pairwise.py"]:
-        source = (TESTS.parent / name).read_text(encoding="utf-8")
-        source = re.sub(r'(from |")sync_batchnorm\b', rf"\1{INSIDE}", source)
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(source, encoding="utf-8")
-    (project / "hidden.py").write_text(HIDDEN)
-    output = run_in(project, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/layers/test_parity.py")
-    assert re.search(r"^\d{3,} passed", output.splitlines()[-1])
