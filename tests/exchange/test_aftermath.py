@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import io
-import os
 import pickle
 import threading
 from typing import Any
@@ -51,43 +50,23 @@ def _step(parallel: nn.DataParallel) -> None:
 
 @pytest.mark.parametrize("failure", list(FAILURES))
 @pytest.mark.parametrize("name", ["wrapper", "patched"])
-def test_step_leaves_no_cycle_behind(name, failure):
+def test_steps_leave_nothing_and_no_cycle_behind(name, failure):
     parallel = WRAPPERS[name](scripted(FAILURES[failure]))
-    _step(parallel)
+    for _ in range(2):  # which fill caches
+        _step(parallel)
     gc.collect()
     gc.disable()
     try:
-        before = _live_tensors()
-        _step(parallel)
+        before, objects = _live_tensors(), len(gc.get_objects())
+        for _ in range(10):
+            _step(parallel)
         after = _live_tensors()
         unreachable = gc.collect()
     finally:
         gc.enable()
     assert after == before
     assert unreachable == 0
-
-
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize("forwards", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_failing_forwards_leave_nothing_behind(forwards):
-    def resources() -> tuple[int, int, int]:
-        gc.collect()
-        files = len(os.listdir("/proc/self/fd")) if os.name == "posix" else 0
-        return threading.active_count(), _live_tensors(), files
-
-    def fail(i: int) -> None:
-        replica, place, step = list(FAILURES.values())[i % len(FAILURES)]
-        parallel.module.steps = {(replica, place): step}
-        _step(parallel)
-
-    parallel = WRAPPERS["wrapper"](scripted())
-    for i in range(len(FAILURES)):  # The first of each fills caches.
-        fail(i)
-    before, objects = resources(), len(gc.get_objects())
-    for i in range(forwards):
-        fail(i)
-    assert resources() == before
-    assert len(gc.get_objects()) - objects < forwards / 2
+    assert len(gc.get_objects()) - objects < 5
 
 
 def _stands_still(model: Scripted, x: Tensor) -> None:

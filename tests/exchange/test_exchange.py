@@ -1,6 +1,5 @@
 """One call of a layer in a replica: with parameters of its own, views, changes in place, and transforms around it."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -177,19 +176,9 @@ class Transformed(nn.Module):
         return self.body(self.bn, input)
 
 
-ONE_JVP = threading.Lock()
-
-
-def jvp_of_one_thread(bn, x):
-    """Compute the jvp while no other thread does: torch keeps the levels of tangents once for the whole process."""
-    with ONE_JVP:
-        return torch.func.jvp(bn, (x,), (x,))[1]
-
-
 TRANSFORMS = {
     "grad": lambda bn, x: torch.func.grad(lambda x: bn(x).pow(3).sum())(x),
     "vjp": lambda bn, x: torch.func.vjp(bn, x)[1](x)[0],
-    "jvp": jvp_of_one_thread,
     "vmap": lambda bn, x: torch.func.vmap(lambda scale: bn(x * scale))(torch.arange(1, 3).to(x)).sum(0),
     "jacrev": lambda bn, x: torch.func.jacrev(lambda x: bn(x).sum(0))(x).sum((0, 2)),
 }

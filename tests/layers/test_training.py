@@ -61,14 +61,11 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         assert_equal(ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i < 2 else torch.float32])
 
 
-def conv_net():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
-    plain, parallel = twins(conv_net(), devices)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
+    plain, parallel = twins(net, devices)
     data = torch.randn(5, 3, 7, 6, device=devices[0])
     device_type = torch.device(devices[0]).type
     with torch.autocast(device_type, dtype=dtype):

@@ -48,12 +48,6 @@ def test_trees_are_cut_as_their_tensors_are(kind, rows):
     assert equal(scatter(TREES[kind](x), [CPU] * 4, 0), expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
-def test_gathering_undoes_scattering(kind):
-    tree = TREES[kind](torch.randn(5, 2))
-    assert equal(gather(scatter(tree, [CPU] * 3, 0), CPU, 0), tree)
-
-
 @pytest.mark.parametrize("leaf", [None, 3, "text", object()], ids=["None", "int", "str", "object"])
 def test_leaves_that_are_no_tensors_are_shared(leaf):
     parts = scatter((torch.zeros(4), leaf), [CPU] * 2, 0)
@@ -98,23 +92,6 @@ def test_single_chunk_is_the_tensor_itself():
 def test_chunks_keep_the_order_of_dimensions_in_memory(x):
     for ours, theirs in zip(scatter(x, [CPU] * 2, 0), x.chunk(2), strict=True):
         assert ours.stride() == theirs.clone().stride()
-
-
-def test_gradients_of_some_parts_only_reach_their_rows():
-    x = doubles(6, 2).requires_grad_()
-    parts = scatter(x, [CPU] * 3, 0)
-    grad = torch.randn_like(parts[1])
-    parts[1].backward(grad)
-    assert equal(x.grad, torch.cat((torch.zeros_like(grad), grad, torch.zeros_like(grad))))
-
-
-def test_scattering_and_gathering_can_be_differentiated_twice():
-    def through(x):
-        return gather([part * part * (i + 1) for i, part in enumerate(scatter(x, [CPU] * 2, 0))], CPU, 0)
-
-    x = doubles(4, 2).requires_grad_()
-    assert torch.autograd.gradcheck(through, x)
-    assert torch.autograd.gradgradcheck(through, x)
 
 
 def test_scalars_become_a_vector_with_a_warning():
