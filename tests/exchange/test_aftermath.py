@@ -20,11 +20,6 @@ from sync_batchnorm.coordinator import Coordinator
 from sync_batchnorm.errors import ReplicaTimeoutError
 
 
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request: pytest.FixtureRequest) -> Any:
-    return WRAPPERS[request.param]
-
-
 def _live_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 

@@ -32,12 +32,6 @@ from sync_batchnorm import (
 from sync_batchnorm.coordinator import Coordinator
 
 
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request: pytest.FixtureRequest) -> Callable[..., nn.DataParallel]:
-    """Every way to run replicas; what must be told must be told in all of them, and without the timeout."""
-    return WRAPPERS[request.param]
-
-
 @contextmanager
 def raises(parallel: nn.DataParallel, kind: type[BaseException], replica: int, text: str) -> Iterator[None]:
     """Expect that an error of a replica reaches the caller as itself.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
-from scripted import WRAPPERS, OwnForward, Scripted, TorchStyle, batch
+from scripted import OwnForward, Scripted, TorchStyle, batch
 from torch import nn
 
 from sync_batchnorm import (
@@ -18,12 +18,6 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-
-
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request):
-    return WRAPPERS[request.param]
-
 
 # The original of a layer, inside of a replica
 
