@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
 from pairwise import mark_the_rest_slow
+from scripted import WRAPPERS
 
 WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
@@ -196,3 +197,9 @@ def device_lists(*sizes: int) -> list[Any]:
 def devs(request: pytest.FixtureRequest) -> list[str] | list[int]:
     """The devices of the replicas."""
     return request.param
+
+
+@pytest.fixture(params=list(WRAPPERS))
+def wrap(request: pytest.FixtureRequest) -> Callable[..., torch.nn.DataParallel]:
+    """Every way to run replicas; what must be told must be told in all of them, and without the timeout."""
+    return WRAPPERS[request.param]

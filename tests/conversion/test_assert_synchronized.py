@@ -1,7 +1,5 @@
 """`assert_synchronized` names every layer that would not be synchronized; what does not warns once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -179,16 +177,9 @@ def test_stock_wrapper_warns_with_the_fix_once():
     assert [set(vars(layer)) for layer in model] == before
 
 
-def test_stock_wrapper_of_a_converted_model_warns_once_with_the_number_of_its_layers_and_the_first():
+def test_warning_of_a_converted_model_has_the_number_of_its_layers_and_the_first():
     (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
     assert re.match(WARNING % "2 from '1' on", text)
-
-
-@pytest.mark.parametrize("prepare", [nn.Module.eval, lambda model: model], ids=["eval", "unwrapped"])
-def test_layer_that_need_not_synchronize_does_not_warn(prepare):
-    model = prepare(SynchronizedBatchNorm1d(4))
-    run = TorchStyle(model, 2) if not model.training else model
-    run(torch.randn(4, 4))
 
 
 # Models that nobody has converted

@@ -1,7 +1,5 @@
 """Conversion changes the class of layers and nothing else, both ways, and says what it leaves."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

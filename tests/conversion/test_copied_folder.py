@@ -1,7 +1,5 @@
 """The folder of the package, copied into somebody's project: on the path, or inside of a package of the project."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import pickle
@@ -152,19 +150,6 @@ def test_step_of_a_gan_as_one_module_is_that_of_one_device(devices, way):
     assert_equal(one[1], one[0])
 
 
-class OwnScatter:
-    """A wrapper that gets its batch in parts, one for each device, and gathers dictionaries by itself."""
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        (parts,) = inputs
-        return [[part.to(device)] for part, device in zip(parts, as_devices(device_ids), strict=True)], [{}] * len(
-            parts
-        )
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return {key: torch.cat([o[key].to(as_devices([output_device])[0]) for o in outputs]) for key in outputs[0]}
-
-
 class Named(nn.Module):
     def __init__(self, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -176,8 +161,14 @@ class Named(nn.Module):
 
 @on_devices
 def test_patched_wrapper_with_a_scatter_and_gather_of_its_own_synchronizes(devices):
-    class Wrapper(OwnScatter, base_of(devices)):
-        pass
+    class Wrapper(base_of(devices)):
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+            moved = [[part.to(device)] for part, device in zip(inputs[0], as_devices(device_ids), strict=True)]
+            return moved, [{} for _ in moved]
+
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            target = as_devices([output_device])[0]
+            return {key: torch.cat([output[key].to(target) for output in outputs]) for key in outputs[0]}
 
     plain, ours = on(devices, nn.BatchNorm1d(3)), on(devices, Named(SynchronizedBatchNorm1d))
     parallel = Wrapper(ours, devices)
@@ -221,7 +212,7 @@ def bare(cls: type) -> Any:
 class OldMaster:
     """Pickled as a `SyncMaster` of the older library is: with the method of the layer that it calls."""
 
-    def __init__(self, layer: OldLayer) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     def __reduce__(self) -> Any:

@@ -4,8 +4,6 @@ They were written by `write` with version 1.1.0 and torch 2.13.0, once: ``python
 t.write()"`` in this folder. What a later version writes would prove nothing about that one.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,10 @@ DEVICES = ["cpu"] * 2
 
 
 class Norm(nn.BatchNorm2d):
-    """A subclass of a user's own, which keeps the forward of torch."""
-
     label = "mine"
 
 
 class Net(nn.Module):
-    """Every kind of layer that is converted."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 3, 2)
@@ -50,13 +44,10 @@ class Net(nn.Module):
 
 
 class Wrapper(TorchStyle):
-    """A subclass of the wrapper of torch, with an attribute of its own."""
-
     label = "theirs"
 
 
 def run(parallel: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor) -> Tensor:
-    """Train on `batches`; return the losses."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """After a failure nothing is left: no thread, no tensor, no state on wrapper or module; and Ctrl-C ends the program."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -21,12 +19,6 @@ from torch import Tensor, nn
 from sync_batchnorm import ReplicaSyncError, patch_replication_callback
 from sync_batchnorm.coordinator import Coordinator
 from sync_batchnorm.errors import ReplicaTimeoutError
-
-
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request: pytest.FixtureRequest) -> Any:
-    """Every way to run replicas."""
-    return WRAPPERS[request.param]
 
 
 def _live_tensors() -> int:

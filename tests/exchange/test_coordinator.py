@@ -3,8 +3,6 @@
 Every order of threads is tried in `test_interleavings.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import sys

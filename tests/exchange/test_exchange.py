@@ -1,6 +1,5 @@
 """One call of a layer in a replica: with parameters of its own, views, changes in place, and transforms around it."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -101,8 +100,6 @@ def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
 
 
 class Changing(nn.Module):
-    """Changes tensors in place around its layer."""
-
     def __init__(self, where):
         super().__init__()
         self.bn = nn.BatchNorm1d(3)
@@ -139,8 +136,6 @@ def test_changes_in_place_of_a_saved_input_are_noticed(devices):
 
 
 class Layouts(nn.Module):
-    """Hands its layer views that are not contiguous."""
-
     def __init__(self, view):
         super().__init__()
         self.bn = nn.BatchNorm2d(3)
@@ -173,8 +168,6 @@ def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kin
 
 
 class Transformed(nn.Module):
-    """Calls a layer in a way that is another one in each test."""
-
     def __init__(self, body):
         super().__init__()
         self.bn, self.body = nn.BatchNorm1d(3, track_running_stats=False), body
@@ -183,19 +176,9 @@ class Transformed(nn.Module):
         return self.body(self.bn, input)
 
 
-ONE_JVP = threading.Lock()
-
-
-def jvp_of_one_thread(bn, x):
-    """Compute the jvp while no other thread does: torch keeps the levels of tangents once for the whole process."""
-    with ONE_JVP:
-        return torch.func.jvp(bn, (x,), (x,))[1]
-
-
 TRANSFORMS = {
     "grad": lambda bn, x: torch.func.grad(lambda x: bn(x).pow(3).sum())(x),
     "vjp": lambda bn, x: torch.func.vjp(bn, x)[1](x)[0],
-    "jvp": jvp_of_one_thread,
     "vmap": lambda bn, x: torch.func.vmap(lambda scale: bn(x * scale))(torch.arange(1, 3).to(x)).sum(0),
     "jacrev": lambda bn, x: torch.func.jacrev(lambda x: bn(x).sum(0))(x).sum((0, 2)),
 }

@@ -1,7 +1,5 @@
 """Nothing hangs, every failure says who and why, and after it the next forward is right: each kind of failure."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -32,12 +30,6 @@ from sync_batchnorm import (
     patch_replication_callback,
 )
 from sync_batchnorm.coordinator import Coordinator
-
-
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request: pytest.FixtureRequest) -> Callable[..., nn.DataParallel]:
-    """Every way to run replicas; what must be told must be told in all of them, and without the timeout."""
-    return WRAPPERS[request.param]
 
 
 @contextmanager

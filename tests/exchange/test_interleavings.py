@@ -1,7 +1,5 @@
 """No order of threads makes the exchange hang, lose a message, deliver a wrong one, or give a wrong reason."""
 
-from __future__ import annotations
-
 import pytest
 from interleavings import CHAIN, Scenario, everything, explore_all, interrupted
 

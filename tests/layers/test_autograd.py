@@ -38,8 +38,6 @@ def test_each_call_is_one_node(replicas):
 
 
 class Packing(nn.Module):
-    """Runs a layer and notes the tensors that autograd saves in it."""
-
     def __init__(self):
         super().__init__()
         self.bn = nn.BatchNorm2d(3)
@@ -132,8 +130,6 @@ def test_replicas_outside_of_the_loss_still_count(devices, rows):
 
 
 class Recorded(nn.Module):
-    """Has its layer recorded by autograd in the replicas whose rows say so."""
-
     def __init__(self):
         super().__init__()
         self.bn = nn.BatchNorm2d(4)
@@ -231,8 +227,6 @@ def test_batched_gradients_are_those_of_torch(devices):
 
 
 class Offloading(nn.Module):
-    """Keeps what autograd saves in another place."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner

@@ -12,8 +12,6 @@ from sync_batchnorm import DataParallelWithCallback, sync_moments
 
 
 class Whitening(WithPipe):
-    """A normalization of a user's own, with nothing of ours but the moments."""
-
     def forward(self, input):
         mean, var, count = sync_moments(input, self.pipe)
         shape = (-1, *[1] * (input.dim() - 2))
@@ -59,8 +57,6 @@ def test_moments_are_those_of_all_replicas_in_float32(devices, dtype):
 
 
 class Slicing(Whitening):
-    """Has fewer channels in the replica whose rows are negative."""
-
     def forward(self, input):
         return super().forward(input[:, 1:] if input[0, 0] < 0 else input)
 

@@ -120,7 +120,6 @@ def test_replicas_of_different_mean_and_deviation_are_as_exact_as_one_device(rat
 
 
 def changed(data, where, change):
-    """Return `data` with a change of what is at an index."""
     data[where] = change(data[where])
     return data
 
@@ -220,8 +219,6 @@ class TestEveryKernel:
 
 
 class InTurn(nn.Module):
-    """Waits for the turn of its replica before it calls its layer."""
-
     def __init__(self, wait_for_turn):
         super().__init__()
         self.bn, self.wait_for_turn = nn.BatchNorm2d(3), wait_for_turn

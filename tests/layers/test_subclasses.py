@@ -1,7 +1,5 @@
 """Inputs and activations that are a subclass of `Tensor`, as data loaders of MONAI and fastai make them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

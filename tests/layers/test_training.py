@@ -79,7 +79,8 @@ def conv_net():
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
-    plain, parallel = twins(conv_net(), devices)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
+    plain, parallel = twins(net, devices)
     data = torch.randn(5, 3, 7, 6, device=devices[0])
     device_type = torch.device(devices[0]).type
     with torch.autocast(device_type, dtype=dtype):
@@ -195,8 +196,6 @@ def test_replicas_may_differ_in_their_formats(devices, formats, sizes):
 
 
 class Freezing(nn.Module):
-    """Turns its layer to eval inside of its own forward, as some recipes do on every call."""
-
     def __init__(self):
         super().__init__()
         self.conv, self.frozen, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
@@ -326,8 +325,6 @@ def test_call_in_eval_mode_sees_the_buffers_from_before_the_forward_in_all_repli
 
 
 class Strides(nn.Module):
-    """Keeps the strides of what goes in and out of a layer, in both directions."""
-
     def __init__(self, eps_mode, checkpoints):
         super().__init__()
         self.bn = SynchronizedBatchNorm2d(5, eps_mode=eps_mode)

@@ -34,8 +34,6 @@ def test_replicas_that_share_one_of_several_gpus_share_its_parameters():
 
 
 class WithBuffers(nn.Module):
-    """Multiplies by a buffer that takes a gradient and adds one that does not."""
-
     def __init__(self, factor):
         super().__init__()
         self.register_buffer("factor", factor)
@@ -70,8 +68,6 @@ def test_nothing_in_replicas_requires_grad_under_no_grad(devices):
 
 
 class Unused(nn.Linear):
-    """Has a parameter, which no replica uses, and none, which stays none."""
-
     def __init__(self):
         super().__init__(3, 3, bias=False)
         self.unused = nn.Parameter(torch.zeros(3))
@@ -83,8 +79,6 @@ class Unused(nn.Linear):
 
 
 class Lists(nn.Module):
-    """Keeps parameters in containers."""
-
     def __init__(self):
         super().__init__()
         self.list = nn.ParameterList([torch.randn(3) for _ in range(2)])
@@ -99,8 +93,6 @@ class Lists(nn.Module):
 
 
 class Tied(nn.Module):
-    """Has modules and parameters under two names."""
-
     def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -166,8 +158,6 @@ class Empty(ForSubclasses, tag="net"):
 
 
 class Mirroring(nn.Module):
-    """Has a `__setattr__` of its own, by which alone it knows of its parameter."""
-
     def __init__(self):
         super().__init__()
         self.bn, self.weight = nn.BatchNorm1d(3), nn.Parameter(torch.randn(3))
@@ -183,8 +173,6 @@ class Mirroring(nn.Module):
 
 
 class Computing(nn.Module):
-    """Has parameters that its forward computes."""
-
     def __init__(self):
         super().__init__()
         norms = nn.utils.parametrizations
@@ -243,8 +231,6 @@ def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
 
 
 class Mixed(nn.Module):
-    """Has a submodule in TorchScript."""
-
     def __init__(self, make):
         super().__init__()
         self.first = make(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))).double())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import device_lists
 from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
-from scripted import WRAPPERS, OwnForward, Scripted, TorchStyle, batch
+from scripted import OwnForward, Scripted, TorchStyle, batch
 from torch import nn
 
 from sync_batchnorm import (
@@ -18,13 +18,6 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-
-
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request):
-    """Every way to run replicas."""
-    return WRAPPERS[request.param]
-
 
 # The original of a layer, inside of a replica
 
@@ -102,8 +95,6 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
 
 
 class Calling(nn.Module):
-    """Calls a wrapper that is no part of it."""
-
     def __init__(self, wrapper):
         super().__init__()
         self.bn, self.held = nn.BatchNorm1d(4), [wrapper]
@@ -201,8 +192,6 @@ def test_devices_that_a_wrapper_merely_lists_are_not_asked_for_anything():
 
 
 class InPlace(nn.Module):
-    """Begins with operations in place, on what it is given."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.full((4,), 1.5))

@@ -1,7 +1,5 @@
 """Parameters of replicas: the gradient that each has, and what is noticed when they change."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -181,8 +179,6 @@ def test_parameters_that_no_backward_needs_may_change_before_it(devices):
 
 
 class Embeds(nn.Module):
-    """Renormalizes the rows of an embedding in place, in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.bn = nn.Embedding(5, 4, max_norm=1.0), nn.BatchNorm1d(4)
@@ -193,8 +189,6 @@ class Embeds(nn.Module):
 
 
 class Clamps(Embeds):
-    """Clamps a scale in place, in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
@@ -207,8 +201,6 @@ class Clamps(Embeds):
 
 
 class Counts(Embeds):
-    """Has a counter that is a frozen parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)

@@ -1,7 +1,5 @@
 """A replica is an object of the user's class, whatever that does: calls, attributes, copies of its own, modes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -79,15 +77,11 @@ def test_replicas_end_without_a_garbage_collection():
 
 
 class OwnCall(Looking):
-    """Has a `__call__` of its own, which goes past that of torch."""
-
     def __call__(self, input: Tensor) -> Tensor:
         return self.forward(input)
 
 
 class Converting(Looking):
-    """Has a `__call__` around that of torch."""
-
     def __call__(self, input: Tensor) -> Tensor:
         if self.look is not None:
             self.look(self, input)
@@ -215,8 +209,6 @@ MODES = {
 
 
 class Observer(nn.Module):
-    """Notes the modes that its thread is in."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))

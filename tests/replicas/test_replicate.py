@@ -14,8 +14,6 @@ from sync_batchnorm import (
 
 
 class Registering(nn.Module):
-    """Notes who calls it back."""
-
     def __init__(self, calls):
         super().__init__()
         self.calls = calls

@@ -1,10 +1,7 @@
 """All state belongs to one forward: several wrappers, threads, wrappers in wrappers, batches of any size."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +10,6 @@ from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch,
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm1d
-
-
-@pytest.fixture(params=list(WRAPPERS))
-def wrap(request: pytest.FixtureRequest) -> Any:
-    """Every way to run replicas."""
-    return WRAPPERS[request.param]
 
 
 def test_replica_that_is_given_no_input_is_named_at_once():

@@ -55,8 +55,6 @@ def test_hooks_that_replace_inputs_outputs_and_gradients_are_honoured(devices):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a Python attribute and in a buffer."""
-
     def __init__(self):
         super().__init__()
         self.calls = 0
@@ -112,8 +110,6 @@ def test_wrapper_behaves_as_a_module():
 
 
 class Named(nn.Module):
-    """Has arguments with the names of those of the four steps."""
-
     def __init__(self):
         super().__init__()
         self.bn = nn.BatchNorm1d(3)
