@@ -22,7 +22,7 @@ PACKAGE = Path(sync_batchnorm.__file__).parent
 TESTS = Path(__file__).parents[1]
 INSIDE = "models.networks.sync_batchnorm"
 # The files of the suite that the copy is tested with, and that know the package.
-SUITE = ["tests/layers/test_parity.py", "tests/conftest.py", "tests/helpers.py", "docs/examples/common.py"]
+SUITE = ["layers/test_parity.py", "conftest.py", "helpers.py", "pairwise.py", "scripted.py"]
 HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
 
 pytestmark = needs_fork
@@ -104,7 +104,7 @@ def run_in(project: Path, *command: str) -> str:
 @pytest.mark.watchdog(120)
 def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
     shutil.rmtree(project / "sync_batchnorm")
-    for name in [*SUITE, "tests/pairwise.py"]:
+    for name in [*(f"tests/{name}" for name in SUITE), "docs/examples/common.py"]:
         source = (TESTS.parent / name).read_text(encoding="utf-8")
         source = re.sub(r'(from |")sync_batchnorm\b', rf"\1{INSIDE}", source)
         (project / name).parent.mkdir(parents=True, exist_ok=True)
