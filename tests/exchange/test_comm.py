@@ -5,6 +5,7 @@ import pickle
 import threading
 
 import pytest
+from helpers import together
 from scripted import WRAPPERS, TorchStyle
 from torch import nn, stack, tensor
 
@@ -22,24 +23,6 @@ from sync_batchnorm.coordinator import Coordinator
 
 def everything(messages):
     return [(identifier, (identifier, messages)) for identifier, _ in messages]
-
-
-def together(*bodies):
-    """Run each body in a thread and return their results, or the errors that they raised."""
-    outcomes = [None] * len(bodies)
-
-    def run(i):
-        try:
-            outcomes[i] = bodies[i]()
-        except Exception as error:
-            outcomes[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def test_each_gets_its_own_result_and_the_master_sees_all_in_order_of_registration():
