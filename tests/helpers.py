@@ -202,8 +202,6 @@ def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
     return len(device_ids) > 1 and not needs_own_parallel(as_devices(device_ids))
 
 
-
-
 def assert_same_gradient(
     actual: Tensor | None,
     expected: Tensor | None,

@@ -3,15 +3,7 @@
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import (
-    TwoLayers,
-    are_distinct_gpus,
-    as_devices,
-    assert_equal,
-    assert_same_step,
-    doubles,
-    twins,
-)
+from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
