@@ -154,23 +154,31 @@ def failed(error: BaseException) -> Any:
     return ExceptionWrapper((type(error), error, error.__traceback__), "in a replica")
 
 
-def in_threads(*bodies: Callable[[], Any]) -> None:
-    """Run each body in a thread of its own, wait for all, and raise the first error of them."""
-    errors: list[BaseException] = []
+def together(*bodies: Callable[[], Any]) -> list[Any]:
+    """Run each body in a thread of its own; return what each has returned, or the `Exception` that it has raised."""
+    outcomes: list[Any] = [None] * len(bodies)
 
-    def run(body: Callable[[], Any]) -> None:
+    def run(i: int) -> None:
         try:
-            body()
-        except BaseException as error:
-            errors.append(error)
+            outcomes[i] = bodies[i]()
+        except Exception as error:
+            outcomes[i] = error
 
-    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    return outcomes
+
+
+def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    """Run each body in a thread of its own; return what each has returned, or raise the first error of them."""
+    outcomes = together(*bodies)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: float | None = None) -> None:
@@ -192,12 +200,6 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
     """Return whether torch's own scatter, replicate, parallel_apply and gather are used for these devices."""
     return len(device_ids) > 1 and not needs_own_parallel(as_devices(device_ids))
-
-
-def as_torch_names(device_ids: Sequence[Any], replica: int) -> str:
-    """Return the device of a replica as the text of an error has it: on distinct GPUs it is torch's, a number."""
-    device = as_devices(device_ids)[replica]
-    return str(device.index if are_distinct_gpus(device_ids) else device)
 
 
 def assert_same_gradient(

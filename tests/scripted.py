@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from helpers import assert_equal
+from helpers import assert_equal, in_threads
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
@@ -69,24 +69,8 @@ class TorchStyle(nn.DataParallel):
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Any, kwargs: Any) -> list[Any]:
         """Keep only an `Exception` for the caller, as torch does; the rest ends its thread."""
-        outcomes: dict[int, Any] = {}
-
-        def work(i: int) -> None:
-            try:
-                outcomes[i] = replicas[i](*inputs[i], **kwargs[i])
-            except Exception as error:
-                outcomes[i] = error
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ordered = [outcomes[i] for i in range(len(replicas))]
-        for outcome in ordered:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return ordered
+        calls = zip(replicas, inputs, kwargs, strict=True)
+        return in_threads(*[functools.partial(replica, *args, **own) for replica, args, own in calls])
 
 
 class OwnForward(TorchStyle):

@@ -1,7 +1,6 @@
 """Copies, pickles and checkpoints: nothing tells a synchronized layer, used or new, from that of torch."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,15 +13,12 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, Sy
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("used", ["never", "trained", "failed"])
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_copies_train_on_by_themselves(devices, used, copied):
     plain, parallel = twins(TwoLayers().double(), devices)
-    if used != "never":
+    if used:
         assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
-    if used == "failed":
-        with pytest.raises(RuntimeError):
-            parallel(doubles(4, 2, 6, 6, devices=devices))
     twin, before = copied(parallel), copy.deepcopy(parallel.state_dict())
     for module in (plain, twin):
         module.zero_grad()
@@ -32,38 +28,6 @@ def test_copies_train_on_by_themselves(devices, used, copied):
     for module in (plain, parallel):
         module.zero_grad()
     assert_same_step(plain, parallel, doubles(5, 3, 6, 6, devices=devices))
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_training_goes_on_from_a_checkpoint(devices):
-    batches = [doubles(4, 3, 6, 6, devices=devices) for _ in range(5)]
-
-    def train(parallel, optimizer, batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            parallel(batch).square().mul(batch[:, :1, :2, :2]).sum().backward()
-            optimizer.step()
-
-    def start():
-        parallel = twins(TwoLayers().double(), devices)[1]
-        return parallel, torch.optim.SGD(parallel.parameters(), 0.01, momentum=0.9)
-
-    whole, optimizer = start()
-    first, first_optimizer = start()
-    first.load_state_dict(whole.state_dict())
-    train(whole, optimizer, batches)
-    train(first, first_optimizer, batches[:2])
-    file = io.BytesIO()
-    torch.save({"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "object": first}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    last, last_optimizer = start()
-    last.load_state_dict(saved["model"])
-    last_optimizer.load_state_dict(saved["optimizer"])
-    train(last, last_optimizer, batches[2:])
-    assert_same_state(last, whole.module)
-    first.zero_grad()  # A pickle holds no gradients.
-    assert_same_state(saved["object"].module, first.module)
 
 
 def test_pickles_hold_nothing_of_a_forward():

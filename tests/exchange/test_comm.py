@@ -5,6 +5,7 @@ import pickle
 import threading
 
 import pytest
+from helpers import together
 from scripted import WRAPPERS, TorchStyle
 from torch import nn, stack, tensor
 
@@ -22,24 +23,6 @@ from sync_batchnorm.coordinator import Coordinator
 
 def everything(messages):
     return [(identifier, (identifier, messages)) for identifier, _ in messages]
-
-
-def together(*bodies):
-    """Run each body in a thread and return their results, or the errors that they raised."""
-    outcomes = [None] * len(bodies)
-
-    def run(i):
-        try:
-            outcomes[i] = bodies[i]()
-        except Exception as error:
-            outcomes[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def test_each_gets_its_own_result_and_the_master_sees_all_in_order_of_registration():
@@ -231,21 +214,6 @@ def test_kept_masters_of_two_groups_serve_every_forward():
     for number in (4, 4, 3, 1, 2, 4):
         for _ in range(5):
             assert_groups_get_their_means(parallel, number, 2)
-
-
-def test_kept_masters_of_two_groups_release_each_other():
-    class Fails(KeepsMasters):
-        def forward(self, x):
-            if self.pipe is not None and float(x) == 1000.0 and self.training:
-                raise LookupError("the cause")
-            return super().forward(x)
-
-    parallel = DataParallelWithCallback(Fails(2), ["cpu"] * 4)
-    for _ in range(3):
-        with pytest.raises(LookupError, match=r"(?s)in replica 3 on device cpu.*the cause"):
-            parallel.train()(tensor([[1.0], [10.0], [100.0], [1000.0]]))
-        assert_groups_get_their_means(parallel.eval(), 4, 2)
-        assert_groups_get_their_means(parallel, 1, 2)
 
 
 def test_kept_master_that_is_not_put_into_the_context_is_refused():

@@ -23,12 +23,7 @@ from scripted import (
 )
 from torch import Tensor, nn
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    ReplicaSyncError,
-    SynchronizedBatchNorm,
-    patch_replication_callback,
-)
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm, patch_replication_callback
 from sync_batchnorm.coordinator import Coordinator
 
 

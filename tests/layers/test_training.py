@@ -21,11 +21,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    ReplicaSyncError,
-    SynchronizedBatchNorm2d,
-)
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm2d
 
 pytestmark = usual_kernels
 

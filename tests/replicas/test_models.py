@@ -125,14 +125,6 @@ def test_wrapper_that_trains_and_is_no_part_of_the_model_is_refused(wrap, inner,
         wrap(convert_model(Calling(inner).double()))(doubles(12, 4))
 
 
-def test_wrapper_of_the_model_itself_is_refused_in_a_replica():
-    net = convert_model(Calling(None).double())
-    net.inner = DataParallelWithCallback(convert_model(inner_net()), ["cpu"] * 2)
-    net.held = [net.inner]
-    with pytest.raises(RuntimeError, match=r"belongs to replica .*, but got inner of the wrapped module itself"):
-        DataParallelWithCallback(net, ["cpu"] * 2)(doubles(12, 4))
-
-
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_wrapper_that_is_no_part_of_the_model_may_run_in_eval_mode(wrap, inner):
     frozen = inner_net()

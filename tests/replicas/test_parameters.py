@@ -157,11 +157,7 @@ def test_parameters_that_change_between_forward_and_backward_are_refused(devices
             output.backward(torch.randn_like(output))
 
 
-class NeedsNoWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4))
-
+class NeedsNoWeight(Scaling):
     def forward(self, input: Tensor) -> Tensor:
         return input + self.weight
 

@@ -6,11 +6,7 @@ from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    execute_replication_callbacks,
-    patch_replication_callback,
-)
+from sync_batchnorm import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
 
 
 class Registering(nn.Module):

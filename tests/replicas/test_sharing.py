@@ -112,9 +112,8 @@ def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
 
 def test_layer_in_a_thread_of_the_replica_meets_the_others():
     def in_a_thread(model: Scripted, x: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-        in_threads(lambda: outputs.append(model.head(model.stem(x) * 2)))
-        return outputs[0]
+        (output,) = in_threads(lambda: model.head(model.stem(x) * 2))
+        return output
 
     parallel = WRAPPERS["wrapper"](scripted(*[(i, "before", in_a_thread) for i in range(R)]))
     assert_next_forward_is_right(parallel, (0, 0))
