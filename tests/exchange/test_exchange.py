@@ -135,14 +135,15 @@ def test_changes_in_place_of_a_saved_input_are_noticed(devices):
         output.backward(torch.randn_like(output))
 
 
-class Layouts(nn.Module):
-    def __init__(self, view):
+class Calling(nn.Module):
+    """Calls a layer as a function `body` does."""
+
+    def __init__(self, bn, body):
         super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-        self.view = view
+        self.bn, self.body = bn, body
 
     def forward(self, input):
-        return self.bn(self.view(input))
+        return self.body(self.bn, input)
 
 
 VIEWS = {
@@ -158,22 +159,13 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kind):
-    plain, parallel = twins(Layouts(VIEWS[view]).double(), devices)
+    plain, parallel = twins(Calling(nn.BatchNorm2d(3), lambda bn, x: bn(VIEWS[view](x))).double(), devices)
     data = doubles(6, 3, 4, 4, devices=devices).contiguous(memory_format=FORMATS[kind])
     sizes = VIEWS[view](data).shape
     expanded = doubles(1, 3, 1, 1, devices=devices).expand(sizes)
     reversed_axes = doubles(*sizes[::-1], devices=devices).permute(3, 2, 1, 0)
     for grad in (expanded, reversed_axes):
         assert_same_step(plain, parallel, data, grad)
-
-
-class Transformed(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        self.bn, self.body = nn.BatchNorm1d(3, track_running_stats=False), body
-
-    def forward(self, input):
-        return self.body(self.bn, input)
 
 
 TRANSFORMS = {
@@ -192,7 +184,8 @@ _old_compiler = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name):
-    plain, parallel = twins(Transformed(TRANSFORMS[name]).double(), devices)
+    layer = nn.BatchNorm1d(3, track_running_stats=False)
+    plain, parallel = twins(Calling(layer, TRANSFORMS[name]).double(), devices)
     data = doubles(6, 3, devices=devices)
     plain(data)
     with pytest.raises(
@@ -208,7 +201,8 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
 @pytest.mark.parametrize("grad_mode", [True, False], ids=["recorded", "no-grad"])
 @pytest.mark.parametrize("name", ["input", "weight"])
 def test_tangents_are_refused_and_not_lost(name, grad_mode):
-    plain, parallel = twins(Transformed(lambda bn, x: bn(x)).double(), ["cpu"] * 2)
+    layer = nn.BatchNorm1d(3, track_running_stats=False)
+    plain, parallel = twins(Calling(layer, lambda bn, x: bn(x)).double(), ["cpu"] * 2)
     data, tangent = doubles(6, 3), doubles(6, 3)
     with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
         assert_equal(parallel(data), plain(data))  # a level alone is no reason to refuse

@@ -37,30 +37,34 @@ def test_each_call_is_one_node(replicas):
     assert own == ["_SyncBatchNormBackward"]
 
 
-class Packing(nn.Module):
-    def __init__(self):
+class Hooked(nn.Module):
+    """Runs a layer with hooks that save what `pack` makes of a tensor."""
+
+    def __init__(self, pack):
         super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-        self.saved = []
+        self.bn, self.pack, self.kept = nn.BatchNorm2d(3), pack, []
 
     def forward(self, input):
-        def pack(tensor):
-            self.saved.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        input = input * 1
+        self.kept.append(weakref.ref(input))
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
             return self.bn(input)
 
 
 @pytest.mark.parametrize("input_needs_gradient", [True, False], ids=["inner", "first-layer"])
 @pytest.mark.parametrize("devices", device_lists(1, 2, 3))
 def test_input_itself_is_saved_once_and_nothing_else_of_its_size(devices, input_needs_gradient):
-    _, parallel = twins(Packing(), devices)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    _, parallel = twins(Hooked(pack), devices)
     parts = [torch.randn(2, 3, 4, 5, device=device) for device in as_devices(devices)]
     outputs = run_parts(parallel, [part.requires_grad_(input_needs_gradient) for part in parts])
-    saved = parallel.module.saved
     inputs = [tensor for tensor in saved if tensor.numel() > 3]
-    assert sorted(tensor.data_ptr() for tensor in inputs) == sorted(part.data_ptr() for part in parts)
+    assert sorted(map(id, inputs)) == sorted(id(reference()) for reference in parallel.module.kept)
     assert len(saved) - len(inputs) <= 5 * len(devices)  # as many vectors as the layer of torch saves
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
@@ -80,24 +84,10 @@ def test_nothing_outlives_its_use(after):
     assert [reference() for reference in kept] == [None, None]
 
 
-class Hooked(nn.Module):
-    """Runs a layer with hooks that save what `pack` makes of a tensor."""
-
-    def __init__(self, pack):
-        super().__init__()
-        self.bn, self.pack, self.kept = nn.BatchNorm1d(3), pack, []
-
-    def forward(self, input):
-        input = input * 1
-        self.kept.append(weakref.ref(input))
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
-            return self.bn(input)
-
-
 @pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copies", "itself"])
 def test_input_that_hooks_have_saved_lives_as_long_as_they_keep_it(pack):
     _, parallel = twins(Hooked(pack), ["cpu"] * 2)
-    output = parallel(torch.randn(6, 3, requires_grad=True))
+    output = parallel(torch.randn(6, 3, 2, 2, requires_grad=True))
     assert [reference() is None for reference in parallel.module.kept] == [pack is torch.clone] * 2
     output.backward(torch.randn_like(output))
     assert [reference() for reference in parallel.module.kept] == [None, None]
