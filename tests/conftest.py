@@ -1,7 +1,5 @@
 """What every test runs under: the watchdog, no thread left behind, a torchvision that imports without its kernels."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

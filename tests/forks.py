@@ -1,7 +1,5 @@
 """Children of the process that runs the tests: they start at once, where a new Python would import torch first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

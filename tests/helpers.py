@@ -1,7 +1,5 @@
 """What tests compare, and how closely: the tolerances are stated here, once. And the code of pages."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect

@@ -4,8 +4,6 @@ What breaks one case of a product nearly always breaks all cases that share one 
 times five times six, 30 cases say what all 120 say; the other 90 are slow.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations

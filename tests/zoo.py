@@ -1,7 +1,5 @@
 """The models of torchvision and timm that have BatchNorm, those that train fast, and what is compared of them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The recipes of `docs/migrating.md` for edited copies of the older library train to the numbers of one device."""
 
-from __future__ import annotations
-
 import types
 from pathlib import Path
 
