@@ -28,30 +28,20 @@ class Shapes(nn.Module):
         self.seen.append(([shape(arg) for arg in args], shape(kwargs)))
 
 
-ARGUMENTS = {  # what the wrapper gets, and what each of two replicas gets of it
-    "keywords": ([], {"input": torch.zeros(4, 3), "flag": True}, ([], {"input": (2, 3), "flag": True})),
-    "no-tensors": ([5], {"text": "x"}, ([5], {"text": "x"})),
+ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each replica that runs gets of it
+    "keywords": (2, [], {"input": torch.zeros(4, 3), "flag": True}, [([], {"input": (2, 3), "flag": True})] * 2),
+    "no-tensors": (2, [5], {"text": "x"}, [([5], {"text": "x"})] * 2),
+    "nothing": (3, [], {}, [([], {})]),
+    "one-device": (1, [torch.zeros(4, 2), torch.zeros(3)], {}, [([(4, 2), (3,)], {})]),
 }
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_every_replica_gets_its_part_of_the_arguments(kind):
-    args, kwargs, expected = ARGUMENTS[kind]
-    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 2)
+    number, args, kwargs, expected = ARGUMENTS[kind]
+    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * number)
     assert parallel(*args, **kwargs) is None
-    assert parallel.module.seen == [expected] * 2
-
-
-def test_call_without_arguments_runs_once():
-    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 3)
-    parallel()
-    assert parallel.module.seen == [([], {})]
-
-
-def test_single_device_takes_tensors_of_any_sizes():
-    parallel = DataParallelWithCallback(Shapes(), ["cpu"])
-    parallel(torch.zeros(4, 2), torch.zeros(3))
-    assert parallel.module.seen == [([(4, 2), (3,)], {})]
+    assert parallel.module.seen == expected
 
 
 UNEVEN = {
