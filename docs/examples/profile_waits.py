@@ -34,7 +34,7 @@ try:
 except ImportError as error:
     sys.exit(
         f"expected the packages of this example, but got {error}; install them, in the folder of the README, "
-        "with: pip install '.[test]'"
+        "with: pip install '.[examples]'"
     )
 
 __all__ = ["main", "read_profile", "table_of"]
