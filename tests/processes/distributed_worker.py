@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import sys
 import warnings
@@ -654,8 +655,9 @@ def ddp_with_losses_over_gathered_features_equals_one_process() -> None:
 @check
 def compiled_ddp_equals_one_process() -> None:
     plain, model = twins(conv_net())
+    logging.disable(logging.WARNING)  # what the compiler logs and warns of is its own
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the compiler are its own
+        warnings.simplefilter("ignore")
         # Not the default backend, which needs a compiler of C++ and seconds.
         assert_same_training(plain, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
 
