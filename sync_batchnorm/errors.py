@@ -6,8 +6,7 @@ __all__ = ["ReplicaSyncError"]
 class ReplicaSyncError(RuntimeError):
     """A replica cannot exchange because a peer failed, ended early, waits in another exchange, or did not call.
 
-    The message names the layer, the number of the call, the replicas and their devices, and what to do. The message is
-    the only argument, so that the error can be rebuilt in another thread or process from its text.
+    Its only argument is the message, which names the layer, the call, the replicas, their devices, and what to do.
     """
 
 

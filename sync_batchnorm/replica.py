@@ -56,8 +56,9 @@ class Run:
         except Exception:  # as for a SyntaxError without a line
             shown = RuntimeError(f"a {type(error).__name__} that Python cannot print")
             failure = ExceptionWrapper((RuntimeError, shown, error.__traceback__), where)
-        if sys.version_info < (3, 11):  # Its tracebacks have no notes.
-            failure.exc_msg += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()))
+        if sys.version_info < (3, 11):  # Its tracebacks have notes only where the package `exceptiongroup` adds them.
+            text = failure.exc_msg
+            failure.exc_msg += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()) if note not in text)
         self.coordinator.leave(self.replica_id, failure)
 
 
