@@ -29,19 +29,20 @@ class Conditional(nn.Module):
 
 @pytest.mark.parametrize("own", ["weight", "bias", None])
 def test_copies_of_ones_own_may_share_some_parameters(own):
-    layers = [randomize(SynchronizedBatchNorm1d(3).double()) for _ in range(2)]
-    for name in {"weight", "bias"} - {own}:
-        setattr(layers[1], name, getattr(layers[0], name))
+    layers = [randomize(SynchronizedBatchNorm1d(3).double()) for _ in range(3)]
+    for name in ("weight", "bias"):
+        for other in layers[2:] if name == own else layers[1:]:
+            setattr(other, name, getattr(layers[0], name))
     execute_replication_callbacks(layers)
-    data, grad = doubles(6, 3), doubles(6, 3)
-    with ThreadPoolExecutor(2) as threads:
-        outputs = list(threads.map(lambda layer, part: layer(part), layers, data.chunk(2)))
-    normalized = F.batch_norm(data, None, None, training=True).chunk(2)
+    data, grad = doubles(6, 3).requires_grad_(), doubles(6, 3)
+    with ThreadPoolExecutor(3) as threads:
+        outputs = list(threads.map(lambda layer, part: layer(part), layers, data.chunk(3)))
+    normalized = F.batch_norm(data, None, None, training=True).chunk(3)
     expected = [part * layer.weight + layer.bias for layer, part in zip(layers, normalized, strict=True)]
     assert_equal(torch.cat(outputs), torch.cat(expected))
-    parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
-    found, wanted = (torch.autograd.grad(torch.cat(parts), parameters, grad) for parts in (outputs, expected))
-    assert len(found) == (2 if own is None else 3)
+    inputs = [data, *{id(p): p for layer in layers for p in layer.parameters()}.values()]
+    found, wanted = (torch.autograd.grad(torch.cat(parts), inputs, grad) for parts in (outputs, expected))
+    assert len(found) == (3 if own is None else 4)
     for one, other in zip(found, wanted, strict=True):
         assert_equal(one, other)
 

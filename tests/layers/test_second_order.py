@@ -82,6 +82,15 @@ def test_gradient_penalty_is_that_of_one_device(devs, rows):
         assert_same_state(parallel, plain, RELATIVE)
 
 
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_penalty_of_an_empty_batch_is_zero(devices):
+    _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
+    input = doubles(0, 3, devices=devices).requires_grad_()
+    (grad,) = torch.autograd.grad(parallel(input), input, torch.empty_like(input), create_graph=True)
+    (of_weight,) = torch.autograd.grad(grad.square().sum(), parallel.module.weight)
+    assert_equal(of_weight, torch.zeros_like(of_weight))
+
+
 def test_vectorized_hessian_is_that_of_torch():
     data, weights = doubles(4, 2), doubles(4, 2)
 
