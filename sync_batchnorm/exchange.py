@@ -112,7 +112,8 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
     else:
         statistics = backend.nothing(input)
     memory = memory_for_output(input, memory)
-    kind = (input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, torch.is_inference_mode_enabled())
+    inference = torch.is_inference_mode_enabled()
+    kind = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
     return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved, input.grad_fn)
 
 
@@ -153,12 +154,13 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
 def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:
     texts = []
     for replica, request in messages:
-        dtype, _, _, eps, clamps, inference = request.kind
+        _, dtype, _, _, eps, clamps, inference = request.kind
         modes = ", clamp" * clamps + ", in inference mode" * inference
-        texts.append(f"{tuple(request.input.shape)} of {dtype} (eps={eps}{modes}) in replica {replica}")
+        shape, device = tuple(request.input.shape), request.place.device
+        texts.append(f"{shape} of {dtype} (eps={eps}{modes}) on {device} in replica {replica}")
     return ValueError(
-        "expected inputs of one dtype, number of channels and number of dimensions in all replicas, and layers of one "
-        f"eps and eps_mode, but got {', '.join(texts)}; give every replica the same kind of input and the same layer"
+        "expected inputs of one dtype, kind of device, number of channels and of dimensions, and layers of one eps and "
+        f"eps_mode, but got {', '.join(texts)}; give every replica the same kind of input and the same layer"
     )
 
 

@@ -41,6 +41,7 @@ BUDGET = 60.0  # seconds of tests for a mutant, in each place; one case of each 
 EQUIVALENT: dict[str, str] = {
     "layers.py: _SynchronizedBatchNorm._check_input: `1` -> `2`": "any number of rows makes torch raise the error",
     "coordinator.py: Coordinator.abort: `monotonic() < deadline` -> `monotonic() <= deadline`": "at one instant only",
+    "backends/cpu.py: precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cuda.py: Cuda.statistics: `0.0` -> `1.0`": "the momentum of no buffers",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",

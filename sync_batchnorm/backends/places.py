@@ -94,9 +94,8 @@ def in_order_with_engine(master: Place, places: Sequence[Place], tensors: Iterab
     ready: dict[torch.Stream, torch.Event] = {}  # one event for each stream that others wait for
     order: list[tuple[torch.Stream, torch.Stream]] = []
     streams = Streams()
+    stream: Any  # like the master, all places have one
     for device, stream in dict.fromkeys(places):
-        if stream is None:
-            continue
         there = torch.accelerator.current_stream(device.index)
         streams.are_current = streams.are_current and there == stream
         for engine in dict.fromkeys((there, here)):

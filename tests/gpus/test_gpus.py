@@ -399,3 +399,20 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
     (expected,) = torch.autograd.grad(rows, batch, grads[first].to(rows.device))
     (found,) = module.found
     assert_equal(*used_here((found.detach(), expected)))
+
+
+@pytest.mark.parametrize("on_cpu", [0, 1])
+def test_replicas_of_which_one_normalizes_on_the_cpu_are_told(on_cpu):
+    class Moves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+
+        def forward(self, input, replica):
+            return self.bn(input.cpu() if replica[0] == on_cpu else input)
+
+    parallel = DataParallelWithCallback(convert_model(Moves()), [0, 0])
+    places = ["cpu", "cuda:0"] if on_cpu == 0 else ["cuda:0", "cpu"]
+    text = rf"expected inputs of one dtype, kind of device.* {places[0]} in replica 0.* {places[1]} in replica 1; give"
+    with pytest.raises(ValueError, match=text):
+        parallel(torch.randn(4, 3).cuda(), torch.arange(2).repeat_interleave(2).cuda())

@@ -117,18 +117,20 @@ def test_hooks_that_come_after_the_forward_see_the_parts(devices):
     case.check(tensors, "weight")
 
 
+@pytest.mark.parametrize(("name", "frozen"), [("weight", "bias"), ("bias", "weight")])
 @several
-def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices):
+def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, frozen):
     seen = {}
-    case = Case(devices, lambda bn, replica: bn.weight.register_hook(partial(seen.__setitem__, replica)))
+    case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(seen.__setitem__, replica)))
+    getattr(case.layer, frozen).requires_grad_(False)
     chunks = [(case.input[case.rows == i], case.rows[case.rows == i]) for i in range(case.number)]
     replicas = case.parallel.replicate(case.parallel.module, case.parallel.device_ids)
     moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(devices), strict=True)]
     outputs = case.parallel.parallel_apply(replicas, moved, [{}] * case.number)
     outputs[1].backward(case.upstream[case.rows == 1].to(outputs[1].device))
-    assert_equal(seen.pop(1).to(case.input.device), case.parts["weight"][1])
+    assert_equal(seen.pop(1).to(case.input.device), case.parts[name][1])
     assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
-    assert_equal(case.layer.weight.grad, case.parts["weight"][1])
+    assert_equal(getattr(case.layer, name).grad, case.parts[name][1])
 
 
 class Scaling(nn.Module):
