@@ -1,6 +1,6 @@
 """Compare float32 results with float64 ones on the same data: ours, `nn.BatchNorm2d` and the existing library.
 
-Prints the tables of ``docs/how-it-works.md``: the largest error of the variance, relative to it, and the largest
+Prints the tables of the page beside it: the largest error of the variance, relative to it, and the largest
 absolute errors of output and input gradient, whose values are about one in size.
 """
 
