@@ -78,8 +78,9 @@ class Mutant(NamedTuple):
 def walk(node: ast.AST, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the nodes that may change, each with those around it, the nearest first."""
     special = isinstance(node, (ast.Assign, ast.AnnAssign, ast.If)) and ast.unparse(node).startswith(("__", "if TYPE_"))
-    lengths = isinstance(node, ast.keyword) and node.arg == "strict"  # of `zip`: they are equal
-    if special or lengths or isinstance(node, ast.JoinedStr):
+    # Of `zip`, whose arguments are equally long, and of caches, which are large enough.
+    sizes = isinstance(node, ast.keyword) and node.arg in ("strict", "maxsize")
+    if special or sizes or isinstance(node, ast.JoinedStr):
         return
     yield node, around
     for field, value in ast.iter_fields(node):
