@@ -754,6 +754,7 @@ UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; writ
         (NormAbs, "a name", "expected a synchronized subclass that does what NormAbs does, but got 'a name'"),
         ("a name", Unrelated, "expected a synchronized subclass that does what 'a name' does, but got Unrelated"),
         (NormAbs, Unrelated, "expected a synchronized subclass that does what NormAbs does, but got Unrelated"),
+        (NormAbs, SynchronizedNormTanh, "expected a synchronized subclass that does what NormAbs does, but got Synch"),
         (Unrelated, Unrelated, "expected a synchronized subclass that does what Unrelated does, but got Unrelated"),
         (NormAbs, ForgetsTheAbs, "expected a synchronized subclass that does what NormAbs does, but got ForgetsTheAbs"),
         (NormAbs, NeverSynchronizes, f"expected a class that synchronizes, but got NeverSynchronizes{UNSYNCHRONIZED}"),

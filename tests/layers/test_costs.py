@@ -153,3 +153,12 @@ def test_parts_of_small_deviation_do_not_ask_for_exact_statistics(monkeypatch):
     data = torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous()  # Each sample is constant.
     monkeypatch.setattr(cpu, "exact_moments", None)
     parallel(data)
+
+
+def test_copies_of_ordinary_modules_cost_no_call_of_torch(monkeypatch):
+    copied, copy = [], nn.Module._replicate_for_data_parallel
+    monkeypatch.setattr(nn.Module, "_replicate_for_data_parallel", lambda self: copied.append(self) or copy(self))
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    _, parallel = twins(net, ["cpu"] * 2)
+    parallel(torch.randn(4, 3))
+    assert not copied
