@@ -111,7 +111,8 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
             statistics = statistics.sent(place, target, Streams())  # Both places are current.
     else:
         statistics = backend.nothing(input)
-    memory = memory_for_output(input, memory)
+    if memory is None:
+        memory = memory_for_output(input)
     kind = (input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, torch.is_inference_mode_enabled())
     return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved, input.grad_fn)
 

@@ -41,12 +41,9 @@ def reduced_dims(input: Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return memory in the format of the output for `input`: `memory`, which is contiguous, if that is the format."""
-    memory_format = format_of(input)
-    if memory is None or memory_format != torch.contiguous_format:
-        return torch.empty_like(input, memory_format=memory_format)
-    return memory
+def memory_for_output(input: Tensor) -> Tensor:
+    """Return memory in the format of the output for `input`."""
+    return torch.empty_like(input, memory_format=format_of(input))
 
 
 def single_value(shapes: Sequence[torch.Size]) -> ValueError:
@@ -210,7 +207,7 @@ class Backend:
     pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
 
     def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
-        """Return the statistics of `input`, which has elements, and memory for `memory_for_output`, or None.
+        """Return the statistics of `input`, which has elements, and memory for the output in its format, or None.
 
         With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance.
         """
