@@ -84,19 +84,18 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         if recomputes and pipe is not None:
             call: Remembered = recall(pipe.remembered, request.statistics, pipe.where)
             output = request.memory if call.is_constant else refuse_gradient(request.memory, input)
-            normalizer = call.normalizer
+            pair = call.pair
         else:
             answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]
             output, pair, batch = answer
-            normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
             if pipe is not None and not isinstance(saved, Saved):  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
-                pipe.remembered += (Remembered(request.statistics, normalizer, is_constant),)
+                pipe.remembered += (Remembered(request.statistics, pair, is_constant),)
             if settings.running is not None and not recomputes:
                 # Only now, so that a call whose merge fails is not counted.
                 batch.update(settings.running, settings.eps)
         if input.numel():
-            request.backend.normalize(input, normalizer, weight, bias, request.memory)
+            request.backend.normalize(input, pair, weight, bias, request.memory)
         return output
 
 

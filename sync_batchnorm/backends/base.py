@@ -234,15 +234,9 @@ class Backend:
             fractions = torch.cat([mean.new_full((number, 1), count / total) for number, count in parts])
         return BatchStatistics(*merge_moments(mean, var, fractions), None)
 
-    def normalizer(self, pair: Pair, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Any:
-        """Return the `normalizer` of `normalize` for inputs of `dtype`."""
-        return pair
-
-    def normalize(
-        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
+    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
         """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
-        mean, invstd = normalizer
+        mean, invstd = pair
         factor = per_channel(invstd if weight is None else invstd * weight, input)
         centered = input - per_channel(mean, input)
         if bias is None:
