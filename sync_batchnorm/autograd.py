@@ -21,7 +21,6 @@ its peers have woken up.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from . import distributed
 from .backends.base import GENERAL, Backend, Backward, BatchStatistics, ReplicaGradients
 from .backends.places import Place, Streams, in_order_with_engine, record_current
 from .torch_private import keeps_graph, plain_tensors, will_run
@@ -49,7 +47,7 @@ class Call(NamedTuple):
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
     pair_places: Sequence[Place]
     own_weights: bool  # whether weights differ between replicas
-    peers: distributed.Peers | None  # the processes that have a part in the call
+    reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
     pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
 
 
@@ -82,7 +80,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         # Other processes may have gradients where this one has none, and wait for it.
-        if call.peers is None and not any([grad is not None for grad in grads]):
+        if call.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         master = call.batch.master
         order: AbstractContextManager[Streams] = nullcontext(Streams())
@@ -107,17 +105,14 @@ def _compute_gradients(
     ctx: Any, call: Call, grads: Sequence[Tensor | None], replicas: Sequence[ReplicaGradients], streams: Streams
 ) -> None:
     """Compute the gradients of all replicas from the gradients of what the node has returned."""
-    batch, graph = call.batch, torch.is_grad_enabled()
-    at, reduce = batch.at, None
+    batch, at, graph = call.batch, call.batch.at, torch.is_grad_enabled()
     if graph:
         at = {place: pair.unbind() for place, pair in zip(call.pair_places, ctx.saved_tensors, strict=True)}
-    if call.peers is not None:
-        reduce = partial(distributed.all_reduced, peers=call.peers)
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
     backend = GENERAL if graph or pair_grads else call.backend
-    backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, reduce))
+    backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, call.reduce))
     for replica in replicas:
         if replica.wants_parameters and replica.grad_bias is None:
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.

@@ -140,7 +140,8 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         here = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.peers, kept)
+        reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
+        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, reduce, kept)
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
