@@ -45,10 +45,9 @@ class Call(NamedTuple):
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
     saved: list[Callable[[], Any] | None]  # what returns their input and weight; None once that is freed
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
-    pair_places: Sequence[Place]
+    pair_places: Sequence[Place]  # of mean and invstd
     own_weights: bool  # whether weights differ between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
-    pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
 
 
 def record(
@@ -60,8 +59,8 @@ def record(
         tensors += of_replica
     # This node saves the numbers of its pairs, whatever the hooks of this thread: if replicas take gradients in their
     # forward, torch may free what it has saved in two threads at once, which it cannot do with tensors (torch 2.13).
-    numbers = count()
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), call.pairs.__getitem__):
+    numbers, kept = count(), [pair.detach() for pair in pairs]
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), kept.__getitem__):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
     return results[: len(outputs)]
 

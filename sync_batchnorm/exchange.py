@@ -134,14 +134,14 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             needs_grad = needs_grad or (bias is not None and bias.requires_grad)
     batch = _merge([request for _, request in messages])
     places = list(dict.fromkeys([request.place for _, request in messages]))
-    pairs, kept = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if needs_grad:
         here = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
         reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, reduce, kept)
+        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, reduce)
         tensors = [(request.input, request.weight, request.bias) for request in recording]
         outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
     answers = []
@@ -189,10 +189,8 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     return batch
 
 
-def _pairs(
-    batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and aliases; put these into `batch`."""
+def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and put aliases of them into `batch`."""
     pair = torch.stack((batch.mean, cast(Tensor, batch.invstd))).to(dtype)
     pairs = [pair]
     if len(places) > 1:
@@ -203,7 +201,6 @@ def _pairs(
                 with streams.at(place):
                     here = here.clone()
             pairs.append(here)
-    aliases = [pair.detach() for pair in pairs]
-    for place, alias in zip(places, aliases, strict=True):
-        batch.at[place] = alias.unbind()
-    return pairs, aliases
+    for place, pair in zip(places, pairs, strict=True):
+        batch.at[place] = pair.detach().unbind()
+    return pairs
