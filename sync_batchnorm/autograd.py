@@ -34,8 +34,6 @@ from .torch_private import keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
 
-Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # input, weight and bias of a replica
-
 
 class Call(NamedTuple):
     """One call of a layer: what the backward of its node needs."""
@@ -51,12 +49,9 @@ class Call(NamedTuple):
 
 
 def record(
-    call: Call, replicas: Sequence[Tensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+    call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], tensors: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Return `outputs`, one for each of `replicas`, as functions of the tensors of all of them."""
-    tensors: list[Tensor | None] = []
-    for of_replica in replicas:
-        tensors += of_replica
+    """Return `outputs`, one for each replica, as functions of `tensors`: its input, weight and bias, for each."""
     # This node saves the numbers of its pairs, whatever the hooks of this thread: if replicas take gradients in their
     # forward, torch may free what it has saved in two threads at once, which it cannot do with tensors (torch 2.13).
     numbers, kept = count(), [pair.detach() for pair in pairs]

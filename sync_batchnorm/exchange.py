@@ -119,8 +119,9 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas and record the call in the graph; the callback of a layer's `SyncMaster`."""
     first = messages[0][1]
-    own_weights = needs_grad = False
+    own_weights = False
     recording: list[Request] = []
+    tensors: list[Tensor | None] = []  # of those that record
     for _, request in messages:
         if request.kind != first.kind:
             raise _different(messages)
@@ -129,21 +130,18 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             own_weights = own_weights or weight is not first.weight or bias is not first.bias
         if request.saved is not None:
             recording.append(request)
-            needs_grad = needs_grad or request.made_by is not None
-            needs_grad = needs_grad or (weight is not None and weight.requires_grad)
-            needs_grad = needs_grad or (bias is not None and bias.requires_grad)
+            tensors += request.input, weight, bias
     batch = _merge([request for _, request in messages])
     places = list(dict.fromkeys([request.place for _, request in messages]))
     pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
-    if needs_grad:
+    if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
         here = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
         reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
         call = Call(first.backend, batch, here, saved, made_by, places, own_weights, reduce)
-        tensors = [(request.input, request.weight, request.bias) for request in recording]
-        outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
+        outputs = iter(record(call, [request.memory.detach() for request in recording], pairs, tensors))
     answers = []
     for replica, request in messages:
         output = next(outputs, request.memory) if request.saved is not None else request.memory
