@@ -214,9 +214,9 @@ class Coordinator:
         except Exception as error:
             add_note(error, f"Raised in the exchange of {rendezvous}.")
             raise
-        if len(answers) != len(messages) or not all([identifier in answers for identifier, _ in messages]):
+        if answers.keys() != dict(messages).keys():
             raise RuntimeError(
-                f"expected the master callback to return one result for each of {[member for member, _ in messages]}, "
+                f"expected the master callback to return one result for each of {list(dict(messages))}, "
                 f"but got results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
             )
         return answers
