@@ -265,9 +265,10 @@ class Coordinator:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
         if self._broken is None:
             self._broken = (error_type, text)
-        for replica_id in list(self._waiting):
+        for replica_id, rendezvous in list(self._waiting.items()):
             self._mailboxes[replica_id].put((False, self._broken))
             self._released.add(replica_id)
+            rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
             del self._waiting[replica_id]
 
     def _find_deadlock(self, replica_id: int, rendezvous: Rendezvous) -> None:
