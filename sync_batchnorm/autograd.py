@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .backends.base import GENERAL, Backend, Backward, BatchStatistics, ReplicaGradients
-from .backends.places import Place, Streams, in_order_with_engine, record_current
+from .backends.places import CURRENT, Place, Streams, in_order_with_engine, record_current
 from .torch_private import keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
@@ -77,7 +77,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if call.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         master = call.batch.master
-        order: AbstractContextManager[Streams] = nullcontext(Streams())
+        order: AbstractContextManager[Streams] = nullcontext(CURRENT)
         if master.stream is not None:
             order = in_order_with_engine(master, [*call.places, *call.pair_places], grads)
         with plain_tensors(), order as streams:

@@ -28,7 +28,7 @@ from .backends.base import (
     single_value,
     statistics_dtype,
 )
-from .backends.places import Place, Streams, current_place
+from .backends.places import CURRENT, Place, Streams, current_place
 from .checkpoint import Remembered, Saved, recall, refuse_gradient, running_backward, save
 
 __all__: list[str] = []
@@ -107,7 +107,7 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
         statistics, memory = backend.statistics(input, settings.eps, adds_eps)
         if settings.master_device is not None and settings.master_device != place.device:
             target = current_place(settings.master_device)
-            statistics = statistics.sent(place, target, Streams())  # Both places are current.
+            statistics = statistics.sent(place, target, CURRENT)
     else:
         statistics = backend.nothing(input)
     if memory is None:
@@ -132,15 +132,15 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             recording.append(request)
             tensors += request.input, weight, bias
     batch = _merge([request for _, request in messages])
-    places = list(dict.fromkeys([request.place for _, request in messages]))
-    pairs = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    pair_places = list(dict.fromkeys([request.place for _, request in messages]))
+    pairs = _pairs(batch, pair_places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
-        here = [request.place for request in recording]
+        places = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
         reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, reduce)
+        call = Call(first.backend, batch, places, saved, made_by, pair_places, own_weights, reduce)
         outputs = iter(record(call, [request.memory.detach() for request in recording], pairs, tensors))
     answers = []
     for replica, request in messages:
