@@ -80,7 +80,7 @@ class Replica(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._sync_run
         span = run.coordinator.begin(run.replica_id)
-        token = running.set(self)
+        token = current_replica.set(self)
         try:
             with span, ExitStack() as modes:
                 run.modes.enter(modes)
@@ -89,19 +89,19 @@ class Replica(nn.Module):
             run.fail(error)
             raise
         finally:
-            running.reset(token)
+            current_replica.reset(token)
         run.coordinator.leave(run.replica_id)
         return output
 
     forward = __call__
 
 
-running: ContextVar[Replica | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
+current_replica: ContextVar[Replica | None] = ContextVar("sync_batchnorm_replica", default=None)  # of this thread
 
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return running.get() is not None
+    return current_replica.get() is not None
 
 
 # As `torch.compiler.assume_constant_result`, which would import the compiler: that cannot trace a `ContextVar`.

@@ -84,7 +84,7 @@ class ReplicaStatistics(NamedTuple):
 
     mean: Tensor  # (K, C); once `sent`, (2 * K, C): `second` follows the means
     second: Tensor  # (K, C): biased variances, or inverse standard deviations
-    is_invstd: bool
+    is_invstd: bool  # whether `second` has those; on CUDA, where both are (C,) then
     elements: int  # per channel, in all parts together
     place: Place | None = None  # where they were `sent`; None if they are where the replica computes
 
@@ -197,10 +197,11 @@ class Backward(NamedTuple):
 
 
 class Backend:
-    """The operations of batch normalization on any device, and of gradients that are differentiated again on all.
+    """The operations of batch normalization on any device.
 
-    Then the threads of several devices add up the gradients of one tensor in any order. So each further use of a tensor
-    takes a view: at most two gradients arrive at a tensor, in either order the same sum.
+    Gradients that are differentiated again use these on every device. Then the threads of several devices add up the
+    gradients of one tensor in any order. So each further use of a tensor takes a view, see `again`: at most two
+    gradients arrive at a tensor, in either order the same sum.
     """
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
