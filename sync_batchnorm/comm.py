@@ -106,9 +106,8 @@ class SyncMaster(_End):
 
     def _begin(self, here: _Joining) -> None:
         self._coordinator = here.coordinator
-        self._rendezvous = Rendezvous(here.name)
+        self._rendezvous = Rendezvous(here.name, here.replica_id)
         self.remembered = ()
-        here.coordinator.admit(self._rendezvous, MASTER, here.replica_id)
 
     def join(self) -> None:
         """Become the master of the replica whose callback runs, if a module has kept this from another forward."""
@@ -143,7 +142,7 @@ class SyncMaster(_End):
                 "ctx.sync_master = self.sync_master"
             )
         replica_id = self.nr_slaves + 1 if here is None else here.replica_id
-        self._coordinator.admit(self._rendezvous, identifier, replica_id)
+        self._rendezvous.admit(identifier, replica_id)
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:
