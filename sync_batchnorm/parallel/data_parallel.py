@@ -145,7 +145,8 @@ def _watch_shared_parameters(original: nn.Module, replicas: Sequence[Any], outpu
     ]
     parameters = [parameter for parameter in original.parameters() if not parameter.is_inference()]
     versions = {parameter.data_ptr(): (parameter, parameter._version) for parameter in parameters}
-    shared = [(alias, *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
+    # Detached, with the same version counter: a replica may return an alias, whose hook must not refer to its node.
+    shared = [(alias.detach(), *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
 
     def notice(_: Any) -> None:
         increment_version([alias for alias, parameter, version in shared if parameter._version != version])
