@@ -21,7 +21,6 @@ its peers have woken up.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -29,14 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from . import distributed
 from .backends.base import GENERAL, Backend, Backward, BatchStatistics, ReplicaGradients
-from .backends.places import Place, Streams, in_order_with_engine, record_current
+from .backends.places import CURRENT, Place, Streams, in_order_with_engine, record_current
 from .torch_private import keeps_graph, plain_tensors, will_run
 
 __all__: list[str] = []
-
-Tensors = tuple[Tensor, Tensor | None, Tensor | None]  # input, weight and bias of a replica
 
 
 class Call(NamedTuple):
@@ -47,23 +43,19 @@ class Call(NamedTuple):
     places: Sequence[Place]  # of the replicas that record a graph, which are those of the node
     saved: list[Callable[[], Any] | None]  # what returns their input and weight; None once that is freed
     made_by: Sequence[Any]  # the nodes of their inputs; None for one that needs no gradient
-    pair_places: Sequence[Place]
+    pair_places: Sequence[Place]  # of mean and invstd
     own_weights: bool  # whether weights differ between replicas
-    peers: distributed.Peers | None  # the processes that have a part in the call
-    pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
+    reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
 
 def record(
-    call: Call, replicas: Sequence[Tensors], outputs: Sequence[Tensor], pairs: Sequence[Tensor]
+    call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], tensors: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Return `outputs`, one for each of `replicas`, as functions of the tensors of all of them."""
-    tensors: list[Tensor | None] = []
-    for of_replica in replicas:
-        tensors += of_replica
+    """Return `outputs`, one for each replica, as functions of `tensors`: its input, weight and bias, for each."""
     # This node saves the numbers of its pairs, whatever the hooks of this thread: if replicas take gradients in their
     # forward, torch may free what it has saved in two threads at once, which it cannot do with tensors (torch 2.13).
-    numbers = count()
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), call.pairs.__getitem__):
+    numbers, kept = count(), [pair.detach() for pair in pairs]
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), kept.__getitem__):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
     return results[: len(outputs)]
 
@@ -82,10 +74,10 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         # Other processes may have gradients where this one has none, and wait for it.
-        if call.peers is None and not any([grad is not None for grad in grads]):
+        if call.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         master = call.batch.master
-        order: AbstractContextManager[Streams] = nullcontext(Streams())
+        order: AbstractContextManager[Streams] = nullcontext(CURRENT)
         if master.stream is not None:
             order = in_order_with_engine(master, [*call.places, *call.pair_places], grads)
         with plain_tensors(), order as streams:
@@ -107,17 +99,14 @@ def _compute_gradients(
     ctx: Any, call: Call, grads: Sequence[Tensor | None], replicas: Sequence[ReplicaGradients], streams: Streams
 ) -> None:
     """Compute the gradients of all replicas from the gradients of what the node has returned."""
-    batch, graph = call.batch, torch.is_grad_enabled()
-    at, reduce = batch.at, None
+    batch, at, graph = call.batch, call.batch.at, torch.is_grad_enabled()
     if graph:
         at = {place: pair.unbind() for place, pair in zip(call.pair_places, ctx.saved_tensors, strict=True)}
-    if call.peers is not None:
-        reduce = partial(distributed.all_reduced, peers=call.peers)
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
     backend = GENERAL if graph or pair_grads else call.backend
-    backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, reduce))
+    backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, call.reduce))
     for replica in replicas:
         if replica.wants_parameters and replica.grad_bias is None:
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.

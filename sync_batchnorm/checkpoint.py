@@ -98,7 +98,7 @@ class Remembered(NamedTuple):
     """What a pipe remembers of one call of its replica, outside of the graph."""
 
     statistics: Sequence[Any]  # `ReplicaStatistics` of its input
-    normalizer: Sequence[Tensor]  # see `Backend`
+    pair: Sequence[Tensor]  # mean and inverse standard deviation of the batch: the answer
     is_constant: bool  # whether the replica recorded a graph, and the output required no gradient all the same
 
 
@@ -115,7 +115,7 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: s
             "layer(input)"
         )
     first = same[0]
-    if not all(_are_equal(call.normalizer, first.normalizer) for call in same):
+    if not all(_are_equal(call.pair, first.pair) for call in same):
         raise RuntimeError(
             f"expected one answer for the recomputed input of {where}, but got {len(same)} calls in which this replica "
             "had inputs with equal statistics, and its peers had different ones; leave one of these calls out of the "

@@ -96,10 +96,7 @@ class SyncMaster(_End):
         self._master_callback = master_callback
         here = _joining.get()
         self._is_kept = here is None  # by a module, from forward to forward
-        if here is None:
-            self._begin(Coordinator(), "a SyncMaster of its own", 0)
-        else:
-            self._begin(here.coordinator, here.name, here.replica_id)
+        self._begin(here or _Joining(Coordinator(), name="a SyncMaster of its own"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
@@ -107,17 +104,16 @@ class SyncMaster(_End):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    def _begin(self, coordinator: Coordinator, name: str, replica_id: int) -> None:
-        self._coordinator = coordinator
-        self._rendezvous = Rendezvous(name)
+    def _begin(self, here: _Joining) -> None:
+        self._coordinator = here.coordinator
+        self._rendezvous = Rendezvous(here.name, here.replica_id)
         self.remembered = ()
-        coordinator.admit(self._rendezvous, MASTER, replica_id)
 
     def join(self) -> None:
-        """Make this, which a module may have kept, the master of the replica whose callback runs."""
+        """Become the master of the replica whose callback runs, if a module has kept this from another forward."""
         here = _joining.get()
         if here is not None and self._coordinator is not here.coordinator:
-            self._begin(here.coordinator, here.name, here.replica_id)
+            self._begin(here)
 
     @property
     def nr_slaves(self) -> int:
@@ -138,7 +134,7 @@ class SyncMaster(_End):
         if here is None:
             used = self._rendezvous.call > 1 or self._rendezvous.messages
             if used or self._coordinator.is_over:  # Forget the slaves, and how that ended.
-                self._begin(Coordinator(), self._rendezvous.name, 0)
+                self._begin(_Joining(Coordinator(), name=self._rendezvous.name))
         elif here.coordinator is not self._coordinator:
             raise RuntimeError(
                 f"expected a SyncMaster that belongs to this forward, but got one of another ({here.name}, replica "
@@ -146,7 +142,7 @@ class SyncMaster(_End):
                 "ctx.sync_master = self.sync_master"
             )
         replica_id = self.nr_slaves + 1 if here is None else here.replica_id
-        self._coordinator.admit(self._rendezvous, identifier, replica_id)
+        self._rendezvous.admit(identifier, replica_id)
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:

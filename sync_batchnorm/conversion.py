@@ -7,7 +7,6 @@ is not converted, and a warning names it.
 
 import copy
 import functools
-import types
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -274,7 +273,7 @@ def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
         "_derive": staticmethod(_mixed),
     }
     bases = (Derived, _kind_of(cls) or _SynchronizedBatchNorm, cls)
-    return types.new_class(f"Synchronized{cls.__name__}", bases, {}, lambda ns: ns.update(namespace))
+    return type(f"Synchronized{cls.__name__}", bases, namespace)
 
 
 def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:

@@ -16,6 +16,7 @@ more than one. A replica that got its answer before the break returns it, and al
 call at the latest. A broken coordinator stays broken: the next forward makes its own.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
@@ -40,14 +41,23 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 class Rendezvous:
     """Where the replicas of one forward meet in one layer: its members, and what they have sent in the present call."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, master: int) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {}  # identifier -> replica; the first is the master
+        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> replica
         self.messages: dict[Hashable, Any] = {}
         self.call = 1
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
+
+    def admit(self, identifier: Hashable, replica_id: int) -> None:
+        """Make a replica a member, under the name `identifier`."""
+        if identifier in self.members:
+            raise ValueError(
+                f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
+                "register each slave once a forward, and leave 0 to the master"
+            )
+        self.members[identifier] = replica_id
 
     def awaited(self) -> list[int]:
         """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
@@ -59,7 +69,7 @@ class Coordinator:
     """The replicas of one forward, and how they meet.
 
     Args:
-        devices: the device of each replica, for messages. Replicas that are not listed may be admitted later.
+        devices: the device of each replica, for messages. Replicas that are not listed may exchange too.
         timeout: seconds after which a wait ends with a `ReplicaTimeoutError`.
         span: returns the context of a run, wait or merge for its name, as a profile shows it.
     """
@@ -74,7 +84,7 @@ class Coordinator:
         self._span = span
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
-        self._mailboxes: dict[int, Mailbox] = {replica: SimpleQueue() for replica in self._devices}
+        self._mailboxes: dict[int, Mailbox] = defaultdict(SimpleQueue)
         self._running: set[int] = set()
         self._waiting: dict[int, Rendezvous] = {}
         self._left: dict[int, str] = {}  # how each replica that has ended did so
@@ -85,7 +95,7 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether all replicas have ended."""
-        return bool(self._devices) and len(self._left) == len(self._mailboxes)
+        return bool(self._devices) and len(self._left) == len(self._devices)
 
     def who(self, replica_id: int) -> str:
         """Return the name of a replica in messages."""
@@ -94,20 +104,10 @@ class Coordinator:
 
     # How a forward begins and ends.
 
-    def admit(self, rendezvous: Rendezvous, identifier: Hashable, replica_id: int) -> None:
-        """Make a replica, which may be one that is not listed, a member of `rendezvous` under the name `identifier`."""
-        if identifier in rendezvous.members:
-            raise ValueError(
-                f"expected an identifier that is not registered yet, but got {identifier!r} twice "
-                f"({rendezvous.name}); register each slave once a forward, and leave 0 to the master"
-            )
-        rendezvous.members[identifier] = replica_id
-        self._mailboxes.setdefault(replica_id, SimpleQueue())
-
     def expect(self, replica_ids: Collection[int]) -> None:
         """Record that these replicas, and no others, are about to be called."""
         with self._lock:
-            for replica_id in self._mailboxes:
+            for replica_id in self._devices:
                 if replica_id not in replica_ids:
                     self._left[replica_id] = "was given no input"
 
@@ -158,7 +158,7 @@ class Coordinator:
     def abort(self, error: BaseException, seconds: float) -> None:
         """Release all replicas, because their caller no longer waits; give them `seconds` to notice that."""
         with self._lock:
-            for replica_id in self._mailboxes:
+            for replica_id in self._devices:
                 if replica_id not in self._running:
                     self._left.setdefault(replica_id, "was not called")
             self._break(
@@ -214,9 +214,9 @@ class Coordinator:
         except Exception as error:
             add_note(error, f"Raised in the exchange of {rendezvous}.")
             raise
-        if len(answers) != len(messages) or not all([identifier in answers for identifier, _ in messages]):
+        if answers.keys() != dict(messages).keys():
             raise RuntimeError(
-                f"expected the master callback to return one result for each of {[member for member, _ in messages]}, "
+                f"expected the master callback to return one result for each of {list(dict(messages))}, "
                 f"but got results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
             )
         return answers
@@ -265,9 +265,10 @@ class Coordinator:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
         if self._broken is None:
             self._broken = (error_type, text)
-        for replica_id in list(self._waiting):
+        for replica_id, rendezvous in list(self._waiting.items()):
             self._mailboxes[replica_id].put((False, self._broken))
             self._released.add(replica_id)
+            rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
             del self._waiting[replica_id]
 
     def _find_deadlock(self, replica_id: int, rendezvous: Rendezvous) -> None:

@@ -48,6 +48,10 @@ class Peers(NamedTuple):
             add_note(error, f"Raised in the exchange of {self.name(self.number)} between processes.")
             raise
 
+    def all_reduced(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
+        return _AllReduce.apply(tensor, self)  # type: ignore
+
 
 def active_group(process_group: Group | None) -> Group | None:
     """Return the group to exchange over, by default of all processes; None where there is no other process."""
@@ -103,8 +107,3 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _AllReduce.apply(grad, ctx.peers), None  # type: ignore[no-untyped-call]
-
-
-def all_reduced(tensor: Tensor, peers: Peers) -> Tensor:
-    """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
-    return _AllReduce.apply(tensor, peers)  # type: ignore

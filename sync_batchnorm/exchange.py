@@ -28,7 +28,7 @@ from .backends.base import (
     single_value,
     statistics_dtype,
 )
-from .backends.places import Place, Streams, current_place
+from .backends.places import CURRENT, Place, Streams, current_place
 from .checkpoint import Remembered, Saved, recall, refuse_gradient, running_backward, save
 
 __all__: list[str] = []
@@ -84,19 +84,18 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         if recomputes and pipe is not None:
             call: Remembered = recall(pipe.remembered, request.statistics, pipe.where)
             output = request.memory if call.is_constant else refuse_gradient(request.memory, input)
-            normalizer = call.normalizer
+            pair = call.pair
         else:
             answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]
             output, pair, batch = answer
-            normalizer = request.backend.normalizer(pair, input.dtype, weight, bias)
             if pipe is not None and not isinstance(saved, Saved):  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
-                pipe.remembered += (Remembered(request.statistics, normalizer, is_constant),)
+                pipe.remembered += (Remembered(request.statistics, pair, is_constant),)
             if settings.running is not None and not recomputes:
                 # Only now, so that a call whose merge fails is not counted.
                 batch.update(settings.running, settings.eps)
         if input.numel():
-            request.backend.normalize(input, normalizer, weight, bias, request.memory)
+            request.backend.normalize(input, pair, weight, bias, request.memory)
         return output
 
 
@@ -108,10 +107,11 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
         statistics, memory = backend.statistics(input, settings.eps, adds_eps)
         if settings.master_device is not None and settings.master_device != place.device:
             target = current_place(settings.master_device)
-            statistics = statistics.sent(place, target, Streams())  # Both places are current.
+            statistics = statistics.sent(place, target, CURRENT)
     else:
         statistics = backend.nothing(input)
-    memory = memory_for_output(input, memory)
+    if memory is None:
+        memory = memory_for_output(input)
     inference = torch.is_inference_mode_enabled()
     kind = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
     return Request(kind, backend, place, statistics, memory, input, weight, bias, settings, saved, input.grad_fn)
@@ -120,8 +120,9 @@ def _request(input: Tensor, weight: Tensor | None, bias: Tensor | None, settings
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas and record the call in the graph; the callback of a layer's `SyncMaster`."""
     first = messages[0][1]
-    own_weights = needs_grad = False
+    own_weights = False
     recording: list[Request] = []
+    tensors: list[Tensor | None] = []  # of those that record
     for _, request in messages:
         if request.kind != first.kind:
             raise _different(messages)
@@ -130,20 +131,18 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             own_weights = own_weights or weight is not first.weight or bias is not first.bias
         if request.saved is not None:
             recording.append(request)
-            needs_grad = needs_grad or request.made_by is not None
-            needs_grad = needs_grad or (weight is not None and weight.requires_grad)
-            needs_grad = needs_grad or (bias is not None and bias.requires_grad)
+            tensors += request.input, weight, bias
     batch = _merge([request for _, request in messages])
-    places = list(dict.fromkeys([request.place for _, request in messages]))
-    pairs, kept = _pairs(batch, places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    pair_places = list(dict.fromkeys([request.place for _, request in messages]))
+    pairs = _pairs(batch, pair_places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
-    if needs_grad:
-        here = [request.place for request in recording]
+    if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+        places = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
-        call = Call(first.backend, batch, here, saved, made_by, places, own_weights, first.settings.peers, kept)
-        tensors = [(request.input, request.weight, request.bias) for request in recording]
-        outputs = iter(record(call, tensors, [request.memory.detach() for request in recording], pairs))
+        reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
+        call = Call(first.backend, batch, places, saved, made_by, pair_places, own_weights, reduce)
+        outputs = iter(record(call, [request.memory.detach() for request in recording], pairs, tensors))
     answers = []
     for replica, request in messages:
         output = next(outputs, request.memory) if request.saved is not None else request.memory
@@ -190,10 +189,8 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     return batch
 
 
-def _pairs(
-    batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and aliases; put these into `batch`."""
+def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and put aliases of them into `batch`."""
     pair = torch.stack((batch.mean, cast(Tensor, batch.invstd))).to(dtype)
     pairs = [pair]
     if len(places) > 1:
@@ -204,7 +201,6 @@ def _pairs(
                 with streams.at(place):
                     here = here.clone()
             pairs.append(here)
-    aliases = [pair.detach() for pair in pairs]
-    for place, alias in zip(places, aliases, strict=True):
-        batch.at[place] = alias.unbind()
-    return pairs, aliases
+    for place, pair in zip(places, pairs, strict=True):
+        batch.at[place] = pair.detach().unbind()
+    return pairs

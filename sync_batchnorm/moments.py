@@ -75,11 +75,11 @@ def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
         var, mean = values.sum(dims), values.sum(dims)
     if peers is None:
         return mean, var, count
-    sums = distributed.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))), peers)
+    sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
     total = sums[-1].clamp(min=1)
     merged = sums[:-1] / total
     deviations = mean - merged
-    spread = distributed.all_reduced((var + deviations * deviations) * count, peers)
+    spread = peers.all_reduced((var + deviations * deviations) * count)
     return merged, spread / total, int(sums[-1])
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from .glue import warn_once
-from .replica import running
+from .replica import current_replica
 from .torch_private import BatchNormBase, compiled_module_type, in_transform
 
 __all__: list[str] = []
@@ -50,7 +50,7 @@ def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it."""
-    replica = running.get()
+    replica = current_replica.get()
     if replica is None or any(module is foreign for module in replica.modules()):
         return
     run = replica._sync_run

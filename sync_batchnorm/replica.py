@@ -1,8 +1,7 @@
 """The run of one replica: in the modes of its caller, and such that its peers learn when it begins and how it ends."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,11 @@ class CallerModes:
             if torch.is_autocast_enabled(device_type):
                 self._autocast.append((device_type, torch.get_autocast_dtype(device_type)))
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the body, in another thread, in these modes."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
-            for device_type, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
-            yield
+    def enter(self, stack: ExitStack) -> None:
+        """Enter these modes in the thread that calls this; `stack` leaves them."""
+        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
+        for device_type, dtype in self._autocast:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
 
 
 @dataclass
@@ -84,27 +80,28 @@ class Replica(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._sync_run
         span = run.coordinator.begin(run.replica_id)
-        token = running.set(self)
+        token = current_replica.set(self)
         try:
-            with span, run.modes.entered():
+            with span, ExitStack() as modes:
+                run.modes.enter(modes)
                 output = self._sync_replica(*args, **kwargs)
         except BaseException as error:
             run.fail(error)
             raise
         finally:
-            running.reset(token)
+            current_replica.reset(token)
         run.coordinator.leave(run.replica_id)
         return output
 
     forward = __call__
 
 
-running: ContextVar[Replica | None] = ContextVar("sync_batchnorm_running", default=None)  # the replica of this thread
+current_replica: ContextVar[Replica | None] = ContextVar("sync_batchnorm_replica", default=None)  # of this thread
 
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return running.get() is not None
+    return current_replica.get() is not None
 
 
 # As `torch.compiler.assume_constant_result`, which would import the compiler: that cannot trace a `ContextVar`.

@@ -226,7 +226,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 
 
 def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
-    """Do so, without checks."""
+    """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
     if not isinstance(data_parallel, _Callbacks):
         cls = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]

@@ -309,7 +309,7 @@ class _Scene:
             assert not isinstance(outcome, AssertionError), outcome
         items = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
         allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
-        assert max(items) <= allowed, "an item that nobody took"
+        assert max(items, default=0) <= allowed, "an item that nobody took"
         self._check_outcomes(outcomes[: self.number])
         self._check_shown(outcomes[: self.number])
 

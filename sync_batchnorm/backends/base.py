@@ -41,12 +41,9 @@ def reduced_dims(input: Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def memory_for_output(input: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return memory in the format of the output for `input`: `memory`, which is contiguous, if that is the format."""
-    memory_format = format_of(input)
-    if memory is None or memory_format != torch.contiguous_format:
-        return torch.empty_like(input, memory_format=memory_format)
-    return memory
+def memory_for_output(input: Tensor) -> Tensor:
+    """Return memory in the format of the output for `input`."""
+    return torch.empty_like(input, memory_format=format_of(input))
 
 
 def single_value(shapes: Sequence[torch.Size]) -> ValueError:
@@ -87,7 +84,7 @@ class ReplicaStatistics(NamedTuple):
 
     mean: Tensor  # (K, C); once `sent`, (2 * K, C): `second` follows the means
     second: Tensor  # (K, C): biased variances, or inverse standard deviations
-    is_invstd: bool
+    is_invstd: bool  # whether `second` has those; on CUDA, where both are (C,) then
     elements: int  # per channel, in all parts together
     place: Place | None = None  # where they were `sent`; None if they are where the replica computes
 
@@ -200,17 +197,18 @@ class Backward(NamedTuple):
 
 
 class Backend:
-    """The operations of batch normalization on any device, and of gradients that are differentiated again on all.
+    """The operations of batch normalization on any device.
 
-    Then the threads of several devices add up the gradients of one tensor in any order. So each further use of a tensor
-    takes a view: at most two gradients arrive at a tensor, in either order the same sum.
+    Gradients that are differentiated again use these on every device. Then the threads of several devices add up the
+    gradients of one tensor in any order. So each further use of a tensor takes a view, see `again`: at most two
+    gradients arrive at a tensor, in either order the same sum.
     """
 
     merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
     pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
 
     def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
-        """Return the statistics of `input`, which has elements, and memory for `memory_for_output`, or None.
+        """Return the statistics of `input`, which has elements, and memory for the output in its format, or None.
 
         With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance.
         """
@@ -237,15 +235,9 @@ class Backend:
             fractions = torch.cat([mean.new_full((number, 1), count / total) for number, count in parts])
         return BatchStatistics(*merge_moments(mean, var, fractions), None)
 
-    def normalizer(self, pair: Pair, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Any:
-        """Return the `normalizer` of `normalize` for inputs of `dtype`."""
-        return pair
-
-    def normalize(
-        self, input: Tensor, normalizer: Any, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
+    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
         """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
-        mean, invstd = normalizer
+        mean, invstd = pair
         factor = per_channel(invstd if weight is None else invstd * weight, input)
         centered = input - per_channel(mean, input)
         if bias is None:

@@ -80,17 +80,12 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return ReplicaStatistics(mean, var, False, channel_count(input.shape)), memory
 
-    def normalizer(self, pair: Pair, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> Affine:
+    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
         # The offset is made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
         mean, invstd = pair
-        slope = _factor(invstd, weight, statistics_dtype(dtype))
+        slope = _factor(invstd, weight, statistics_dtype(input.dtype))
         offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-        return Affine(slope, offset.to(slope.dtype))
-
-    def normalize(
-        self, input: Tensor, normalizer: Affine, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        normalizer.of(input, out)
+        Affine(slope, offset.to(slope.dtype)).of(input, out)
 
     def sums(self, backward: Backward) -> Tensor | None:
         """Do this for all replicas in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""

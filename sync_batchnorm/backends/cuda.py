@@ -57,10 +57,8 @@ class Cuda(Backend):
         )
         return BatchStatistics(mean, None, invstd, updated)
 
-    def normalize(
-        self, input: Tensor, normalizer: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        mean, invstd = normalizer
+    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+        mean, invstd = pair
         torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=out)
 
     def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,9 @@ class Streams:
         return tensor
 
 
+CURRENT = Streams()  # for places that are current
+
+
 def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
     """Tell the allocator that the current stream uses tensors that were made at `place`."""
     for tensor in tensors:

@@ -20,7 +20,7 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        aliases = tuple(tensor.data for tensor in tensors)  # each with a version counter of its own
+        aliases = tuple([tensor.data for tensor in tensors])  # each with a version counter of its own
         ctx.mark_non_differentiable(*[alias for alias, i in zip(aliases, ctx.needs_input_grad, strict=True) if not i])
         return aliases
 

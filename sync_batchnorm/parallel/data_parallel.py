@@ -95,9 +95,29 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        """Call each `Replica` in a thread of its own; return the outputs in order, or None for one that has failed."""
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        if len(set(devices)) < len(devices):
+        places = {device: current_place(device) for device in set(devices)}
+        outputs: list[Any] = [None] * len(replicas)
+
+        def work(i: int) -> None:
+            try:
+                with places[devices[i]].entered():
+                    args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+                    outputs[i] = replicas[i](*args, **kwargs[i])
+            except BaseException as error:
+                replicas[i]._sync_run.fail(error)
+
+        if len(replicas) == 1:
+            work(0)
+            return outputs
+        # After Ctrl-C in the caller, a daemon that is busy does not keep the process alive.
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(places) < len(devices):
             _watch_shared_parameters(self.module, replicas, outputs)
         return outputs
 
@@ -125,7 +145,8 @@ def _watch_shared_parameters(original: nn.Module, replicas: Sequence[Any], outpu
     ]
     parameters = [parameter for parameter in original.parameters() if not parameter.is_inference()]
     versions = {parameter.data_ptr(): (parameter, parameter._version) for parameter in parameters}
-    shared = [(alias, *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
+    # Detached, with the same version counter: a replica may return an alias, whose hook must not refer to its node.
+    shared = [(alias.detach(), *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
 
     def notice(_: Any) -> None:
         increment_version([alias for alias, parameter, version in shared if parameter._version != version])
@@ -138,28 +159,3 @@ def _watch_shared_parameters(original: nn.Module, replicas: Sequence[Any], outpu
             f"expected a forward that leaves its parameters as they are, but got changes of {sorted(names)} by each of "
             f"{len(replicas)} replicas, which share their memory; make it a buffer, or change it outside of the forward"
         )
-
-
-def parallel_apply(replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]) -> list[Any]:
-    """Call each `Replica` in a thread of its own, and return the outputs in order, or None for one that has failed."""
-    outputs: list[Any] = [None] * len(replicas)
-    places = {device: current_place(device) for device in set(devices)}
-
-    def work(i: int) -> None:
-        try:
-            with places[devices[i]].entered():
-                args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
-                outputs[i] = replicas[i](*args, **kwargs[i])
-        except BaseException as error:
-            replicas[i]._sync_run.fail(error)
-
-    if len(replicas) == 1:
-        work(0)
-        return outputs
-    # After Ctrl-C in the caller, a daemon that is busy does not keep the process alive.
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outputs

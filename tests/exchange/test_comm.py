@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import weakref
 
 import pytest
 from helpers import together
@@ -214,6 +215,20 @@ def test_kept_masters_of_two_groups_serve_every_forward():
     for number in (4, 4, 3, 1, 2, 4):
         for _ in range(5):
             assert_groups_get_their_means(parallel, number, 2)
+
+
+def test_kept_master_holds_no_message_of_a_forward_that_failed():
+    messages = []
+
+    def failing(found):
+        messages.extend(weakref.ref(message) for _, message in found)
+        raise LookupError("in the merge")
+
+    module = KeepsMasters(2)
+    module.masters = [SyncMaster(failing)]
+    with pytest.raises(LookupError):
+        DataParallelWithCallback(module, ["cpu"] * 2)(tensor([[1.0], [10.0]]))
+    assert [message() for message in messages] == [None] * 2
 
 
 def test_kept_master_that_is_not_put_into_the_context_is_refused():

@@ -17,10 +17,10 @@ from sync_batchnorm.comm import joining
 from sync_batchnorm.coordinator import MASTER, Coordinator, Rendezvous
 
 
-def layer_of(coordinator, name="layer", replicas=(0, 1)):
-    rendezvous = Rendezvous(name)
-    for replica in replicas:
-        coordinator.admit(rendezvous, MASTER if replica == replicas[0] else replica or "replica 0", replica)
+def layer_of(name="layer", replicas=(0, 1)):
+    rendezvous = Rendezvous(name, replicas[0])
+    for replica in replicas[1:]:
+        rendezvous.admit(replica or "replica 0", replica)
     return rendezvous
 
 
@@ -56,7 +56,7 @@ class Waiting:
 
 def test_groups_are_told_of_their_own_members_only():
     coordinator = Coordinator(["cpu"] * 4)
-    layers = [layer_of(coordinator, "layer", pair) for pair in ((0, 1), (2, 3))]
+    layers = [layer_of("layer", pair) for pair in ((0, 1), (2, 3))]
     first = Waiting(coordinator, layers[0], 0)
     coordinator.leave(3)  # which replica 0 does not wait for
     call(coordinator, layers[0], 1)
@@ -71,7 +71,7 @@ def test_groups_are_told_of_their_own_members_only():
 
 def test_cycle_over_three_layers_is_found():
     coordinator = Coordinator(["cpu"] * 3)
-    layers = [layer_of(coordinator, name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
+    layers = [layer_of(name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
     waiting = [Waiting(coordinator, layers[i], i) for i in range(3)]
     texts = {str(replica.outcome()) for replica in waiting}
     assert texts == {
@@ -83,7 +83,7 @@ def test_cycle_over_three_layers_is_found():
 
 def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
-    outer, inner = layer_of(coordinator, "outer"), layer_of(coordinator, "inner")
+    outer, inner = layer_of("outer"), layer_of("inner")
     waiting = Waiting(coordinator, outer, 1)
     coordinator.send(outer, MASTER, None)
     with pytest.raises(ReplicaSyncError, match=r"to reach the same layer, but got replica 0 .* in inner, call 1, "):
@@ -93,9 +93,9 @@ def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
 
 def test_second_thread_of_a_replica_is_refused():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, layer_of(coordinator, "stem"), 1)
+    waiting = Waiting(coordinator, layer_of("stem"), 1)
     with pytest.raises(RuntimeError) as caught:
-        call(coordinator, layer_of(coordinator, "head"), 1)
+        call(coordinator, layer_of("head"), 1)
     assert str(caught.value) == (
         "expected one thread of a replica to exchange at a time, but got replica 1 on device cpu calling head while it "
         "waits in stem, call 1; call synchronized layers from one thread of each replica"
@@ -106,7 +106,7 @@ def test_second_thread_of_a_replica_is_refused():
 
 def test_second_thread_of_the_master_is_refused_while_the_first_merges():
     coordinator = Coordinator(["cpu"] * 2)
-    layer = layer_of(coordinator)
+    layer = layer_of()
     waiting = Waiting(coordinator, layer, 1)
     coordinator.send(layer, MASTER, None)
     with pytest.raises(RuntimeError, match=r"replica 0 on device cpu calling layer while it waits in layer, call 1;"):
@@ -119,23 +119,23 @@ def test_second_thread_of_a_replica_does_not_take_the_answer_of_the_first():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator._mailboxes[1].put((True, "for the first thread, which has not woken yet"))
     with pytest.raises(RuntimeError, match="expected one thread of a replica to exchange at a time"):
-        call(coordinator, layer_of(coordinator), 1)
+        call(coordinator, layer_of(), 1)
 
 
 def test_timeout_names_a_replica_that_waits_elsewhere():
     coordinator = Coordinator(["cpu"] * 3)
-    waiting = Waiting(coordinator, layer_of(coordinator, "stem", (1, 2)), 1)
+    waiting = Waiting(coordinator, layer_of("stem", (1, 2)), 1)
     coordinator.timeout = 0.01
     with pytest.raises(
         TimeoutError, match=r"for replica 1 on device cpu, which waits in stem, call 1 \(head, call 1\)"
     ):
-        call(coordinator, layer_of(coordinator, "head"), 0)
+        call(coordinator, layer_of("head"), 0)
     assert isinstance(waiting.outcome(), TimeoutError)
 
 
 def test_break_that_was_interrupted_is_finished_by_the_next():
     coordinator = Coordinator(["cpu"] * 2)
-    waiting = Waiting(coordinator, layer_of(coordinator), 0)
+    waiting = Waiting(coordinator, layer_of(), 0)
     coordinator._broken = (ReplicaSyncError, "the first reason")  # Ctrl-C came right after this
     coordinator.abort(KeyboardInterrupt(), 0.0)
     assert str(waiting.outcome()) == "the first reason"
@@ -145,7 +145,7 @@ def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_hig
     coordinator = Coordinator(["cpu"] * 4)
     coordinator.leave(3, failed(ValueError("original")))
     with pytest.raises(ReplicaSyncError) as caught:
-        call(coordinator, layer_of(coordinator), 0)
+        call(coordinator, layer_of(), 0)
     coordinator.leave(0, failed(caught.value))
     coordinator.leave(2, failed(ValueError("another original")))
     assert "another original" in coordinator.failure().exc_msg
@@ -164,7 +164,7 @@ def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original(
     coordinator.abort(OSError(), 0.0)
     coordinator.leave(1, failed(ReplicaSyncError("of an inner wrapper")))
     with pytest.raises(ReplicaSyncError) as caught:
-        call(coordinator, layer_of(coordinator), 0)
+        call(coordinator, layer_of(), 0)
     coordinator.leave(0, failed(caught.value))
     assert "of an inner wrapper" in coordinator.failure().exc_msg
 

@@ -222,7 +222,7 @@ def test_drawings_of_a_step_are_what_runs_on_two_replicas():
     master, slave = (drawn_stacks(replicas, column) for column in (slice(right), slice(right, replicas.index("file"))))
     own = [stack for drawing in (forward, backward) for stack in drawn_stacks(drawing, slice(None))]
     assert sum(drawing.count(".py") for drawing in drawings) == len(own) + len(master)
-    assert len(slave) == 11
+    assert len(slave) == 9
     for drawn, met in zip((own, master, slave), stacks_of_a_step(), strict=True):
         for stack in drawn:
             assert any(is_drawn(call, stack) for call in met), f"the code has no call {stack}"

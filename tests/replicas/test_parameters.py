@@ -1,5 +1,7 @@
 """Parameters of replicas: the gradient that each has, and what is noticed when they change."""
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch.nn.functional as F
 from conftest import device_lists, usual_kernels
 from helpers import as_devices, assert_equal, doubles, twins
 from torch import Tensor, nn
+
+from sync_batchnorm import DataParallelWithCallback
 
 pytestmark = usual_kernels
 several = pytest.mark.parametrize("devices", device_lists(2, 3))
@@ -157,6 +161,21 @@ def test_parameters_that_change_between_forward_and_backward_are_refused(devices
         change(next(model.parameters()))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.backward(torch.randn_like(output))
+
+
+class Returning(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), self.weight
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_that_return_their_parameters_keep_none_alive(devices):
+    parallel = DataParallelWithCallback(Returning(3, 3).to(as_devices(devices)[0]), devices)
+    weight = weakref.ref(parallel.module.weight)
+    parallel(torch.randn(4, 3))[1].sum().backward()
+    del parallel
+    gc.collect()
+    assert weight() is None
 
 
 class NeedsNoWeight(Scaling):

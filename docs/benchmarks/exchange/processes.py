@@ -44,7 +44,7 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
         mean, var, sums = torch.zeros(width).double(), torch.ones(width).double(), torch.zeros(2, width).double()
         peers = distributed.Peers(dist.group.WORLD, 0, ("layer",))
         forward = minimum(partial(distributed.merge_over_processes, mean, var, 512, peers))
-        backward = minimum(partial(distributed.all_reduced, sums, peers))
+        backward = minimum(partial(peers.all_reduced, sums))
         if rank == 0:
             print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)
     dist.destroy_process_group()
