@@ -46,16 +46,18 @@ class Call(NamedTuple):
     pair_places: Sequence[Place]  # of mean and invstd
     own_weights: bool  # whether weights differ between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
+    pairs: Sequence[Tensor]  # mean and invstd at `pair_places`, outside of the graph
 
 
 def record(
     call: Call, outputs: Sequence[Tensor], pairs: Sequence[Tensor], tensors: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return `outputs`, one for each replica, as functions of `tensors`: its input, weight and bias, for each."""
-    # This node saves the numbers of its pairs, whatever the hooks of this thread: if replicas take gradients in their
-    # forward, torch may free what it has saved in two threads at once, which it cannot do with tensors (torch 2.13).
-    numbers, kept = count(), [pair.detach() for pair in pairs]
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), kept.__getitem__):
+    # This node saves the numbers of its pairs, whatever the hooks of this thread, and the call keeps the pairs: if
+    # replicas take gradients in their forward, torch frees what it has saved in two threads at once. A tensor among
+    # that is freed twice, also one that only a hook holds (torch 2.13).
+    numbers = count()
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: next(numbers), call.pairs.__getitem__):
         results: tuple[Tensor, ...] = _apply(call, outputs, pairs, *tensors)
     return results[: len(outputs)]
 

@@ -134,14 +134,14 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             tensors += request.input, weight, bias
     batch = _merge([request for _, request in messages])
     pair_places = list(dict.fromkeys([request.place for _, request in messages]))
-    pairs = _pairs(batch, pair_places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
+    pairs, kept = _pairs(batch, pair_places, first.backend.pair_dtype or statistics_dtype(first.input.dtype))
     outputs: Iterator[Tensor] = iter(())
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
         places = [request.place for request in recording]
         saved = [request.saved for request in recording]
         made_by = [request.made_by for request in recording]
         reduce = None if first.settings.peers is None else first.settings.peers.all_reduced
-        call = Call(first.backend, batch, places, saved, made_by, pair_places, own_weights, reduce)
+        call = Call(first.backend, batch, places, saved, made_by, pair_places, own_weights, reduce, kept)
         outputs = iter(record(call, [request.memory.detach() for request in recording], pairs, tensors))
     answers = []
     for replica, request in messages:
@@ -189,8 +189,10 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     return batch
 
 
-def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and put aliases of them into `batch`."""
+def _pairs(
+    batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return mean and inverse standard deviation, ``(2, C)``, at each place, and aliases; put these into `batch`."""
     pair = torch.stack((batch.mean, cast(Tensor, batch.invstd))).to(dtype)
     pairs = [pair]
     if len(places) > 1:
@@ -201,6 +203,7 @@ def _pairs(batch: BatchStatistics, places: Sequence[Place], dtype: torch.dtype) 
                 with streams.at(place):
                     here = here.clone()
             pairs.append(here)
-    for place, pair in zip(places, pairs, strict=True):
-        batch.at[place] = pair.detach().unbind()
-    return pairs
+    aliases = [pair.detach() for pair in pairs]
+    for place, alias in zip(places, aliases, strict=True):
+        batch.at[place] = alias.unbind()
+    return pairs, aliases
