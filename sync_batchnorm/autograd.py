@@ -107,10 +107,11 @@ def _compute_gradients(
     reached = [replica for replica in replicas if replica.input is not None]
     of_pairs = zip(grads[len(replicas) :], call.pair_places, strict=True)
     pair_grads = [(grad, place) for grad, place in of_pairs if grad is not None]
+    only_pairs = bool(pair_grads) and all([replica.grad_output is None for replica in replicas])  # as of a penalty
     backend = GENERAL if graph or pair_grads else call.backend
     backend.gradients(Backward(reached, batch, at, pair_grads, streams, call.own_weights, call.reduce))
     for replica in replicas:
-        if replica.wants_parameters and replica.grad_bias is None:
+        if replica.wants_parameters and replica.grad_bias is None and not only_pairs:
             # Its output is not in the loss, as those of its peers are. Hooks on gradients do not expect None.
             with streams.at(replica.place):
                 replica.grad_weight = replica.grad_bias = torch.zeros_like(batch.at[replica.place][0])

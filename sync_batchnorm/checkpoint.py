@@ -110,9 +110,9 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: s
     if not same:
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
-            f"called, with the same inputs, but got another call of {where}; call the same layers in both, and where "
-            "the checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: "
-            "layer(input)"
+            f"called, with the same inputs to the last bit, but got another call of {where}; call the same layers in "
+            "both, and where the checkpointed function is made in a loop, bind the loop variable: "
+            "lambda input, layer=layer: layer(input)"
         )
     first = same[0]
     if not all(_are_equal(call.pair, first.pair) for call in same):
@@ -125,4 +125,5 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: s
 
 
 def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    # As numbers, since NaN is not equal to itself.
+    return len(one) == len(other) and all(map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other)))

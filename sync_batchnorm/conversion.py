@@ -47,6 +47,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
+_LAZY = "is lazy and has seen no input; run one batch through the model, then convert it"
 
 
 def convert_model(
@@ -235,7 +236,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
     cls = type(layer)
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return "is lazy and has seen no input; run one batch through the model, then convert it"
+        return _LAZY
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
     own = next((name for name in _COMPUTES if name in vars(layer)), None)
@@ -245,6 +246,8 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     # Python 3.10 has no `__getstate__` to inherit.
     own = next((name for name in _COMPUTES if getattr(cls, name, None) is not getattr(base, name, None)), None)
     if own is not None and not has_class:
+        if issubclass(cls, nn.SyncBatchNorm):
+            return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
         ours, kind = f"Synchronized{cls.__name__}", _kind_of(cls) or SynchronizedBatchNorm
         return (
             f"has a {own} of its own; write class {ours}({cls.__name__}, {kind.__name__}) and call "
@@ -319,8 +322,9 @@ def patch_sync_batchnorm() -> Iterator[None]:
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
-        if is_open and isinstance(self, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-            reason = _make_synchronized(self, {}, SyncOptions())
+        if is_open and not isinstance(self, nn.SyncBatchNorm):
+            is_lazy = isinstance(self, LazyModuleMixin)  # and has no parameters yet, not even those without values
+            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _make_synchronized(self, {}, SyncOptions())
             if reason is not None:
                 text = f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}"
                 warnings.warn(text, stacklevel=2)

@@ -75,6 +75,8 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
     if input.is_leaf and input.requires_grad:
         input = input[...]  # A leaf has no node to ask whether its gradient is needed.
+    if input.is_inference() and torch.is_grad_enabled():
+        input = input.clone()  # Torch saves no tensor that was made in inference mode.
     saved, device_type = save(input, weight), input.device.type
     recomputes = running_backward() != -1
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
@@ -83,7 +85,8 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         request = _request(input, weight, bias, settings, saved)
         if recomputes and pipe is not None:
             call: Remembered = recall(pipe.remembered, request.statistics, pipe.where)
-            output = request.memory if call.is_constant else refuse_gradient(request.memory, input)
+            is_constant = call.is_constant or saved is None
+            output = request.memory if is_constant else refuse_gradient(request.memory, input)
             pair = call.pair
         else:
             answer: Answer = pipe.run(request) if pipe is not None else merge_requests([(0, request)])[0][1]

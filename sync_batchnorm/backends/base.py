@@ -136,7 +136,7 @@ class RunningStatistics(NamedTuple):
                 # The step stays a tensor, so that the host does not wait for the counter.
                 step = self.num_batches_tracked.to(buffer.dtype).reciprocal()
             # As torch computes it. `lerp_` would make NaN of an infinite variance if the momentum is one.
-            buffer.data.mul_(1 - step).add_(value.to(buffer.dtype) * step)
+            buffer.data.mul_(1 - step).add_((value * step).to(buffer.dtype))
 
 
 @dataclass(slots=True)
@@ -224,7 +224,6 @@ class Backend:
         self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
     ) -> BatchStatistics:
         """Merge the statistics of all replicas, sent to one device; a backend may use `eps`, and update `running`."""
-        replicas = [replica for replica in replicas if replica.elements] or replicas[:1]
         means, variances = zip(*[replica.unpacked() for replica in replicas], strict=True)
         mean, var, fractions = torch.cat(means), torch.cat(variances), None
         if self.merge_dtype is not None:

@@ -424,7 +424,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
-    (lambda: Sync(2), "Sync has a forward of its own; write class SynchronizedSync(Sync, SynchronizedBatchNorm)"),
+    (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
     (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model"),
     (
@@ -842,10 +842,26 @@ def test_subclass_that_computes_something_else_is_named_where_it_is_built():
         with pytest.warns(UserWarning, match=f"{PATCH_LEFT}BatchNormReLU has a forward of its own; write") as caught:
             layer = BatchNormReLU(2)
         nn.SyncBatchNorm(2)
-        nn.LazyBatchNorm2d()
     (warning,) = caught
     assert warning.filename == __file__
     assert type(layer) is BatchNormReLU
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])
+def test_lazy_layer_is_named_where_it_is_built_and_converts_once_it_has_seen_an_input(lazy):
+    with patch_sync_batchnorm():
+        with pytest.warns(UserWarning, match=f"{PATCH_LEFT}{lazy.__name__} is lazy and has seen no input; run one"):
+            net = nn.Sequential(lazy())
+        net(torch.randn(2, 3, *[4] * int(lazy.__name__[-2])))
+    assert type(net[0]) is lazy.cls_to_become
+    assert type(convert_model(net)[0]) is dict(KINDS)[lazy.cls_to_become]
+    assert_not_patched()
+
+
+def test_class_of_no_dimension_is_synchronized_where_it_is_built():
+    with patch_sync_batchnorm():
+        layer = OfNoDimension(2)
+    assert type(layer) is type(convert_model(OfNoDimension(2)))
 
 
 def test_building_converting_and_reverting_synchronized_layers_work_inside_of_the_context():

@@ -107,6 +107,15 @@ def without_gradients_inside(net, x):
     return net.run(body, x)
 
 
+def gated_without_gradients(net, x):
+    def body(x):
+        with torch.no_grad():
+            gate = net.bn(x)
+        return nn.functional.conv2d(gate * net.conv(x), net.conv.weight)
+
+    return net.run(body, x)
+
+
 def only_the_layer(net, x):
     return net.run(net.bn, net.conv(x)) * net.scale
 
@@ -118,6 +127,7 @@ PATHS = [
     interleaved,
     beside_calls_that_are_not_checkpointed,
     without_gradients_inside,
+    gated_without_gradients,
     only_the_layer,
     in_a_row,
 ]
@@ -227,6 +237,16 @@ def test_siamese_net_is_exact_and_counted_once_a_call(devices):
     for steps in (1, 2):
         assert_same_results(plain, parallel, step)
         assert parallel.module.backbone.bn1.num_batches_tracked == 2 * steps
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_siamese_net_has_the_gradients_of_what_is_not_finite(value):
+    _, parallel = twins(Siamese(), ["cpu"] * 2)
+    views = [torch.randn(4, 3, 6, 6) for _ in range(2)]
+    views[1][0, 0, 0, 0] = value
+    output = parallel(*views)
+    output.backward(torch.randn_like(output))
+    assert parallel.module.backbone.conv1.weight.grad.isnan().all()
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from conftest import every_kernel
-from helpers import FORMATS, TOLERANCES, assert_equal, run_parts, twins
+from conftest import device_lists, every_kernel
+from helpers import FORMATS, TOLERANCES, as_devices, assert_equal, run_parts, twins
 from torch import nn
 
 from sync_batchnorm.backends import cpu
@@ -308,6 +308,16 @@ def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kind, dtype, va
             atol = TOLERANCES[found.dtype if found.dim() > 1 else torch.float32] * float(scale)
             same = scale.isinf()
             torch.testing.assert_close(found[i], wanted[i].to(found.dtype), rtol=0, atol=0.0 if same else atol)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_running_variance_of_float16_is_finite_where_its_update_is(devices):
+    plain, parallel = twins(nn.BatchNorm1d(3, dtype=torch.float16), devices)
+    data = 800 * torch.randn(64, 3, dtype=torch.float16, device=as_devices(devices)[0])
+    for module in (plain, parallel):
+        module(data)
+    assert plain.running_var.isfinite().all()
+    assert_equal(parallel.module.running_var, plain.running_var, tolerance=1e-3)
 
 
 @on_the_cpu

@@ -83,6 +83,20 @@ def test_gradient_penalty_is_that_of_one_device(devs, rows):
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
+def test_penalty_alone_gives_the_parameters_of_the_last_layer_what_one_device_does(devices):
+    plain, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double(), devices)
+    data, weights = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+
+    def step(model):
+        input = data.clone().requires_grad_()
+        (grad,) = torch.autograd.grad((model(input) * weights).sum(), input, create_graph=True)
+        grad.square().sum().backward()
+        return [input.grad]
+
+    assert_same_results(plain, parallel, step, RELATIVE)  # None for the bias, which an optimizer then leaves alone
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
 def test_penalty_of_an_empty_batch_is_zero(devices):
     _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
     input = doubles(0, 3, devices=devices).requires_grad_()

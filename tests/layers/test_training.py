@@ -11,6 +11,7 @@ from helpers import (
     as_devices,
     assert_equal,
     assert_same_parts,
+    assert_same_results,
     assert_same_state,
     assert_same_step,
     doubles,
@@ -436,3 +437,30 @@ def test_strides_of_sizes_of_one_change_no_number_in_half_precision(devices, dty
     data = doubles(4, 50, 6, devices=devices).to(dtype)
     expected = plain(ONES[view](data).contiguous())
     assert_equal(parallel(ONES[view](data)), expected)
+
+
+class Probe(nn.Module):
+    """Trains on features that are computed in inference mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.bn, self.head = nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)
+
+    def forward(self, input):
+        with torch.inference_mode():
+            features = self.backbone(input)
+        return self.head(self.bn(features))
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2))
+def test_features_of_inference_mode_can_be_normalized(devices):
+    plain, parallel = twins(Probe().double(), devices)
+    data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
+
+    def step(model):
+        output = model(data)
+        output.backward(grad)
+        return [output]
+
+    for _ in range(2):
+        assert_same_results(plain, parallel, step)
