@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import logging
 import os
 import sys
@@ -488,6 +489,7 @@ class Normalized(torch.utils.data.Dataset[Tensor]):
 
 @check
 def worker_of_a_data_loader_is_refused_in_training_mode() -> None:
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds, of 5: the end of a worker is waited for so long
     model = SynchronizedBatchNorm2d(3)
     batches = torch.utils.data.DataLoader(Normalized(model), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match="expected a synchronized batch norm in the process that trains, but got"):
@@ -768,6 +770,7 @@ def run_checks(rank: int, size: int, folder: Path, names: Sequence[str]) -> None
 
 def run_world(size: int, folder: Path, names: Sequence[str]) -> str:
     """Run checks in a world of `size` processes; return what these have printed, which is nothing if all is right."""
+    importlib.import_module("torch._dynamo")  # as checkpoints do, once and not in each process
     children, printed = [], ""
     for rank in range(size):
         with (folder / f"output.{rank}").open("w") as output:
