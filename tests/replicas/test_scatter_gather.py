@@ -113,6 +113,12 @@ class Echo(nn.Module):
         return list(args), kwargs
 
 
+def test_module_of_one_device_gets_the_objects_of_the_caller():
+    tree = [doubles(5, 2), {"a": doubles(5, 2)}]
+    (positional,), kwargs = DataParallelWithCallback(Echo(), ["cpu"])(tree, named=tree)
+    assert positional is kwargs["named"] is tree
+
+
 @pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
 def test_wrapper_passes_trees_in_and_out(devs, kind):
     tree = TREES[kind](doubles(5, 2, devices=devs))
