@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "out", "venv")  # is not part of a copy
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4")}  # with the options of pytest
 JOBS = os.cpu_count() or 1
-BUDGET = 300.0  # seconds of tests for a mutant, in each place; one case of each function comes before the next
+BUDGET = 60.0  # seconds of tests for a mutant, in each place, after those of its own file
 # Mutants that were read, as they are printed but for the line, and why no test can notice them.
 EQUIVALENT: dict[str, str] = {
     "layers.py: _SynchronizedBatchNorm._check_input: `1` -> `2`": "any number of rows makes torch raise the error",
@@ -227,8 +227,8 @@ class Record(NamedTuple):
     seconds: dict[str, float]  # by test that has passed
     tests: dict[str, set[str]]  # by statement; also whole files of tests
 
-    def covering(self, statement: str) -> list[str]:
-        """Return the tests to try."""
+    def covering(self, statement: str) -> tuple[list[str], list[str]]:
+        """Return the tests to try: those of the file and the folder of the statement, and some of the others."""
         reached = [
             key for key in self.tests if key == statement or (statement[-1] == ":" and key.startswith(statement))
         ]
@@ -236,9 +236,12 @@ class Record(NamedTuple):
         found = [test for test in self.seconds if test in names or test.partition("::")[0] in names]
         found.sort(key=lambda test: (self.seconds[test], test))
         cases = defaultdict[str, Iterator[int]](count)
-        found.sort(key=lambda test: next(cases[test.partition("[")[0]]))
-        sums = accumulate(self.seconds[test] for test in found)
-        return [test for test, total in zip(found, sums, strict=True) if total <= BUDGET or test == found[0]]
+        found.sort(key=lambda test: next(cases[test.partition("[")[0]]))  # one case of each function before the next
+        files = [f"/test_{part.removesuffix('.py')}.py::" for part in statement.partition(":")[0].split("/")]
+        nearest = [test for test in found if any(file in test for file in files)]
+        others = [test for test in found if test not in nearest]
+        sums = accumulate(self.seconds[test] for test in others)
+        return nearest, [test for test, total in zip(others, sums, strict=True) if total <= BUDGET or test == others[0]]
 
 
 def run_pytest(root: Path, *arguments: str, limit: float | None = None) -> tuple[int, str]:
@@ -281,14 +284,11 @@ def end_of(mutant: Mutant, records: dict[str, Record], base: Path) -> tuple[str,
     """Try a mutant; return how it ended, and by which test or after how many."""
     if str(mutant) in EQUIVALENT:
         return "equivalent", EQUIVALENT[str(mutant)]
-    own = tuple(f"/test_{part.removesuffix('.py')}.py::" for part in mutant.file.split("/"))  # of folder and file
     passed = []
     for place, found in records.items():
-        covering = sorted(found.covering(mutant.statement), key=lambda test: test.partition("::")[0])
-        # First those of its own file, which is enough for most mutants: each further file takes time to import.
-        nearest = [test for test in covering if any(name in test for name in own)]
-        parts = nearest, [test for test in covering if test not in nearest]
-        for tests in filter(None, parts):
+        # The nearest are enough for most mutants, and each further file takes time to import.
+        for tests in filter(None, found.covering(mutant.statement)):
+            tests.sort(key=lambda test: test.partition("::")[0])
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 root = Path(folder) / "copy"
                 shutil.copytree(base, root)
