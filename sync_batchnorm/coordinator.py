@@ -105,11 +105,10 @@ class Coordinator:
     # How a forward begins and ends.
 
     def expect(self, replica_ids: Collection[int]) -> None:
-        """Record that these replicas, and no others, are about to be called."""
-        with self._lock:
-            for replica_id in self._devices:
-                if replica_id not in replica_ids:
-                    self._left[replica_id] = "was given no input"
+        """Record, before any of them runs, that these replicas and no others will be called."""
+        for replica_id in self._devices:
+            if replica_id not in replica_ids:
+                self._left[replica_id] = "was given no input"
 
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once; return the span of its run in the profile."""
