@@ -260,6 +260,31 @@ def an_empty_process_takes_part() -> None:
         assert_same_step(plain, model, batch, rows)
 
 
+class WithoutGradientInTheLast(torch.autograd.Function):
+    """The identity, whose backward has no gradient for the input in the process of the last rank."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        return grad if RANK < SIZE - 1 else None
+
+
+@check
+def a_process_whose_output_gets_no_gradient_takes_part() -> None:
+    plain, model = twins(nn.BatchNorm2d(3))
+    whole = images().requires_grad_()
+    part, grad = cut(whole.detach()).clone().requires_grad_(), images()
+    (*_, last) = grad.split(ROWS[:SIZE])
+    WithoutGradientInTheLast.apply(model(part)).backward(cut(grad))
+    last.zero_()
+    plain(whole).backward(grad)
+    assert_equal(part.grad, cut(whole.grad), "input gradient")
+    assert_same_gradients(model, plain)
+
+
 @check
 def one_value_in_all_processes_is_refused_by_all_and_one_in_each_is_enough() -> None:
     plain, model = twins(nn.BatchNorm1d(4))

@@ -103,6 +103,12 @@ def test_scalars_become_a_vector_with_a_warning():
     assert [scalar.grad.item() for scalar in scalars] == [3.0, 4.0, 5.0]
 
 
+def test_outputs_of_another_dtype_are_gathered_under_autocast():
+    rows = torch.arange(4, dtype=torch.float16)  # which autocast on the CPU does not concatenate
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert equal(DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(rows), rows)
+
+
 def test_scalars_along_another_dimension_are_refused_in_the_words_of_torch():
     with pytest.raises(RuntimeError, match=r"zero-dimensional tensor .* cannot be concatenated"):
         gather([torch.tensor(1.0)] * 2, CPU, 1)
