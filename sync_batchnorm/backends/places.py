@@ -80,8 +80,8 @@ def record_current(tensors: Iterable[Tensor | None], place: Place) -> None:
         _record(tensor, current_place(place.device).stream)
 
 
-def _record(tensor: Tensor | None, stream: torch.Stream | None) -> None:
-    if tensor is not None and stream is not None:
+def _record(tensor: Tensor | None, stream: Any) -> None:
+    if tensor is not None:
         with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
             tensor.record_stream(stream)
 

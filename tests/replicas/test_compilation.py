@@ -173,6 +173,13 @@ def test_functions_are_marked_as_the_compiler_marks_them():
     assert constant == vars(torch.compiler.assume_constant_result(function)) != {}
 
 
+def test_function_does_not_ask_for_a_compiler_that_nobody_has_imported(monkeypatch):
+    with monkeypatch.context() as during:
+        during.delitem(sys.modules, "torch._dynamo", raising=False)
+        during.setattr(torch.compiler, "disable", None)
+        assert uncompiled(lambda: 3)() == 3
+
+
 @pytest.mark.slow
 def test_compiler_is_not_imported_by_those_who_do_not_use_it():
     program = """
