@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import batchnorm
 
 from sync_batchnorm import torch_private
 
@@ -53,11 +52,6 @@ def drop(names: Iterable[str], fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(nn.Module, "__init__", init_without)
 
 
-def test_torch_that_has_all_of_it_is_taken(fresh):
-    drop([], fresh)
-    assert importlib.import_module("sync_batchnorm").torch_private is not torch_private
-
-
 @pytest.mark.parametrize("names", [*([name] for name in REQUIRED), REQUIRED], ids=lambda names: "-".join(names)[:60])
 def test_torch_without_a_required_name_is_refused_by_that_name(names, fresh):
     drop(names, fresh)
@@ -74,14 +68,6 @@ def test_everything_that_is_required_is_used(name):
     given = re.search(rf'^(\w+).* = _names\["{re.escape(name)}"\]', code, re.MULTILINE)  # to other files, by this name
     used = re.search(rf"\b{given[1]}\b", others) if given else re.search(rf"\b{name.split('.')[-1]}\b", code + others)
     assert used
-
-
-def test_names_are_few():
-    assert len(torch_private._REQUIRED) <= 13
-
-
-def test_layers_of_torch_are_found_by_their_base():
-    assert torch_private.BatchNormBase is batchnorm.BatchNorm2d.__base__
 
 
 def test_module_that_is_compiled_is_not_looked_for_before_the_compiler_is_imported(monkeypatch):
