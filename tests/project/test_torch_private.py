@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,8 @@ OF_MODULES = [f"torch.nn.Module.{name}" for name in torch_private._ATTRIBUTES]
 REQUIRED = [*torch_private._REQUIRED, *OF_MODULES]
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Have the package imported anew in the test, and forget that import after it."""
-
-    def own() -> list[str]:
-        return [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]
-
-    for name in own():
-        monkeypatch.delitem(sys.modules, name)
-    yield monkeypatch
-    for name in own():
-        del sys.modules[name]
-
-
-def drop(names: Iterable[str], fresh: pytest.MonkeyPatch) -> None:
-    """Let torch be without `names`."""
+@pytest.mark.parametrize("names", [*([name] for name in REQUIRED), REQUIRED], ids=lambda names: "-".join(names)[:60])
+def test_torch_without_a_required_name_is_refused_by_that_name(names, monkeypatch):
     resolve, init = pkgutil.resolve_name, nn.Module.__init__
 
     def resolve_others(name: str) -> object:
@@ -48,13 +33,10 @@ def drop(names: Iterable[str], fresh: pytest.MonkeyPatch) -> None:
         for name in set(names) & set(OF_MODULES):
             del self.__dict__[name.rpartition(".")[2]]
 
-    fresh.setattr(pkgutil, "resolve_name", resolve_others)
-    fresh.setattr(nn.Module, "__init__", init_without)
-
-
-@pytest.mark.parametrize("names", [*([name] for name in REQUIRED), REQUIRED], ids=lambda names: "-".join(names)[:60])
-def test_torch_without_a_required_name_is_refused_by_that_name(names, fresh):
-    drop(names, fresh)
+    monkeypatch.setattr(pkgutil, "resolve_name", resolve_others)
+    monkeypatch.setattr(nn.Module, "__init__", init_without)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+        monkeypatch.delitem(sys.modules, name)
     listed = re.escape(str(names))
     text = rf"^expected a torch that has {listed}, but got torch {re.escape(torch.__version__)}; use a torch that"
     with pytest.raises(ImportError, match=text):
