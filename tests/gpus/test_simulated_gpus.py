@@ -319,43 +319,25 @@ def test_operator_that_has_no_kernel_is_named():
 # Kernels that cost nothing, for benchmarks
 
 
-def kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+def results_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return values, views, lists, sizes and copies."""
+    views = [x.transpose(0, 1)[1:], x.view(-1).add_(2), *x.unbind(), *x.split(1, 1)]
+    values = [x + 1, x.double() + x, x > 0, torch.stack([x, x], 1), torch.cat([x, x])]
+    sizes = [x.sum((0, 2)), *torch.var_mean(x, 1), torch.empty_like(x), x.to(torch.float16)]
+    return [*views, *values, *sizes, x.to(f"cuda:{DEVICES - 1}"), x.cpu(), torch.ones(3).to("cuda")]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda x: [x + 1, x.double() + x, x > 0],
-        lambda x: [x.transpose(0, 1)[1:], x.view(-1).add_(2)],
-        lambda x: [*x.unbind(), *x.split(1, 1), torch.stack([x, x], 1), torch.cat([x, x])],
-        lambda x: [x.sum((0, 2)), *torch.var_mean(x, 1), torch.empty_like(x), x.to(torch.float16)],
-        lambda x: [x.to(f"cuda:{DEVICES - 1}"), x.cpu(), torch.ones(3).to("cuda")],
-    ],
-    ids=["values", "views", "lists", "sizes", "copies"],
-)
-def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind(run):
+def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind():
+    def kinds() -> list[tuple[object, ...]]:
+        return [(t.device, t.dtype, t.shape, t.stride(), t.storage_offset()) for t in results_of(x)]
+
     x = torch.randn(2, 3, 4, device="cuda")
-    expected = [kind_of(tensor) for tensor in run(x)]
+    expected = kinds()
     with costing_nothing(), recording() as ran:
         for _ in range(2):  # as it is run first, and then as it is known
-            assert [kind_of(tensor) for tensor in run(x)] == expected
+            assert kinds() == expected
     assert ran.launches == 0
     assert torch.equal((torch.ones(3, device="cuda") + 1).cpu(), torch.full((3,), 2.0))
-
-
-def test_what_older_code_calls_is_there():
-    made = torch.cuda.FloatTensor([1.0, 2.0])
-    assert made.is_cuda
-    assert isinstance(made, torch.cuda.FloatTensor)
-    assert not isinstance(made.double(), torch.cuda.FloatTensor)
-    assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
-    assert nn.LazyLinear(3).cuda()(torch.ones(2, 4, device="cuda")).shape == (2, 3)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        numbers = {"device_index": stream.device_index, "device_type": stream.device_type}
-        torch._C._cuda_setStream(stream_id=stream.stream_id, **numbers)
-        assert torch.cuda.current_stream() == stream
 
 
 @two_devices

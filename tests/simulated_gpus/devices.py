@@ -111,16 +111,6 @@ def set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> Non
     set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
 
-class TensorType(type):
-    """The metaclass of `torch.cuda.FloatTensor` and so on, which construct what `torch.FloatTensor` does."""
-
-    def __call__(cls, *args: Any) -> torch.Tensor:
-        return getattr(torch, cls.__name__)(*args).cuda()
-
-    def __instancecheck__(cls, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and tensor.type() == f"torch.cuda.{cls.__name__}"
-
-
 PROPERTIES = SimpleNamespace(
     name="simulated GPU",
     major=9,
@@ -162,8 +152,6 @@ def install() -> None:
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
     cuda.stream = StreamContext
     cuda.current_stream, cuda.default_stream, cuda.set_stream = current_stream, default_stream, set_stream
-    for name in ("Float", "Double", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool"):
-        setattr(cuda, f"{name}Tensor", TensorType(f"{name}Tensor", (), {}))
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_properties = properties
     cuda.get_device_name = lambda device=None: properties(device).name
