@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from helpers import WARNING_OF_BASELINES, anatomy, classes
 from torch import nn
 
@@ -24,15 +21,6 @@ KINDS = {
     nn.BatchNorm2d: SynchronizedBatchNorm2d,
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_replica() -> Iterator[None]:
-    """With several threads per operator, three replicas wait for each other's threads: it took 27 times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _metadata(model: nn.Module) -> dict[str, object]:
