@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import WARNING_OF_BASELINES, anatomy, classes
+from helpers import anatomy, classes
 from torch import nn
 
 from sync_batchnorm import (
@@ -72,12 +72,3 @@ QUICK = {"mobilenet_v3_small"}
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
     assert max(largest.values()) < TOLERANCE, largest
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120.0)
-@pytest.mark.filterwarnings(WARNING_OF_BASELINES)
-def test_the_comparison_sees_replicas_that_do_not_synchronize(monkeypatch):
-    monkeypatch.setattr(zoo, "convert_model", lambda model: model)
-    largest = zoo.train_both(*zoo.FAMILIES["mobilenet_v3_small"]())
-    assert min(largest.values()) > 1e-2, largest

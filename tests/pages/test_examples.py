@@ -75,26 +75,6 @@ def test_example_fails_when_its_replicas_do_not_synchronize(example: types.Modul
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
 
 
-BAD_OPTIONS = [
-    ("", ["--replicas", "1"], "expected at least 2 replicas, but got 1"),
-    ("", ["--devices", "toaster"], "expected devices of this machine, but got 'toaster'"),
-    ("", ["--seed", str(2**64)], "expected a seed of 64 bits"),
-    ("", ["--output", __file__], "expected an output folder that can be written to"),
-    ("train_digits", ["--batch", "3"], "expected a batch of 4 samples (one per replica) to 1437"),
-    ("train_digits", ["--epochs", "0"], "expected --epochs of at least 1, but got 0"),
-    ("segment_digits", ["--steps", "0"], "expected --steps of at least "),
-    ("train_gan", ["--compared", "9", "--steps", "8"], "expected --steps of at least 9, but got 8"),
-]
-
-
-def test_example_answers_a_bad_option_with_a_sentence(example: types.ModuleType, capsys):
-    for name, options, sentence in BAD_OPTIONS:
-        if name in ("", example.__name__):
-            with pytest.raises(SystemExit, match="2"):
-                example.main(options)
-            assert sentence in capsys.readouterr().err
-
-
 @needs_torchvision
 @pytest.mark.filterwarnings("ignore:expected batch norms that synchronize")  # The test is to see what goes wrong.
 def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():

@@ -94,18 +94,3 @@ def test_profile_is_read_to_the_digit_and_drawn(example, two_forwards, tmp_path)
         assert row.mean_waits == pytest.approx(waits)
     assert example.main(["--profile", str(two_forwards), "--output", str(tmp_path)]) == 0
     assert (tmp_path / "profile_waits.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ('{"traceEvents": []}', "ValueError.*it has no exchange of replicas; record all threads"),
-        ("no json", "JSONDecodeError"),
-        ("{}", "KeyError.*traceEvents"),
-    ],
-)
-def test_example_answers_a_bad_profile_with_a_sentence(example, tmp_path, text, what):
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(SystemExit, match=f"expected an exported profile, but got {what}"):
-        example.main(["--profile", str(path), "--output", str(tmp_path / "out")])
