@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import runpy
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -57,18 +55,6 @@ def test_module_runs_as_a_program():
     status, output = forked(body)
     assert status == 0
     assert "\nAll is right, after " in output
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(60)
-def test_copy_in_another_package_runs_as_a_program(tmp_path):
-    shutil.copytree(ROOT / "sync_batchnorm", tmp_path / "models" / "networks" / "sync_batchnorm")
-    program = [sys.executable, "-m", "models.networks.sync_batchnorm"]
-    ended = subprocess.run([*program, "--devices", "cpu,cpu"], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "parity in float64       right, " in ended.stdout
-    ended = subprocess.run([*program, "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.stdout.startswith("usage: python -m models.networks.sync_batchnorm")
 
 
 def test_check_that_raises_is_wrong_and_the_rest_is_checked(monkeypatch, capsys):
