@@ -421,21 +421,16 @@ def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
     }
 
 
-@pytest.fixture
-def items() -> list[dict[str, Tensor]]:
-    """Seven images, of which two batches are made."""
-    from monai.data import MetaTensor
-
-    values = [(doubles(1, 32, 32), doubles(1, 32, 32).gt(0).double()) for _ in range(7)]
-    return [
-        {"image": MetaTensor(image, meta={"filename_or_obj": f"image {i}"}), "label": MetaTensor(label)}
-        for i, (image, label) in enumerate(values)
-    ]
-
-
 @pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", ["monai"], indirect=True)
-def test_monai_trains_with_its_tensors_as_on_one_device(recipe, items, devices):
+def test_monai_trains_with_its_tensors_as_on_one_device(recipe, devices):
+    items = [  # two batches
+        {
+            "image": recipe.MetaTensor(doubles(1, 32, 32), meta={"filename_or_obj": f"image {i}"}),
+            "label": recipe.MetaTensor(doubles(1, 32, 32).gt(0).double()),
+        }
+        for i in range(7)
+    ]
     options = {"channels": (4, 8, 16), "strides": (2, 2), "num_res_units": 1, "norm": "batch"}
     plain, parallel = twins(recipe.UNet(2, in_channels=1, out_channels=1, **options).double(), devices)
     with warnings.catch_warnings():

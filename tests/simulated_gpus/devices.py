@@ -106,11 +106,6 @@ def set_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> None:
-    """Make a stream current that is named by three numbers, as older code does."""
-    set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
-
-
 PROPERTIES = SimpleNamespace(
     name="simulated GPU",
     major=9,
@@ -138,10 +133,8 @@ def install() -> None:
     c._cuda_getDevice = lambda: torch.accelerator.current_device_index()
     c._cuda_setDevice = lambda index: torch.accelerator.set_device_index(index)
     c._cuda_getCurrentRawStream = lambda index: current_stream(index).stream_id
-    c._cuda_setStream = set_stream_by_id
     c._cuda_synchronize = lambda: simulator.synchronize(torch.accelerator.current_device_index())
     c._cuda_isCurrentStreamCapturing = lambda: False
-    c._cuda_canDeviceAccessPeer = lambda device, peer: True
 
     cuda._initialized = True
     cuda._lazy_init = cuda.init = lambda: None
