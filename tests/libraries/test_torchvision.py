@@ -23,10 +23,6 @@ KINDS = {
 }
 
 
-def _metadata(model: nn.Module) -> dict[str, object]:
-    return dict(model.state_dict()._metadata)
-
-
 @pytest.mark.watchdog(240.0)
 @pytest.mark.parametrize(
     ("names", "expected"),
@@ -41,17 +37,17 @@ def test_every_model_converts_and_reverts_to_what_it_was(names, expected):
         for flag, layer in enumerate(zoo.batch_norms(model)):
             layer.train(flag % 3 > 0).requires_grad_(flag % 2 > 0)
         layer.register_forward_hook(lambda *_: None)
-        parts, kinds, metadata = anatomy(model), classes(model), _metadata(model)
+        parts, kinds, metadata = anatomy(model), classes(model), model.state_dict()._metadata
 
         assert convert_model(model) is model
         assert anatomy(model) == parts, name
         assert classes(model) == {part: KINDS.get(cls, cls) for part, cls in kinds.items()}, name
-        assert _metadata(model) == metadata, name
+        assert model.state_dict()._metadata == metadata, name
 
         assert revert_model(model) is model
         assert anatomy(model) == parts, name
         assert classes(model) == kinds, name
-        assert _metadata(model) == metadata, name
+        assert model.state_dict()._metadata == metadata, name
         converted += 1
     assert converted >= expected
 
