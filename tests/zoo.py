@@ -119,21 +119,15 @@ def _detection_backbone() -> tuple[nn.Module, Tensor]:
     return detector.backbone, torch.randn(5, 3, 48, 48, dtype=torch.float64)
 
 
+CLASSIFIERS = [
+    *("resnet18", "densenet121", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "regnet_y_400mf"),
+    *("shufflenet_v2_x0_5", "mnasnet0_5", "googlenet"),
+]
+SEGMENTATION = ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"]
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "resnet18": _classifier("resnet18", 33),
-    "densenet121": _classifier("densenet121", 33),
-    "mobilenet_v2": _classifier("mobilenet_v2", 33),
-    "mobilenet_v3_small": _classifier("mobilenet_v3_small", 33),
-    "efficientnet_b0": _classifier("efficientnet_b0", 33),
-    "regnet_y_400mf": _classifier("regnet_y_400mf", 33),
-    "shufflenet_v2_x0_5": _classifier("shufflenet_v2_x0_5", 33),
-    "mnasnet0_5": _classifier("mnasnet0_5", 33),
+    **{name: _classifier(name, 33) for name in CLASSIFIERS + SEGMENTATION},
     "vgg11_bn": _vgg,
     "inception_v3": _classifier("inception_v3", 75, aux_logits=False),
-    "googlenet": _classifier("googlenet", 33),
-    "fcn_resnet50": _classifier("fcn_resnet50", 33),
-    "deeplabv3_mobilenet_v3_large": _classifier("deeplabv3_mobilenet_v3_large", 33),
-    "lraspp_mobilenet_v3_large": _classifier("lraspp_mobilenet_v3_large", 33),
     "r3d_18": _video,
     "faster R-CNN's backbone": _detection_backbone,
 }

@@ -91,13 +91,17 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
     assert in_project(project, INSIDE, body) == expected
 
 
-def run_in(project: Path, *command: str) -> str:
-    """Run a Python that has the packages of the tests, in the project and without the original; return its output."""
-    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), *packages])}
-    result = subprocess.run([sys.executable, *command], cwd=project, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def test_copy_inside_of_a_package_checks_the_machine(project):
+    def body(copied: ModuleType) -> None:
+        command = importlib.import_module(f"{INSIDE}.__main__")
+        sys.argv = ["-c", "cpu", "cpu"]
+        for run in (lambda: exec(command.PROGRAM, {}), lambda: command.main(["--help"])):
+            with pytest.raises(SystemExit, match=r"^0$"):
+                run()
+
+    output = in_project(project, INSIDE, body)
+    assert "\nAll is right, after " in output
+    assert f"usage: python -m {INSIDE} " in output
 
 
 @pytest.mark.slow
@@ -110,5 +114,8 @@ def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(source, encoding="utf-8")
     (project / "hidden.py").write_text(HIDDEN)
-    output = run_in(project, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/layers/test_parity.py")
-    assert re.search(r"^\d{3,} passed", output.splitlines()[-1])
+    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # without the original
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), *packages])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/layers/test_parity.py"]
+    result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert re.search(r"^\d{3,} passed", result.stdout.splitlines()[-1]), result.stdout + result.stderr

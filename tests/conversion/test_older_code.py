@@ -1,5 +1,6 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
+import copy
 import importlib
 import io
 import pickle
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
     execute_replication_callbacks,
@@ -25,11 +25,6 @@ from sync_batchnorm import (
 )
 from sync_batchnorm.comm import SyncMaster
 from sync_batchnorm.parallel.data_parallel import AnyDeviceDataParallel
-
-
-def base_of(devices: Sequence[Any]) -> type[nn.DataParallel]:
-    """Return the base class for wrappers of a project's own: that of torch needs distinct GPUs."""
-    return nn.DataParallel if are_distinct_gpus(devices) else AnyDeviceDataParallel
 
 
 def data_parallel(module: nn.Module, devices: Sequence[Any]) -> nn.DataParallel:
@@ -48,16 +43,11 @@ def patched(module: nn.Module, devices: Sequence[Any]) -> nn.DataParallel:
     return parallel
 
 
-def converted(module: nn.Module, devices: Sequence[Any]) -> nn.DataParallel:
-    return convert_model(data_parallel(module, devices))
-
-
 WAYS: dict[str, Callable[[nn.Module, Sequence[Any]], nn.DataParallel]] = {
     "wrapped": lambda module, devices: DataParallelWithCallback(module, device_ids=devices),
     "patched": patched,
-    "converted": converted,
+    "converted": lambda module, devices: convert_model(data_parallel(module, devices)),
 }
-each_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 on_devices = pytest.mark.parametrize("devices", device_lists(2))
 
 
@@ -81,21 +71,12 @@ class Generator(nn.Module):
         return {"prediction": self.output(torch.relu(hidden)), "hidden": hidden}
 
 
-class Discriminator(nn.Module):
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), norm(4, affine=True)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.norm(self.conv(image)).tanh()
-
-
 class Full(nn.Module):
     """A whole step of a GAN as one module: a dictionary in, losses and images out, as a keyword asks."""
 
-    def __init__(self, generator: Generator, discriminator: Discriminator) -> None:
+    def __init__(self, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.generator, self.discriminator = generator, discriminator
+        self.generator, self.discriminator = Generator(norm), nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Tanh())
 
     def forward(self, data: dict[str, Tensor], mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         made = self.generator(data["image"], condition=data["condition"])
@@ -127,12 +108,12 @@ def train_gan(full: nn.Module, batches: list[dict[str, Tensor]]) -> list[Tensor]
 
 
 @on_devices
-@each_way
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 # It says that every replica returns scalars, as these modules do.
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
 def test_step_of_a_gan_as_one_module_is_that_of_one_device(devices, way):
-    plain = on(devices, Full(Generator(nn.BatchNorm2d), Discriminator(nn.BatchNorm2d)))
-    ours = on(devices, Full(Generator(SynchronizedBatchNorm2d), Discriminator(SynchronizedBatchNorm2d)))
+    plain = on(devices, Full(nn.BatchNorm2d))
+    ours = on(devices, Full(SynchronizedBatchNorm2d))
     ours.load_state_dict(plain.state_dict())
     batches = [
         {"image": doubles(4, 3, 6, 6, devices=devices), "condition": doubles(4, 1, 6, 6, devices=devices)}
@@ -150,32 +131,29 @@ def test_step_of_a_gan_as_one_module_is_that_of_one_device(devices, way):
     assert_equal(one[1], one[0])
 
 
-class Named(nn.Module):
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(3)
-
-    def forward(self, input: Tensor) -> dict[str, Tensor]:
-        return {"output": self.norm(input)}
+def base_of(devices: Sequence[Any]) -> type[nn.DataParallel]:
+    """Return the base class for wrappers of a project's own: that of torch needs distinct GPUs."""
+    return nn.DataParallel if are_distinct_gpus(devices) else AnyDeviceDataParallel
 
 
 @on_devices
 def test_patched_wrapper_with_a_scatter_and_gather_of_its_own_synchronizes(devices):
     class Wrapper(base_of(devices)):
-        def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-            moved = [[part.to(device)] for part, device in zip(inputs[0], as_devices(device_ids), strict=True)]
-            return moved, [{} for _ in moved]
+        def scatter(self, inputs, kwargs, device_ids):
+            used.append("scatter")
+            parts = inputs[0].split([5, 2])
+            return [[part.to(device)] for part, device in zip(parts, as_devices(device_ids), strict=True)], [{}, {}]
 
-        def gather(self, outputs: Any, output_device: Any) -> Any:
-            target = as_devices([output_device])[0]
-            return {key: torch.cat([output[key].to(target) for output in outputs]) for key in outputs[0]}
+        def gather(self, outputs, output_device):
+            used.append("gather")
+            return torch.cat([output.to(as_devices([output_device])[0]) for output in outputs])
 
-    plain, ours = on(devices, nn.BatchNorm1d(3)), on(devices, Named(SynchronizedBatchNorm1d))
-    parallel = Wrapper(ours, devices)
+    used: list[str] = []
+    plain = on(devices, nn.BatchNorm1d(3))
+    parallel = Wrapper(convert_model(copy.deepcopy(plain)), devices)
     patch_replication_callback(parallel)
-    data = doubles(7, 3, devices=devices)
-    assert_equal(parallel([data[:5], data[5:]])["output"], plain(data))
-    assert_same_state(ours.norm, plain)
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    assert used == ["scatter", "gather"]
 
 
 @on_devices
@@ -186,19 +164,9 @@ def test_wrapper_that_calls_the_callbacks_itself_synchronizes(devices):
             execute_replication_callbacks(modules)
             return modules
 
-        def gather(self, outputs, output_device):
-            return outputs
-
-    plain, ours = on(devices, nn.BatchNorm1d(3)), on(devices, SynchronizedBatchNorm1d(3))
-    parallel = OwnReplicate(ours, devices)
-    data, grad = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    outputs, expected = parallel(data), plain(data)
-    assert len(outputs) == 2
-    assert_equal(torch.cat([output.to(expected.device) for output in outputs]), expected)
-    for output, part in zip(outputs, grad.chunk(2), strict=True):  # a loss for each replica, added up
-        output.backward(part.to(output.device), retain_graph=True)
-    expected.backward(grad)
-    assert_same_state(ours, plain)
+    plain = on(devices, nn.BatchNorm1d(3))
+    ours = convert_model(copy.deepcopy(plain))
+    assert_same_step(plain, OwnReplicate(ours, devices), doubles(7, 3, devices=devices))
 
 
 # Whole models that the older library has saved.

@@ -23,9 +23,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def imported_in(folder: Path, code: str = "import sync_batchnorm", python: str = sys.executable) -> str:
+def imported_in(folder: Path, code: str = "import sync_batchnorm") -> str:
     """Import the package from `folder`, in a Python without installed packages; return what that prints to stderr."""
-    command = [python, "-B", "-S", "-c", code]
+    command = [sys.executable, "-B", "-S", "-c", code]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
@@ -47,15 +47,12 @@ def assert_one_sentence(stderr: str, sentence: str) -> None:
     assert stderr.count("Traceback") == 1
 
 
-def python_sentence(version: str, executable: str) -> str:
-    return (
-        f"expected Python 3.10 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got Python {version} "
-        f"({executable}); run it with a newer Python"
-    )
-
-
 def test_older_python_is_refused(folder):
-    assert_one_sentence(imported_in(folder, IN_OLD_PYTHON), python_sentence("3.9.18", sys.executable))
+    assert_one_sentence(
+        imported_in(folder, IN_OLD_PYTHON),
+        f"expected Python 3.10 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got Python 3.9.18 "
+        f"({sys.executable}); run it with a newer Python",
+    )
 
 
 def test_older_python_can_parse_the_file_that_refuses_it():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from helpers import WARNING_OF_BASELINES, anatomy, classes
+from helpers import anatomy, classes
 from torch import nn
 
 from sync_batchnorm import (
@@ -26,19 +23,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_a_replica() -> Iterator[None]:
-    """With several threads per operator, three replicas wait for each other's threads: it took 27 times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def _metadata(model: nn.Module) -> dict[str, object]:
-    return dict(model.state_dict()._metadata)
-
-
 @pytest.mark.watchdog(240.0)
 @pytest.mark.parametrize(
     ("names", "expected"),
@@ -53,17 +37,17 @@ def test_every_model_converts_and_reverts_to_what_it_was(names, expected):
         for flag, layer in enumerate(zoo.batch_norms(model)):
             layer.train(flag % 3 > 0).requires_grad_(flag % 2 > 0)
         layer.register_forward_hook(lambda *_: None)
-        parts, kinds, metadata = anatomy(model), classes(model), _metadata(model)
+        parts, kinds, metadata = anatomy(model), classes(model), model.state_dict()._metadata
 
         assert convert_model(model) is model
         assert anatomy(model) == parts, name
         assert classes(model) == {part: KINDS.get(cls, cls) for part, cls in kinds.items()}, name
-        assert _metadata(model) == metadata, name
+        assert model.state_dict()._metadata == metadata, name
 
         assert revert_model(model) is model
         assert anatomy(model) == parts, name
         assert classes(model) == kinds, name
-        assert _metadata(model) == metadata, name
+        assert model.state_dict()._metadata == metadata, name
         converted += 1
     assert converted >= expected
 
@@ -84,12 +68,3 @@ QUICK = {"mobilenet_v3_small"}
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
     assert max(largest.values()) < TOLERANCE, largest
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120.0)
-@pytest.mark.filterwarnings(WARNING_OF_BASELINES)
-def test_the_comparison_sees_replicas_that_do_not_synchronize(monkeypatch):
-    monkeypatch.setattr(zoo, "convert_model", lambda model: model)
-    largest = zoo.train_both(*zoo.FAMILIES["mobilenet_v3_small"]())
-    assert min(largest.values()) > 1e-2, largest

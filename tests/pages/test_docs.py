@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -158,31 +158,31 @@ def test_signatures_in_the_reference_are_those_of_the_code(name: str):
     assert all(signature.startswith((f"{name}(", f"{name}.")) for signature in signatures)
 
 
-Call = tuple[str, str]  # file and function
-Stack = list[Call]  # the innermost call last
+def drawn_calls(drawing: str, column: slice) -> list[str]:
+    """Return the calls in one column of a drawing, as patterns of stacks: each with those above that are indented less.
 
-
-def drawn_stacks(drawing: str, column: slice) -> list[Stack]:
-    """Return the calls in one column of a drawing, each with those above it that are indented less."""
-    stacks: list[Stack] = []
+    The drawing may leave out callers in between.
+    """
+    stacks: list[list[str]] = []
     for line in drawing.splitlines():
         file, name = re.search(r"[\w/]+\.py", line), re.search(r"[a-zA-Z_][\w.]*", line[column])
         if file and name and name[0] != file[0]:
-            stacks.append([*(stacks[-1] if stacks else [])[: name.start() // 2], (file[0], name[0])])
-    return stacks
+            above = stacks[-1][: name.start() // 2] if stacks else []
+            stacks.append([*above, rf"<{file[0]}:([^>]*\.)?{re.escape(name[0])}>"])
+    return [".*".join(stack) + "$" for stack in stacks]
 
 
-def stacks_of_a_step() -> list[list[Stack]]:
+def stacks_of_a_step() -> list[list[str]]:
     """Return the calls inside of the package in a training step: in this thread, of the master, and of the slave."""
-    calls: dict[threading.Thread, list[Stack]] = {}
+    calls: dict[threading.Thread, list[str]] = {}
     package = Path(sync_batchnorm.__file__).parent
 
     def note(frame: Any, event: str, _: Any) -> None:
-        stack: Stack = []
+        stack = ""
         while frame is not None and event == "call":
-            path, code = Path(frame.f_code.co_filename), frame.f_code
+            path = Path(frame.f_code.co_filename)
             if package in path.parents:
-                stack.insert(0, (path.relative_to(package).as_posix(), getattr(code, "co_qualname", code.co_name)))
+                stack = f"<{path.relative_to(package).as_posix()}:{frame.f_code.co_qualname}>{stack}"
             frame = frame.f_back
         if stack:
             calls.setdefault(threading.current_thread(), []).append(stack)
@@ -196,37 +196,22 @@ def stacks_of_a_step() -> list[list[Stack]]:
         sys.setprofile(None)
         threading.setprofile(None)
     own = calls.pop(threading.current_thread())
-    return [own, *sorted(calls.values(), key=lambda stacks: any("run_slave" in str(stack) for stack in stacks))]
+    return [own, *sorted(calls.values(), key=lambda stacks: "run_slave" in str(stacks))]
 
 
-def contains(whole: Iterable[Any], part: Iterable[Any], are_equal: Callable[[Any, Any], bool]) -> bool:
-    """Return whether `whole` has all items of `part`, in this order."""
-    rest = iter(whole)
-    return all(any(are_equal(other, item) for other in rest) for item in part)
-
-
-def is_same(met: Call, drawn: Call) -> bool:
-    name, suffix = met[1], f".{drawn[1]}"  # Python 3.10 does not know the class of a function.
-    return met[0] == drawn[0] and (f".{name}".endswith(suffix) or suffix.endswith(f".{name}"))
-
-
-def is_drawn(met: Stack, drawn: Stack) -> bool:
-    """Return whether a call that was met is the one that is drawn; the drawing may leave out callers in between."""
-    return is_same(met[-1], drawn[-1]) and contains(met[:-1], drawn[:-1], is_same)
-
-
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not know the class of a function that runs")
 def test_drawings_of_a_step_are_what_runs_on_two_replicas():
     drawings = [block.code for block in blocks_of(ROOT / "docs" / "how-it-works.md") if ".py" in block.code]
     forward, replicas, backward = drawings
     right = replicas.index("replica 1")
-    master, slave = (drawn_stacks(replicas, column) for column in (slice(right), slice(right, replicas.index("file"))))
-    own = [stack for drawing in (forward, backward) for stack in drawn_stacks(drawing, slice(None))]
+    master, slave = (drawn_calls(replicas, column) for column in (slice(right), slice(right, replicas.index("file"))))
+    own = [call for drawing in (forward, backward) for call in drawn_calls(drawing, slice(None))]
     assert sum(drawing.count(".py") for drawing in drawings) == len(own) + len(master)
     assert len(slave) == 9
     for drawn, met in zip((own, master, slave), stacks_of_a_step(), strict=True):
-        for stack in drawn:
-            assert any(is_drawn(call, stack) for call in met), f"the code has no call {stack}"
-        assert contains(met, drawn, is_drawn), "the code calls these in another order"
+        rest = iter(met)
+        for call in drawn:
+            assert any(re.search(call, stack) for stack in rest), f"the code has no call {call}, or has it earlier"
 
 
 def test_files_that_the_inner_pages_name_exist():

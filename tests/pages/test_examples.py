@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +29,11 @@ TINY = {
     "train_digits": ["--epochs", "1", "--batch", "96", "--replicas", "3"],
     "segment_digits": ["--steps", "8", "--replicas", "2"],
     "train_gan": ["--steps", "9", "--compared", "8", "--replicas", "3"],
+    "profile_waits": ["--replicas", "3", "--steps", "2", "--delay", "300"],
 }
 COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the difference from the run on one device
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
-NAMES = [pytest.param(name, marks=needs_torchvision if name == "segment_digits" else ()) for name in TINY]
+NAMES = [pytest.param(name, marks=needs_torchvision if name == "segment_digits" else ()) for name in COLUMN]
 
 pytestmark = pytest.mark.watchdog(90)
 
@@ -39,7 +43,8 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """An example as a module, without the thread that its progress bar would leave behind."""
     monkeypatch.syspath_prepend(EXAMPLES)  # where Python looks first when it runs the example
     module = importlib.import_module(request.param)
-    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
+    if hasattr(module, "tqdm"):
+        monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
     if hasattr(module, "TEST_SCENES"):  # which take long to draw
         monkeypatch.setattr(module, "TEST_SCENES", module.SHOWN)
     threads = torch.get_num_threads()
@@ -59,11 +64,19 @@ def test_example_in_float64_equals_one_device_only_when_synchronized(example: ty
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "profile_waits"])
 def test_example_runs_from_a_shell_without_a_warning(name: str, tmp_path):
     # The package that is tested here, wherever it was imported from.
     environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *TINY[name], "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(EXAMPLES / f"{name}.py"),
+        *TINY[name],
+        "--output",
+        str(tmp_path / "new"),
+    ]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
@@ -73,26 +86,6 @@ def test_example_fails_when_its_replicas_do_not_synchronize(example: types.Modul
     monkeypatch.setattr(example, "convert_model", lambda model: model)
     assert example.main([*TINY[example.__name__], "--output", str(tmp_path)]) == 1
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
-
-
-BAD_OPTIONS = [
-    ("", ["--replicas", "1"], "expected at least 2 replicas, but got 1"),
-    ("", ["--devices", "toaster"], "expected devices of this machine, but got 'toaster'"),
-    ("", ["--seed", str(2**64)], "expected a seed of 64 bits"),
-    ("", ["--output", __file__], "expected an output folder that can be written to"),
-    ("train_digits", ["--batch", "3"], "expected a batch of 4 samples (one per replica) to 1437"),
-    ("train_digits", ["--epochs", "0"], "expected --epochs of at least 1, but got 0"),
-    ("segment_digits", ["--steps", "0"], "expected --steps of at least "),
-    ("train_gan", ["--compared", "9", "--steps", "8"], "expected --steps of at least 9, but got 8"),
-]
-
-
-def test_example_answers_a_bad_option_with_a_sentence(example: types.ModuleType, capsys):
-    for name, options, sentence in BAD_OPTIONS:
-        if name in ("", example.__name__):
-            with pytest.raises(SystemExit, match="2"):
-                example.main(options)
-            assert sentence in capsys.readouterr().err
 
 
 @needs_torchvision
@@ -116,3 +109,57 @@ def test_scenes_to_test_on_share_no_digit_with_those_to_train_on(example: types.
     assert train
     assert test
     assert not train & test
+
+
+# The profile of `profile_waits.py`: it blames the replica that is slow, and reads other profiles to the digit.
+
+
+def event(name: str, tid: int, start: float, end: float, **others: Any) -> dict[str, Any]:
+    """Return an event of an exported profile, from milliseconds."""
+    times = {"ts": 1000 * start, "dur": 1000 * (end - start)}
+    return {"ph": "X", "cat": "user_annotation", "name": f"sync_batchnorm: {name}", "tid": tid, **times, **others}
+
+
+def forward_of_two(begin: float, replicas: tuple[int, int], late: float) -> list[dict[str, Any]]:
+    """Return a forward whose replica 1 comes `late` to the layer "a", and replica 0 one millisecond late to "b"."""
+    first, second = replicas
+    return [
+        event("replica 0 on device cpu", first, begin, begin + late + 10),
+        event("replica 1 on device cpu", second, begin, begin + late + 10),
+        event("a, waiting", first, begin + 1, begin + late + 1),
+        event("a, merging", first, begin + late + 1, begin + late + 2),
+        event("a, waiting", second, begin + late + 1, begin + late + 2.5),
+        event("b, waiting", second, begin + late + 4, begin + late + 6),
+        event("b, waiting", first, begin + late + 5, begin + late + 5),
+        event("b, merging", first, begin + late + 5, begin + late + 6),
+    ]
+
+
+@pytest.fixture
+def two_forwards(tmp_path: Path) -> Path:
+    """A profile as torch exports it, packed, of two forwards, with threads of their own, and what else is in one."""
+    events = [
+        {"ph": "M", "name": "thread_name", "tid": 7, "ts": 0, "args": {"name": "a thread"}},
+        event("replica 0 on device cpu", 7, 0, 100, cat="gpu_user_annotation"),
+        event("b, merging", 7, 1, 2),  # in no replica
+        *forward_of_two(200, (3, 4), late=7),
+        *forward_of_two(100, (1, 2), late=3),
+    ]
+    path = tmp_path / "profile.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump({"traceEvents": events}, file)
+    return path
+
+
+@pytest.mark.parametrize("example", ["profile_waits"], indirect=True)
+def test_profile_is_read_to_the_digit_and_drawn(example, two_forwards, tmp_path):
+    forwards = example.read_profile(two_forwards)
+    assert [[exchange.layer for exchange in forward.exchanges] for forward in forwards] == [["a", "b"]] * 2
+    table = example.table_of(forwards)
+    assert list(table) == ["a", "b"]
+    for layer, blamed, waits in (("a", 1, {0: 5.0, 1: 0.0}), ("b", 0, {0: 0.0, 1: 1.0})):
+        row = table[layer]
+        assert (row.blamed, row.times_last, row.exchanges) == (blamed, 2, 2)
+        assert row.mean_waits == pytest.approx(waits)
+    assert example.main(["--profile", str(two_forwards), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "profile_waits.png").stat().st_size > 5000

@@ -17,19 +17,13 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "two_gpus.ipynb"
 ACCURACIES = re.compile(r"unsynchronized: test loss [\d.]+, accuracy ([\d.]+)%\n *synchronized: .* accuracy ([\d.]+)%")
 
 
-def outputs_of(notebook: Any) -> tuple[str, int]:
-    """Return what a notebook has printed, and how many pictures it has."""
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    return text, sum("image/png" in output.get("data", {}) for output in outputs)
-
-
 def assert_complete(notebook: Any) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    text, pictures = outputs_of(notebook)
-    assert pictures == 2
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "4 replicas on ['cpu', 'cpu', 'cpu', 'cpu']" in text
     assert "\ninterrupted\n" in text
     found = ACCURACIES.search(text)

@@ -25,12 +25,12 @@ class Span(NamedTuple):
     end: float
 
 
-def recording(**options: Any) -> profile:
+def recording() -> profile:
     """Return a profiler that records all threads, on the CPU."""
     return profile(
         activities=[ProfilerActivity.CPU],
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        **({"acc_events": True} | options),  # torch 2.12 warns without it
+        acc_events=True,  # torch 2.12 warns without it
     )
 
 

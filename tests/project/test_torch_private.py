@@ -6,13 +6,11 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import batchnorm
 
 from sync_batchnorm import torch_private
 
@@ -21,22 +19,8 @@ OF_MODULES = [f"torch.nn.Module.{name}" for name in torch_private._ATTRIBUTES]
 REQUIRED = [*torch_private._REQUIRED, *OF_MODULES]
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Have the package imported anew in the test, and forget that import after it."""
-
-    def own() -> list[str]:
-        return [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]
-
-    for name in own():
-        monkeypatch.delitem(sys.modules, name)
-    yield monkeypatch
-    for name in own():
-        del sys.modules[name]
-
-
-def drop(names: Iterable[str], fresh: pytest.MonkeyPatch) -> None:
-    """Let torch be without `names`."""
+@pytest.mark.parametrize("names", [*([name] for name in REQUIRED), REQUIRED], ids=lambda names: "-".join(names)[:60])
+def test_torch_without_a_required_name_is_refused_by_that_name(names, monkeypatch):
     resolve, init = pkgutil.resolve_name, nn.Module.__init__
 
     def resolve_others(name: str) -> object:
@@ -49,18 +33,10 @@ def drop(names: Iterable[str], fresh: pytest.MonkeyPatch) -> None:
         for name in set(names) & set(OF_MODULES):
             del self.__dict__[name.rpartition(".")[2]]
 
-    fresh.setattr(pkgutil, "resolve_name", resolve_others)
-    fresh.setattr(nn.Module, "__init__", init_without)
-
-
-def test_torch_that_has_all_of_it_is_taken(fresh):
-    drop([], fresh)
-    assert importlib.import_module("sync_batchnorm").torch_private is not torch_private
-
-
-@pytest.mark.parametrize("names", [*([name] for name in REQUIRED), REQUIRED], ids=lambda names: "-".join(names)[:60])
-def test_torch_without_a_required_name_is_refused_by_that_name(names, fresh):
-    drop(names, fresh)
+    monkeypatch.setattr(pkgutil, "resolve_name", resolve_others)
+    monkeypatch.setattr(nn.Module, "__init__", init_without)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+        monkeypatch.delitem(sys.modules, name)
     listed = re.escape(str(names))
     text = rf"^expected a torch that has {listed}, but got torch {re.escape(torch.__version__)}; use a torch that"
     with pytest.raises(ImportError, match=text):
@@ -74,14 +50,6 @@ def test_everything_that_is_required_is_used(name):
     given = re.search(rf'^(\w+).* = _names\["{re.escape(name)}"\]', code, re.MULTILINE)  # to other files, by this name
     used = re.search(rf"\b{given[1]}\b", others) if given else re.search(rf"\b{name.split('.')[-1]}\b", code + others)
     assert used
-
-
-def test_names_are_few():
-    assert len(torch_private._REQUIRED) <= 13
-
-
-def test_layers_of_torch_are_found_by_their_base():
-    assert torch_private.BatchNormBase is batchnorm.BatchNorm2d.__base__
 
 
 def test_module_that_is_compiled_is_not_looked_for_before_the_compiler_is_imported(monkeypatch):

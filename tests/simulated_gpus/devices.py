@@ -106,21 +106,6 @@ def set_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> None:
-    """Make a stream current that is named by three numbers, as older code does."""
-    set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
-
-
-class TensorType(type):
-    """The metaclass of `torch.cuda.FloatTensor` and so on, which construct what `torch.FloatTensor` does."""
-
-    def __call__(cls, *args: Any) -> torch.Tensor:
-        return getattr(torch, cls.__name__)(*args).cuda()
-
-    def __instancecheck__(cls, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and tensor.type() == f"torch.cuda.{cls.__name__}"
-
-
 PROPERTIES = SimpleNamespace(
     name="simulated GPU",
     major=9,
@@ -148,10 +133,8 @@ def install() -> None:
     c._cuda_getDevice = lambda: torch.accelerator.current_device_index()
     c._cuda_setDevice = lambda index: torch.accelerator.set_device_index(index)
     c._cuda_getCurrentRawStream = lambda index: current_stream(index).stream_id
-    c._cuda_setStream = set_stream_by_id
     c._cuda_synchronize = lambda: simulator.synchronize(torch.accelerator.current_device_index())
     c._cuda_isCurrentStreamCapturing = lambda: False
-    c._cuda_canDeviceAccessPeer = lambda device, peer: True
 
     cuda._initialized = True
     cuda._lazy_init = cuda.init = lambda: None
@@ -162,8 +145,6 @@ def install() -> None:
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
     cuda.stream = StreamContext
     cuda.current_stream, cuda.default_stream, cuda.set_stream = current_stream, default_stream, set_stream
-    for name in ("Float", "Double", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool"):
-        setattr(cuda, f"{name}Tensor", TensorType(f"{name}Tensor", (), {}))
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_properties = properties
     cuda.get_device_name = lambda device=None: properties(device).name

@@ -46,11 +46,9 @@ class Recording:
     bytes_allocated: int = 0
     log: list[Entry] = field(default_factory=list)
 
-    def by_operator(self, stream: str | None = None) -> Counter[str]:
-        """Return how often each kernel and each copy was launched, on one stream or on all."""
-        return Counter(
-            entry.name for entry in self.log if entry.kind == "launch" and (stream is None or entry.stream == stream)
-        )
+    def by_operator(self) -> Counter[str]:
+        """Return how often each kernel and each copy was launched."""
+        return Counter(entry.name for entry in self.log if entry.kind == "launch")
 
     def by_stream(self) -> Counter[str]:
         """Return how many kernels and copies were launched on each stream."""
