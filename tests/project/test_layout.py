@@ -64,6 +64,12 @@ def test_documented_table_has_every_file_behind_those_that_it_imports():
         assert own_imports(file) <= set(rows[:i]), f"{file} stands above what it imports"
 
 
+@pytest.mark.parametrize("file", ["errors", "coordinator", "comm"])
+def test_threads_meet_without_torch(file):
+    assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
+    assert own_imports(file) <= {"errors", "coordinator"}
+
+
 # What each file uses of `threading` and `queue`.
 WAITING = {
     "coordinator": {"Empty", "Lock", "SimpleQueue"},
@@ -79,6 +85,31 @@ def test_only_one_file_blocks(file):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("threading", "queue"):
             used.add(node.attr)
     assert used - {""} == WAITING.get(file, set())
+
+
+# Files that may ask of what kind a device is; all others leave that to `BACKENDS`, or ask a place.
+KINDS_OF_DEVICES = {
+    "backends",  # which devices have a backend
+    "exchange",  # which of them an input is on
+    "backends.places",  # whether a device has streams
+    "parallel.data_parallel",  # what `torch.nn.parallel` does for accelerators alone
+    "conversion",  # which devices the plain wrapper of a reverted model can have
+    "distributed",  # whether reading a number makes the host wait
+    "__main__",  # whether a device that the user names is there, and whether a check can hang in it
+}
+
+
+def asks_for_kind(node: ast.AST) -> bool:
+    """Return whether the kind of a device decides: its type is compared, a tensor asked for it, a backend looked up."""
+    name = getattr(node, "attr", getattr(node, "id", None))
+    compared = isinstance(node, ast.Compare) and re.search(r"\.type\b|'(cpu|cuda)", ast.unparse(node))
+    return bool(compared) or name in ("BACKENDS", "is_cpu", "is_cuda", "is_meta")
+
+
+@every_file
+def test_only_few_files_ask_for_a_kind_of_device(file):
+    asked = [f"line {node.lineno}: {ast.unparse(node)}" for node in ast.walk(TREES[file]) if asks_for_kind(node)]
+    assert bool(asked) == (file in KINDS_OF_DEVICES), asked
 
 
 @pytest.mark.parametrize("file", [file for file in TREES if file != "torch_private"])

@@ -130,16 +130,21 @@ def test_code_of_a_user_runs():
     runpy.run_path(str(USER), run_name="__main__")
 
 
+TOP_LEVEL = {
+    *(".ci", ".github", ".gitignore", "CITATION.cff", "LICENSE", "README.md"),
+    *("docs", "pyproject.toml", "setup.py", "sync_batchnorm", "tests"),
+}
 PICTURES = {".png", ".svg", ".gif", ".jpg"}
 LARGEST = 300_000  # bytes, more than the largest file of text has
 
 
-def test_no_large_file_but_pictures_is_tracked():
+def test_top_level_is_what_it_should_be_and_no_large_file_but_pictures_is_tracked():
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("the files are not those of a repository")
     tracked = [path for name in listed.split("\0")[:-1] if (path := ROOT / name).is_file()]  # not those just deleted
+    assert {path.relative_to(ROOT).parts[0] for path in tracked} == TOP_LEVEL
     assert Path(__file__) in tracked
     files = [path for path in tracked if path.suffix not in PICTURES]
     assert {path.name: size for path in files if (size := path.stat().st_size) > LARGEST} == {}

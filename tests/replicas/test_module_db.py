@@ -66,6 +66,7 @@ def works_row_by_row(module, tensors):
     return together.shape == whole.shape and torch.allclose(together, whole, atol=1e-12)
 
 
+@pytest.mark.watchdog(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of losses, which take scalars
 def test_every_module_of_torch_that_works_row_by_row_does_so_in_replicas():
     names = set()
