@@ -121,6 +121,8 @@ def test_process_that_checks_gpus_reports_of_the_devices_that_are_given(devices,
         exec(command.PROGRAM, {})
     report = capsys.readouterr().out
     assert f"replicas on             {', '.join(devices)}\n" in report
+    if devices[0] != "cpu":
+        assert f"{devices[0]:23} {torch.cuda.get_device_name(devices[0])}\n" in report
     assert all(f"{name:23} right, " in report for name in LIBRARY)
 
 

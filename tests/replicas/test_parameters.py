@@ -54,6 +54,14 @@ class Case:
         output: Tensor = self.parallel(self.input, self.rows)
         return output
 
+    def raw_outputs(self) -> list[Tensor]:
+        """Return the output of each replica, not gathered."""
+        chunks = [(self.input[self.rows == i], self.rows[self.rows == i]) for i in range(self.number)]
+        device_ids = self.parallel.device_ids
+        moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(device_ids), strict=True)]
+        replicas = self.parallel.replicate(self.parallel.module, device_ids)
+        return self.parallel.parallel_apply(replicas, moved, [{}] * self.number)
+
     def check(self, found: dict[int, Any], name: str) -> None:
         assert sorted(found) == list(range(self.number))
         for i, part in enumerate(self.parts[name]):
@@ -127,14 +135,22 @@ def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, fro
     seen = {}
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(seen.__setitem__, replica)))
     getattr(case.layer, frozen).requires_grad_(False)
-    chunks = [(case.input[case.rows == i], case.rows[case.rows == i]) for i in range(case.number)]
-    replicas = case.parallel.replicate(case.parallel.module, case.parallel.device_ids)
-    moved = [tuple(t.to(d) for t in chunk) for chunk, d in zip(chunks, as_devices(devices), strict=True)]
-    outputs = case.parallel.parallel_apply(replicas, moved, [{}] * case.number)
+    outputs = case.raw_outputs()
     outputs[1].backward(case.upstream[case.rows == 1].to(outputs[1].device))
     assert_equal(seen.pop(1).to(case.input.device), case.parts[name][1])
     assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
     assert_equal(getattr(case.layer, name).grad, case.parts[name][1])
+
+
+@several
+def test_part_of_a_replica_without_a_part_in_loss_and_penalty_is_zero(devices):
+    seen = {}
+    case = Case(devices, lambda bn, replica: bn.bias.register_hook(partial(seen.__setitem__, replica)))
+    output = case.raw_outputs()[1]
+    (grad,) = torch.autograd.grad(output, case.input, torch.randn_like(output), create_graph=True)
+    torch.autograd.backward([output, grad], [torch.ones_like(output), torch.randn_like(grad)])
+    assert_equal(seen.pop(1).to(case.input.device), torch.full_like(case.layer.bias, len(output)))
+    assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
 
 
 class Scaling(nn.Module):
