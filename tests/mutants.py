@@ -46,6 +46,10 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
+    "backends/cpu.py: Cpu.sums: `sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)` -> `sums[1::2].addcmul_("
+    "(rounded - mean) * invstd, sums[::2])`": "the same product",
+    "layers.py: _SynchronizedBatchNorm.forward: `is_in_replica()` -> `True`": "what is called then asks again",
+    "backends/places.py: Streams.to_place: `self.are_current` -> `False`": "the longer way to the same copy",
     "exchange.py: sync_batch_norm: `0` -> `1`": "the name of the only replica",
     "distributed.py: merge_over_processes: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
     "backends/cpu.py: Affine.of: `input.stride(1) == 1` -> `input.stride(1) != 1`": "the slower of two operators",
