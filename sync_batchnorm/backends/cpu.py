@@ -123,8 +123,6 @@ class Cpu(Backend):
 
     def input_gradient(self, replica: ReplicaGradients, terms: CommonTerms, backward: Backward) -> Tensor:
         input, grad_output = replica.input, replica.grad_output
-        if input.numel() == 0:
-            return torch.zeros_like(input)
         linear, factor = terms
         dtype = linear.slope.dtype
         grad_input = linear.of(input if input.dtype == dtype else input.to(dtype))

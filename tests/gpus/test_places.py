@@ -31,11 +31,12 @@ def test_tensor_arrives_at_every_place(devs):
 @pytest.mark.cuda
 def test_place_is_the_stream_of_this_thread():
     device = torch.device("cuda", CUDA_COUNT - 1)
-    stream = torch.cuda.Stream(device)
+    stream, before = torch.cuda.Stream(device), torch.cuda.current_device()
     with Place(device, stream).entered():
         assert current_place(device) == (device, stream)
         assert torch.cuda.current_device() == device.index
     assert current_place(device).stream != stream
+    assert torch.cuda.current_device() == before
 
 
 @pytest.mark.cuda
