@@ -85,7 +85,7 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         request = _request(input, weight, bias, settings, saved)
         if recomputes and pipe is not None:
             call: Remembered = recall(pipe.remembered, request.statistics, pipe.where)
-            is_constant = call.is_constant or saved is None
+            is_constant = call.is_constant or saved is None  # None under `no_grad`, as in the forward
             output = request.memory if is_constant else refuse_gradient(request.memory, input)
             pair = call.pair
         else:
