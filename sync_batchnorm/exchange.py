@@ -131,7 +131,7 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
             raise _different(messages)
         weight, bias = request.weight, request.bias
         if not (request.settings.weight_of_module and first.settings.weight_of_module):
-            own_weights = own_weights or weight is not first.weight or bias is not first.bias
+            own_weights = own_weights or weight is not first.weight
         if request.saved is not None:
             recording.append(request)
             tensors += request.input, weight, bias

@@ -48,6 +48,7 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
     "backends/cpu.py: Cpu.sums: `sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)` -> `sums[1::2].addcmul_("
     "(rounded - mean) * invstd, sums[::2])`": "the same product",
+    "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
     "layers.py: _SynchronizedBatchNorm.forward: `is_in_replica()` -> `True`": "what is called then asks again",
     "backends/places.py: Streams.to_place: `self.are_current` -> `False`": "the longer way to the same copy",
     "exchange.py: sync_batch_norm: `0` -> `1`": "the name of the only replica",
