@@ -135,7 +135,6 @@ class Coordinator:
             self._running.discard(replica_id)
             self._left[replica_id] = "left its forward"
             if failure is not None:
-                self._left[replica_id] = f"failed with {failure.exc_type.__name__}"
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, failure.exc_type)
             if self._broken is not None and replica_id in self._released:
