@@ -2,7 +2,7 @@
 
 import sys
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"
 
 # This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
 # before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.

@@ -130,15 +130,19 @@ class _SynchronizedBatchNorm(BatchNormBase):
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return BatchNormBase.forward(self, input)  # `super()` may be a user's class, see `convert_model`
+        if not self._uses_batch_statistics():
+            return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
         if self._sync_pipe is None:
             if is_in_replica():
                 raise_foreign_layer(self)
-            if self._active_group() is None:
+            # A process that evaluates alone would wait for ever.
+            if not self.training or self._active_group() is None:
                 self._warn_if_replica()
                 return BatchNormBase.forward(self, input)
         return self._forward_synchronized(input)
+
+    def _uses_batch_statistics(self) -> bool:
+        return self.training or (self.running_mean is None and self.running_var is None)
 
     @uncompiled
     def _forward_synchronized(self, input: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         peers = running = None
         if pipe is None:  # The compiler of torch 2.12 cannot pass a group as an argument.
             peers = distributed.Peers(self._active_group(), *self._sync_layer)
-        if self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
+        if self.training and self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         # A module may compute weights in its forward; torch lists those that it has given to a replica.
         given = self.__dict__.get("_former_parameters", {})
@@ -223,10 +227,11 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
 
-    In training mode, inside of a `DataParallelWithCallback`, mean and biased variance are those of all replicas
-    together, weighted by elements. In eval mode, or with a single replica, the layer behaves as that of torch which it
-    inherits from. Running statistics and the counter of the wrapped module are updated in place, once for each call,
-    with the unbiased variance.
+    In training mode, inside a `DataParallelWithCallback`, mean and biased variance are those of all replicas together,
+    weighted by elements. In eval mode, or with a single replica, the layer behaves as that of torch which it inherits
+    from; replicas without running statistics, which use those of the batch, synchronize in eval mode too. Running
+    statistics and the counter of the wrapped module are updated in place, once for each call, with the unbiased
+    variance.
 
     Args:
         num_features: C.

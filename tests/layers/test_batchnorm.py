@@ -25,6 +25,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    assert_synchronized,
     convert_model,
     set_sbn_eps_mode,
 )
@@ -104,15 +105,13 @@ def test_frozen_layers_in_a_training_model_meet_nobody(devs, exchanges):
     assert len(exchanges) == (2 if len(devs) > 1 else 0)
 
 
-def test_layer_without_running_statistics_is_local_in_eval(devs, exchanges):
+def test_layer_without_running_statistics_synchronizes_in_eval_too(devs, exchanges):
     plain, parallel = twins(nn.BatchNorm1d(3, track_running_stats=False).double(), devs)
-    data = doubles(4 * len(devs), 3, devices=devs)
-    assert_same_step(plain, parallel, data)
-    del exchanges[:]
-    expected = torch.cat([plain.eval()(chunk) for chunk in data.chunk(len(devs))])
-    assert_equal(parallel.eval()(data), expected)
-    assert not exchanges
-    assert parallel.module.running_mean is parallel.module.num_batches_tracked is None
+    for module in (plain, parallel):
+        module.eval()
+    assert_same_step(plain, parallel, doubles(4 * len(devs), 3, devices=devs))
+    assert_synchronized(parallel)
+    assert len(exchanges) == (len(devs) > 1)
 
 
 CHANGES = {
@@ -139,7 +138,7 @@ def test_layers_changed_while_they_live_do_what_torch_does(devices, training, mo
     expected = outcome(lambda: plain(data))
     if expected is not None:
         assert outcome(lambda: parallel(data)) == expected
-    elif training or change not in ("no statistics", "nothing to track"):
+    else:
         plain.load_state_dict(parallel.module.state_dict())
         assert_same_step(plain, parallel, data)
 

@@ -459,6 +459,18 @@ def eval_never_communicates() -> None:
 
 
 @check
+def eval_without_running_statistics_is_that_of_this_process() -> None:
+    plain, model = twins(nn.BatchNorm2d(3, track_running_stats=False))
+    batch = images([2] * SIZE)
+    with Collectives() as collectives:
+        assert torch.equal(model.eval()(cut(batch, [2] * SIZE)), plain(cut(batch, [2] * SIZE)))
+        assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(batch), plain(batch))
+    assert collectives.found == []
+    with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
+        assert_synchronized(model)
+
+
+@check
 def sub_groups_synchronize_among_themselves() -> None:
     members = [[0], [1]] if SIZE == 2 else [[0, 2], [1]]
     groups = [dist.new_group(ranks) for ranks in members]
