@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .glue import Derived, swap_class
+from .dynamic_subclass import DynamicSubclass, swap_class
 from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -275,7 +275,7 @@ def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
         "_original": cls,
         "_derive": staticmethod(_mixed),
     }
-    bases = (Derived, _kind_of(cls) or _SynchronizedBatchNorm, cls)
+    bases = (DynamicSubclass, _kind_of(cls) or _SynchronizedBatchNorm, cls)
     return type(f"Synchronized{cls.__name__}", bases, namespace)
 
 

@@ -11,10 +11,9 @@ from . import distributed
 from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
-from .glue import uncompiled, warn_once
-from .refusals import in_transform_error, raise_foreign_layer
+from .refusals import in_transform_error, raise_foreign_layer, warn_once
 from .replica import is_in_replica
-from .torch_private import BatchNormBase, in_transform
+from .torch_private import BatchNormBase, in_transform, uncompiled
 
 __all__ = [
     "SynchronizedBatchNorm",

@@ -10,8 +10,7 @@ from . import distributed
 from .backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
 from .backends.places import Place, Streams, current_place
 from .comm import SlavePipe, SyncMaster
-from .glue import uncompiled
-from .torch_private import graph_task_id
+from .torch_private import graph_task_id, uncompiled
 
 __all__ = ["merge_messages", "sync_moments"]
 

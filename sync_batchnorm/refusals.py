@@ -1,15 +1,24 @@
 """What a wrapper or a layer refuses, and what a wrapper warns of. The only batch norms here are those of torch."""
 
+import warnings
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from .glue import warn_once
 from .replica import current_replica
 from .torch_private import BatchNormBase, compiled_module_type, in_transform
 
 __all__: list[str] = []
+
+_issued: dict[str, object] = {}  # the texts of `warn_once`
+
+
+def warn_once(text: str) -> None:
+    """Issue a `UserWarning` once in this process, even if several threads do so at once."""
+    mine = object()
+    if _issued.setdefault(text, mine) is mine:
+        warnings.warn(text, stacklevel=3)
 
 
 def in_transform_error(what: str) -> RuntimeError:

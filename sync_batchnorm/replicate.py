@@ -7,20 +7,23 @@ with them. Any module may use the callback.
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
+from torch.autograd import profiler
 from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
-from .glue import Derived, spans_of_forward, swap_class, uncompiled, warn_once
-from .glue import _bare as _bare  # looked up by older pickles
+from .dynamic_subclass import DynamicSubclass, swap_class
+from .dynamic_subclass import _bare as _bare  # looked up by older pickles
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
-from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers
+from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
+from .torch_private import uncompiled
 
 __all__ = [
     "CallbackContext",
@@ -71,6 +74,15 @@ def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -
                 here.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, here.replica_id)
     return bool(contexts)
+
+
+def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]] | None:
+    """Return the function that makes the spans of a forward pass in the profile, or None if no profiler is active."""
+    return _span if profiler._is_profiler_enabled else None
+
+
+def _span(name: str) -> AbstractContextManager[Any]:
+    return profiler.record_function(f"sync_batchnorm: {name}")
 
 
 def _is_called_back(module: nn.Module) -> bool:
@@ -238,7 +250,7 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
     names = {"__module__": cls.__module__, "_original": cls, "_derive": staticmethod(_patched)}
-    return type(cls.__name__, (Derived, _Callbacks, cls), names)
+    return type(cls.__name__, (DynamicSubclass, _Callbacks, cls), names)
 
 
 def _checked_timeout(timeout: float) -> float:

@@ -1,18 +1,22 @@
-"""The private names of torch that are used here; a torch without one of them is refused.
+"""What is private in torch and used here: names, without which a torch is refused, and the marks of its compiler.
 
 NOTE [private names]: Torch may rename or drop these in any version. No other file names them, but for attributes.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 __all__: list[str] = []
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _REQUIRED = {
     "torch.nn.modules.batchnorm._BatchNorm": "the class of all batch norm layers",
@@ -57,3 +61,24 @@ will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  
 def compiled_module_type() -> Any:
     """Return the class of what `torch.compile` makes of a module, or an empty tuple if nothing was compiled."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+
+
+REASON = (  # which the compiler shows with `fullgraph=True`
+    "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
+    "leave that out, or compile the functions between these layers"
+)
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as one that is never compiled: `torch.compiler.disable`, but importing no compiler for it."""
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
+        return (disabled or function)(*args, **kwargs)
+
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)  # what `disable` sets too
+    return run

@@ -138,7 +138,7 @@ def _no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync_batchnorm.glue._issued", {})
+    monkeypatch.setattr("sync_batchnorm.refusals._issued", {})
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..backends.places import current_place
-from ..glue import warn_once
+from ..refusals import warn_once
 from ..torch_private import plain_tensors
 from .copies import replicate
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in

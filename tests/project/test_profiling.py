@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, execute_replication_callbacks
-from sync_batchnorm.glue import spans_of_forward
+from sync_batchnorm.replicate import spans_of_forward
 
 
 class Span(NamedTuple):
@@ -141,7 +141,7 @@ def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first, monk
             yield
 
     begun = threading.Event()
-    monkeypatch.setattr("sync_batchnorm.glue._span", tell)
+    monkeypatch.setattr("sync_batchnorm.replicate._span", tell)
     copies = [Exchanging(), Exchanging()]
     with recording() as prof:
         execute_replication_callbacks(copies)
@@ -187,7 +187,7 @@ def test_without_a_profiler_nothing_is_made(devs, monkeypatch):
         return contextlib.nullcontext()
 
     made: list[str] = []
-    monkeypatch.setattr("sync_batchnorm.glue._span", note)
+    monkeypatch.setattr("sync_batchnorm.replicate._span", note)
     _, parallel = twins(TwoLayers().double(), devs)
     input = doubles(4, 3, 8, 8, devices=devs)
     parallel(input).sum().backward()

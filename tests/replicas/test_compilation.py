@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, sync_moments
-from sync_batchnorm.glue import uncompiled
 from sync_batchnorm.replica import is_in_replica
+from sync_batchnorm.torch_private import uncompiled
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
