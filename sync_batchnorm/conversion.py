@@ -70,7 +70,7 @@ def convert_model(
         module: the model, or a single layer.
         classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it, such
             as ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls
-            ``super().forward(input)``. This excludes subclasses.
+            ``super().forward(input)``; also for one that is no BatchNorm but has its code. This excludes subclasses.
         eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
         group_size: see there.
         process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.
@@ -95,7 +95,7 @@ def convert_model(
             patch(child)
         elif isinstance(child, torch.jit.ScriptModule) and "BatchNorm" in child.original_name:
             reason = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-        elif type(child) in classes or isinstance(child, BatchNormBase):
+        elif type(child) in classes or isinstance(child, BatchNormBase) or _has_code_of_batch_norm(child):
             reason = _make_synchronized(child, classes, options)
         if reason is not None:
             skipped.setdefault(reason, []).append(name)
@@ -104,7 +104,8 @@ def convert_model(
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
     for name in _unregistered(modules):
-        skipped.setdefault("in no list that torch registers; use nn.ModuleList or nn.ModuleDict", []).append(name)
+        reason = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
+        skipped.setdefault(reason, []).append(name)
     _warn_of(skipped, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
@@ -138,15 +139,23 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Yield the names of the plain lists, tuples and dicts in attributes that hold layers which nobody registers."""
+    """Yield the names of the attributes whose lists, tuples and dicts hold layers that torch does not register."""
     registered = {child for _, child in modules}
     for name, child in modules:
         for attribute, value in vars(child).items():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            layers = {layer for one in held if isinstance(one, nn.Module) for layer in one.modules()} - registered
-            plain = [layer for layer in layers if isinstance(layer, BatchNormBase)]
-            if not all(isinstance(layer, _SynchronizedBatchNorm) for layer in plain):
+            layers = {layer for held in _held(value, set()) for layer in held.modules()} - registered
+            if any(
+                isinstance(layer, BatchNormBase) and not isinstance(layer, _SynchronizedBatchNorm) for layer in layers
+            ):
                 yield f"{name}.{attribute}".strip(".")
+
+
+def _held(container: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules in a list, tuple or dict, and in those inside; `seen` holds the ids of all of them."""
+    if isinstance(container, (list, tuple, dict)) and id(container) not in seen:
+        seen.add(id(container))
+        for one in container.values() if isinstance(container, dict) else container:
+            yield from [one] if isinstance(one, nn.Module) else _held(one, seen)
 
 
 def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
@@ -248,9 +257,10 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     if own is not None and not has_class:
         if issubclass(cls, nn.SyncBatchNorm):
             return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-        ours, kind = f"Synchronized{cls.__name__}", _kind_of(cls) or SynchronizedBatchNorm
+        ours, kind = f"Synchronized{cls.__name__}", (_kind_of(cls) or SynchronizedBatchNorm).__name__
+        calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
         return (
-            f"has a {own} of its own; write class {ours}({cls.__name__}, {kind.__name__}) and call "
+            f"has a {own} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
             f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
         )
     expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
@@ -258,6 +268,14 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
+
+
+def _has_code_of_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module has the attributes of a BatchNorm, which it need not be, and no frozen weight."""
+    buffers = module._buffers
+    has_statistics = "num_features" in vars(module) and "running_mean" in buffers and "running_var" in buffers
+    is_instance_norm = isinstance(module, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
+    return has_statistics and "weight" not in buffers and not is_instance_norm
 
 
 def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:

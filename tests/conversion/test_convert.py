@@ -369,16 +369,21 @@ class Holds(nn.Module):
         self.held = held
 
 
+RING: list[Any] = [nn.BatchNorm2d(4)]
+RING.append(RING)
+
+
 @pytest.mark.parametrize(
-    "held", [[nn.ReLU(), nn.BatchNorm2d(4)], (nn.Sequential(nn.BatchNorm1d(4)),), {"a": nn.BatchNorm3d(4)}]
+    "held",
+    [[nn.ReLU(), nn.BatchNorm2d(4)], (nn.Sequential(nn.BatchNorm1d(4)),), {"a": [1, ([nn.BatchNorm3d(4)],)]}, RING],
 )
 def test_layers_in_a_plain_container_are_named(held):
-    why = r"- 1\.held: in no list that torch registers; use nn\.ModuleList or nn\.ModuleDict"
+    why = r"- 1\.held: in a plain list or dict, which torch does not register; use nn\.ModuleList or nn\.ModuleDict"
     with pytest.warns(UserWarning, match=f"left BatchNorm layers as they are, .*, 1 in all:\n{why}$"):
         convert_model(nn.Sequential(nn.ReLU(), Holds(held)))
 
 
-@pytest.mark.parametrize("held", [[nn.ReLU()], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])
+@pytest.mark.parametrize("held", [[nn.ReLU()], [[nn.ReLU(), 3]], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])
 def test_other_plain_containers_are_not_named(held):
     assert isinstance(convert_model(Holds(held)).known[0], SynchronizedBatchNorm2d)
 
@@ -423,6 +428,12 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         "BatchNorm2d has a forward of its own, set on the object; convert the mod",
     ),
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
+    (
+        lambda: Standalone(2),
+        "Standalone has a forward of its own; write class SynchronizedStandalone(Standalone, SynchronizedBatchNorm), "
+        "whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
+        "convert_model(model, classes={Standalone: SynchronizedStandalone}), see its documentation",
+    ),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
@@ -449,6 +460,17 @@ def test_layers_that_cannot_be_converted_are_left_as_they_are_and_named(make, te
     assert [type(net[0]), type(net[2][0])] == kinds
     assert type(net[1]) is SynchronizedBatchNorm2d
     assert [anatomy(net[i]) for i in (0, 2)] == before
+
+
+def frozen() -> nn.Module:
+    layer = Standalone(2)
+    layer.register_buffer("weight", layer._parameters.pop("weight"))
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: nn.InstanceNorm2d(2, track_running_stats=True), frozen])
+def test_layers_with_running_statistics_that_never_normalize_with_the_batch_are_not_named(make):
+    convert_model(nn.Sequential(make()))
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["called", "loaded"])
@@ -668,9 +690,33 @@ class Standalone(nn.Module):
     forward = NormAbs.forward
 
 
-SynchronizedStandalone = type(
-    "SynchronizedStandalone", (Standalone, SynchronizedBatchNorm2d), {"forward": SynchronizedNormAbs.forward}
-)
+class SynchronizedStandalone(Standalone, SynchronizedBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return SynchronizedBatchNorm.forward(self, input).abs()
+
+
+class Sparse(nn.Module):
+    """Has what older code of a batch norm needs, which counts no batches."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = size, 1e-5, 0.1
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+class SynchronizedSparse(Sparse, SynchronizedBatchNorm):
+    track_running_stats, num_batches_tracked = True, None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return SynchronizedBatchNorm.forward(self, input)
+
+
 USERS_OWN = [
     (NormTanh, (3, 0.5), SynchronizedNormTanh),
     (NormAbs, (3,), SynchronizedNormAbs),
@@ -678,6 +724,7 @@ USERS_OWN = [
     (NormAbsTanh, (3,), SynchronizedNormAbsTanh),
     (NormOnValues, (3,), SynchronizedNormOnValues),
     (Standalone, (3,), SynchronizedStandalone),
+    (Sparse, (3,), SynchronizedSparse),
 ]
 
 
