@@ -10,12 +10,13 @@ Without replicas, in a process of its own, a recomputation exchanges again: all 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .backends.streams import current_stream, on_streams
 from .torch_private import graph_task_id, hooks_of_thread
 
 running_backward = graph_task_id  # in this thread, which is then inside of a recomputation; -1 if there is none
@@ -28,9 +29,14 @@ REFUSED = (
     "gradients of your own through the layer outside of the checkpoint"
 )
 
+FREED = (
+    "Trying to backward through the graph a second time, where a synchronized batch norm has dropped its input; pass "
+    "retain_graph=True to the first backward, and take no gradients in the forward of replicas"
+)
+
 
 class _Save(torch.autograd.Function):
-    """Has no part in any backward: its node only holds what it has saved, as long as its output lives (torch 2.8)."""
+    """Never runs in a backward pass: its node owns saved tensors for as long as its output is alive."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, tensors: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -43,44 +49,72 @@ _apply: Any = super(torch.autograd.Function, _Save).apply  # without `torch.func
 
 @functools.cache
 def _source() -> Tensor:
-    # No leaf: two threads that use one for the first time would wait for each other in anomaly mode (torch 2.13).
+    # Not a leaf: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
     with torch.inference_mode(False), torch.enable_grad():
         return torch.empty(0, device="cpu", requires_grad=True).clone()
 
 
 class Saved:
-    """Has saved two tensors as a node of torch, in less time; not in a thread with hooks on saved tensors."""
-
-    __slots__ = ("_input", "_input_version", "_weight", "_weight_version")
+    """The input and weight that one replica has saved: cheaper than by an autograd node, and without hooks."""
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
-        self._input, self._input_version = input, input._version
-        self._weight, self._weight_version = weight, 0 if weight is None else weight._version
+        self.device, self.input_node = input.device, input.grad_fn  # None for an input that needs no gradient
+        self._tensors = [(tensor, 0 if tensor is None else tensor._version) for tensor in (input, weight)]
 
-    def __call__(self) -> tuple[Tensor, Tensor | None]:
-        for tensor, version in ((self._input, self._input_version), (self._weight, self._weight_version)):
+    def unpack(self) -> Sequence[Any]:
+        """Return input and weight, unless they have changed in place or were dropped."""
+        tensors = self._tensors
+        if not tensors:
+            raise RuntimeError(FREED)
+        for tensor, version in tensors:
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
                 )
-        return self._input, self._weight
+        return [tensor for tensor, _ in tensors]
+
+    def drop(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = []
 
 
-def save(input: Tensor, weight: Tensor | None) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
-    """Save `input` and `weight`; return what returns them, or None if this thread does not record a graph."""
+class SavedByHooks(Saved):
+    """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
+
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        self.device, self.input_node = input.device, input.grad_fn
+        self._output: Tensor | None = _apply(_source(), (input, weight))
+        self._stream = current_stream(input.device)
+
+    def unpack(self) -> Sequence[Any]:
+        output = self._output
+        if output is None:
+            raise RuntimeError(FREED)
+
+        def unpacked() -> Any:
+            return output.grad_fn.saved_tensors  # type: ignore[union-attr]
+
+        if self._stream == current_stream(self.device):
+            return unpacked()  # type: ignore[no-any-return]
+        # Hooks may compute to unpack, and others use what a checkpoint has computed on this stream.
+        return on_streams([self._stream], unpacked)  # type: ignore[no-any-return]
+
+    def drop(self) -> None:
+        self._output = None
+
+
+def save(input: Tensor, weight: Tensor | None) -> Saved | None:
+    """Save `input` and `weight` for the backward pass; None if this thread does not record a graph."""
     if not torch.is_grad_enabled():
         return None
-    if hooks_of_thread(True) is None:
-        return Saved(input, weight)
-    output: Tensor = _apply(_source(), (input, weight))
-    return lambda: output.grad_fn.saved_tensors  # type: ignore
+    return Saved(input, weight) if hooks_of_thread(True) is None else SavedByHooks(input, weight)
 
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
-        # It is in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
+        # Passed in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
         return constant[0]
 
     @staticmethod
@@ -97,16 +131,16 @@ def refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
 class Remembered(NamedTuple):
     """What a pipe remembers of one call of its replica, outside of the graph."""
 
-    statistics: Sequence[Any]  # `ReplicaStatistics` of its input
-    pair: Sequence[Tensor]  # mean and inverse standard deviation of the batch: the answer
-    is_constant: bool  # whether the replica recorded a graph, and the output required no gradient all the same
+    statistics: Sequence[Tensor]  # of its input
+    mean_invstd: Sequence[Tensor]  # mean and inverse standard deviation of the batch: the answer
+    is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
-def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: str) -> Remembered:
+def recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
     """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
     if len(remembered) == 1:
         return remembered[0]
-    same = [call for call in remembered if _are_equal(call.statistics[:2], statistics[:2])]
+    same = [call for call in remembered if _are_equal(call.statistics, statistics)]
     if not same:
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
@@ -115,7 +149,7 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Any], where: s
             "lambda input, layer=layer: layer(input)"
         )
     first = same[0]
-    if not all(_are_equal(call.pair, first.pair) for call in same):
+    if not all(_are_equal(call.mean_invstd, first.mean_invstd) for call in same):
         raise RuntimeError(
             f"expected one answer for the recomputed input of {where}, but got {len(same)} calls in which this replica "
             "had inputs with equal statistics, and its peers had different ones; leave one of these calls out of the "

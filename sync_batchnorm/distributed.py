@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from .backends.base import merge_moments
+from .backends.base import Pair, merge_moments
 from .errors import add_note
 
 __all__: list[str] = []
@@ -71,13 +71,21 @@ def active_group(process_group: Group | None) -> Group | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Merge mean and biased variance ``(C,)`` of `count` elements in each process into those of all, bitwise equal.
+def gather_statistics(
+    statistics: Pair, count: int, peers: Peers, dtype: torch.dtype | None
+) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
+    """Gather the statistics of `count` elements per channel in each process: a pair ``(W, C)``, the counts, their sum.
 
-    The total count is a tensor, so that the host does not wait; an int if `count` is at most 1: it may be too small.
+    The statistics travel in `dtype`, or their own. The sum is a tensor, so that the host does not wait; an int if
+    `count` is at most 1: it may be too small.
     """
+    first, second = statistics if dtype is None else [vector.to(dtype) for vector in statistics]
+    if len(first) > 1:  # several parts of one input
+        first, second = merge_moments(first, second, None)
     size = dist.get_world_size(peers.group)
-    packed = torch.cat((mean.new_full((1,), count), mean.new_full((1,), peers.number), mean, var))
+    packed = torch.cat(
+        (first.new_full((1,), count), first.new_full((1,), peers.number), first.flatten(), second.flatten())
+    )
     gathered = packed.new_empty(size * len(packed))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     peers.call(gather, gathered, packed)
@@ -89,9 +97,8 @@ def merge_over_processes(mean: Tensor, var: Tensor, count: int, peers: Peers) ->
             f"expected all processes to call the same synchronized batch norm, but got {', '.join(called)}; make every "
             "process call the same layers in the same order"
         )
-    counts, total = gathered[:, :1], gathered[:, 0].sum()
-    means, variances = gathered[:, 2:].reshape(size, 2, -1).unbind(1)  # (W, 2 * C) -> (W, C), (W, C)
-    return *merge_moments(means, variances, counts / total.clamp(min=1)), total if count > 1 else int(total)
+    counts, total = gathered[:, 0], gathered[:, 0].sum()
+    return [gathered[:, 2:].chunk(2, 1)], counts, total if count > 1 else int(total)
 
 
 class _AllReduce(torch.autograd.Function):

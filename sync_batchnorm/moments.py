@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import distributed
 from .backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
-from .backends.places import Place, Streams, current_place
+from .backends.streams import on_default_streams
 from .comm import SlavePipe, SyncMaster
 from .torch_private import graph_task_id, uncompiled
 
@@ -18,10 +18,9 @@ Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and 
 
 
 class _Message(NamedTuple):
-    pair: Tensor  # mean and biased variance, ``(2, C)``
+    mean_var: Tensor  # mean and biased variance, ``(2, C)``
     elements: int  # per channel
     shape: torch.Size  # of the input
-    place: Place
 
 
 @uncompiled
@@ -59,10 +58,15 @@ def sync_moments(
                 "leave the norm out of the checkpointed function"
             )
     with torch.autocast(input.device.type, enabled=False):
-        mean, var, count = _moments(input, group and distributed.Peers(group, 0, ("sync_moments",)))
-        message = _Message(torch.stack((mean, var)), count, input.shape, current_place(input.device))
-        mean, var, count = merge_messages([(0, message)])[0][1] if pipe is None else pipe.run(message)
-        return mean.clone(), var.clone(), count  # copies, which users may change in place
+        moments: Moments = on_default_streams(() if pipe is None else (input.device,), _exchanged, input, pipe, group)
+        return moments
+
+
+def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+    mean, var, count = _moments(input, group and distributed.Peers(group, 0, ("sync_moments",)))
+    message = _Message(torch.stack((mean, var)), count, input.shape)
+    mean, var, count = _answers([(0, message)])[0][1] if pipe is None else pipe.run(message)
+    return mean.clone(), var.clone(), count  # copies, which users may change in place
 
 
 def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
@@ -84,15 +88,21 @@ def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
 
 def merge_messages(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
+    devices = dict.fromkeys([message.mean_var.device for _, message in messages])
+    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, _answers, messages)
+    return answers
+
+
+def _answers(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
     contents = [message for _, message in messages]
     count = sum(message.elements for message in contents)
     if count == 1:
         raise single_value([message.shape for message in contents])
-    master, streams = contents[0].place, Streams([message.place for message in contents])
+    devices = [message.mean_var.device for message in contents]
     with torch.enable_grad():
-        pairs = [streams.to_place(message.pair, message.place, master) for message in contents]
-        means, variances = torch.stack(pairs, 1)  # (2, R, C)
+        moved = [message.mean_var.to(devices[0], non_blocking=True) for message in contents]
+        means, variances = torch.stack(moved, 1)  # (2, R, C)
         fractions = torch.cat([means.new_full((1, 1), message.elements / max(count, 1)) for message in contents])
         merged = torch.stack(merge_moments(means, variances, fractions))
-        answers = [streams.to_place(merged, master, message.place).unbind() for message in contents]
-    return [(replica, (*pair, count)) for (replica, _), pair in zip(messages, answers, strict=True)]
+        answers: list[Any] = [merged.to(device, non_blocking=True).unbind() for device in devices]
+    return [(replica, (*answer, count)) for (replica, _), answer in zip(messages, answers, strict=True)]

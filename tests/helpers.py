@@ -91,8 +91,8 @@ def saved_bytes(output: Tensor) -> int:
     for node in graph_of(output):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved = [*(node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names])]
-        for of_replica in node.call.saved if node.name() == "_SyncBatchNormBackward" else ():
-            saved += of_replica()
+        for of_replica in node.saved if node.name() == "_SyncBatchNormBackward" else ():
+            saved += of_replica.unpack()
         sizes |= {t.data_ptr(): t.numel() * t.element_size() for t in saved if isinstance(t, Tensor)}
     return sum(sizes.values())
 

@@ -1,4 +1,4 @@
-"""Batch normalization on any device, in operators that every device has and that autograd can differentiate.
+"""Batch normalization on any device, written in differentiable operators that are available on every device.
 
 Nothing here knows of threads or modules. ``C`` is the number of channels, dimension 1 of every input ``(N, C, +)``;
 vectors are ``(C,)``; a count is a number of elements per channel. To make a kind of device faster, give it a file in
@@ -8,13 +8,10 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .places import CPU, Place, Streams
 
 __all__: list[str] = []
 
@@ -56,7 +53,7 @@ def format_of(input: Tensor) -> torch.memory_format:
     """Return the format in which the output and the gradient of `input` are: channels_last if it is, or contiguous."""
     if not input.is_contiguous() and input.dim() in (4, 5):
         channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
-        if input.is_contiguous(memory_format=channels_last):  # whatever the strides of dimensions of size one
+        if input.is_contiguous(memory_format=channels_last):  # ignoring the strides of size-1 dimensions
             return channels_last
     return torch.contiguous_format
 
@@ -76,33 +73,14 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     return merged, (torch.addcmul(var, deviations, deviations) * fractions).sum(0)
 
 
-Pair = Sequence[Tensor]  # mean and inverse standard deviation of the batch, ``(C,)`` each, at some place
+Pair = Sequence[Tensor]  # two tensors of one shape: the statistics of an input, mean and invstd, or two sums
 
 
-class ReplicaStatistics(NamedTuple):
-    """The statistics of the input of one replica, in K parts of equal size. K is 1 except on the CPU."""
-
-    mean: Tensor  # (K, C); once `sent`, (2 * K, C): `second` follows the means
-    second: Tensor  # (K, C): biased variances, or inverse standard deviations
-    is_invstd: bool  # whether `second` has those; on CUDA, where both are (C,) then
-    elements: int  # per channel, in all parts together
-    place: Place | None = None  # where they were `sent`; None if they are where the replica computes
-
-    def sent(self, source: Place, target: Place, streams: Streams) -> "ReplicaStatistics":
-        """Return these statistics, which are ready at `source`, for use at `target`."""
-        packed = self.mean
-        if self.place is None:
-            with streams.at(source):
-                packed = torch.cat((self.mean, self.second))
-        mean = streams.to_place(packed, source, target)
-        return ReplicaStatistics(mean, self.second, self.is_invstd, self.elements, target)
-
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Return the means, and the variances or inverse standard deviations; only the master needs to ask."""
-        if self.place is None:
-            return self.mean, self.second
-        mean, second = self.mean.chunk(2)
-        return mean, second
+def sent(pair: Pair, device: torch.device) -> Pair:
+    """Return `pair` on `device`: itself if it is there, or the halves of one copy."""
+    if pair[0].device == device:
+        return pair
+    return torch.cat(tuple(pair)).to(device, non_blocking=True).chunk(2)
 
 
 class RunningStatistics(NamedTuple):
@@ -126,7 +104,7 @@ class RunningStatistics(NamedTuple):
     def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
         """Count a call, and move the buffers towards its mean and the unbiased variance; `var` is the biased one."""
         momentum = self.count_call()
-        if self.mean is None:
+        if self.mean is None or (isinstance(count, int) and count == 0):
             return
         # Updates go through `data`, which does not change the version counter, as the kernel of torch does not: an
         # earlier forward in eval mode may have saved these buffers, and its backward must still run.
@@ -139,104 +117,104 @@ class RunningStatistics(NamedTuple):
             buffer.data.mul_(1 - step).add_((value * step).to(buffer.dtype))
 
 
-@dataclass(slots=True)
-class BatchStatistics:
-    """The batch statistics of all replicas and processes, outside of the graph; vectors are at the master's place."""
+class BatchStatistics(NamedTuple):
+    """The statistics of the batch in one call of a layer, outside the graph, and what else all replicas share."""
 
-    mean: Tensor
-    var: Tensor | None  # biased; None if the backend made only the inverse standard deviation, with eps added
-    invstd: Tensor | None = None  # None if it is not computed yet
-    updated: bool = False  # whether the backend has updated the running statistics already
-    count: int | Tensor = 0  # elements per channel; a tensor if processes have added them up, so that no host waits
-    clamped: Tensor | None = None  # where eps has replaced a smaller variance; None if eps is added
-    master: Place = CPU
-    at: dict[Place, Pair] = field(default_factory=dict)
-
-    def update(self, running: RunningStatistics, eps: float) -> None:
-        """Update the buffers of the master's replica, unless the backend has done so; `eps` is that of `invstd`."""
-        if isinstance(self.count, int) and self.count == 0:
-            running.count_call()
-        elif not self.updated:
-            mean, invstd = self.at[self.master]
-            var = (invstd.pow(-2) - eps).clamp_(min=0) if self.var is None else self.var
-            running.update(mean, var, self.count)
-
-
-@dataclass(slots=True)
-class ReplicaGradients:
-    """One replica in a backward: its tensors, and the gradients that are computed for it."""
-
-    place: Place
-    grad_output: Tensor | None  # None if the output does not enter the loss
-    input: Any  # a tensor; None if nothing is computed from it
-    weight: Tensor | None
-    wants_input: bool
-    wants_parameters: bool
-    grad_input: Tensor | None = None
-    grad_weight: Tensor | None = None  # also made if it is not wanted, like that of the bias
-    grad_bias: Tensor | None = None
-    kept: Any = None  # what a backend keeps from `gradient_sums` for `input_gradient`
-
-
-class Backward(NamedTuple):
-    """One backward of a call."""
-
-    replicas: Sequence[ReplicaGradients]  # those that this backward reaches
-    batch: BatchStatistics
-    at: dict[Place, Pair]  # like `batch.at`; in the graph, if one is recorded
-    pair_grads: Sequence[tuple[Tensor, Place]]  # the gradients of mean and invstd, ``(2, C)``, in a second backward
-    streams: Streams
-    own_weights: bool  # whether weights differ between replicas
+    backend: "Backend"
+    mean_invstd: dict[
+        torch.device, Pair
+    ]  # mean and inverse standard deviation, (C,), on each device; first the master's
+    elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
+    clamped: Tensor | None  # where eps has replaced a smaller variance; None if eps is added
+    weights_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
+    @property
+    def master(self) -> torch.device:
+        """The device on which the replicas' sums are added up."""
+        return next(iter(self.mean_invstd))
+
+    def totals(self, sums: Sequence[Tensor]) -> Tensor:
+        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``."""
+        mean, _ = self.mean_invstd[self.master]
+        pairs = torch.cat(tuple(sums)).view(-1, 2, len(mean)) if sums else mean.new_zeros(1, 2, len(mean))
+        total = pairs.sum(0)
+        return total if self.reduce is None else self.reduce(total)
+
     def without_clamped(self, totals: Tensor) -> Tensor:
-        """Return the totals ``(2, C)``, with zero for the gradient of invstd where eps has replaced the variance."""
-        if self.batch.clamped is None:
+        """Return `totals`, with zero for the gradient of invstd where eps has replaced the variance."""
+        if self.clamped is None:
             return totals
-        return torch.stack((totals[0], totals[1].masked_fill(self.batch.clamped, 0)))
+        return torch.stack((totals[0], totals[1].masked_fill(self.clamped, 0)))
+
+
+class ReplicaBackward(NamedTuple):
+    """What one replica brings into a backward pass."""
+
+    device: torch.device
+    grad_output: Tensor | None  # None if the output does not enter the loss
+    input: Tensor
+    weight: Tensor | None
+    wants_input: bool  # whether the gradient of the input is wanted
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias of one replica
 
 
 class Backend:
-    """The operations of batch normalization on any device.
+    """The operations of batch normalization on any device; gradients of gradients use these on every device."""
 
-    Gradients that are differentiated again use these on every device. Then the threads of several devices add up the
-    gradients of one tensor in any order. So each further use of a tensor takes a view, see `again`: at most two
-    gradients arrive at a tensor, in either order the same sum.
-    """
+    merge_dtype: torch.dtype | None = None  # of the merge, mean and invstd; None for the dtype of the statistics
 
-    merge_dtype: torch.dtype | None = None  # of the merge; None for the dtype of the statistics
-    pair_dtype: torch.dtype | None = None  # of mean and invstd; None for the dtype of the statistics
-
-    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         """Return the statistics of `input`, which has elements, and memory for the output in its format, or None.
 
-        With `adds_eps`, they may hold ``1 / sqrt(var + eps)`` in place of the variance.
+        They are mean and biased variance of K equally large parts, ``(K, C)`` each. A backend may take another second
+        vector, which its `merge` knows, and may use `eps` for it.
         """
         var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
-        return ReplicaStatistics(mean[None], var[None], False, channel_count(input.shape)), None
+        return (mean[None], var[None]), None
 
-    def nothing(self, input: Tensor) -> ReplicaStatistics:
-        """Return the statistics of an input without elements: zeros, with a count of zero."""
+    def empty_statistics(self, input: Tensor) -> Pair:
+        """Return the statistics of an input without elements: zeros."""
         zeros = input.new_zeros(1, input.shape[1], dtype=statistics_dtype(input.dtype))
-        return ReplicaStatistics(zeros, zeros, False, 0)
+        return zeros, zeros
 
     def merge(
-        self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
-    ) -> BatchStatistics:
-        """Merge the statistics of all replicas, sent to one device; a backend may use `eps`, and update `running`."""
-        means, variances = zip(*[replica.unpacked() for replica in replicas], strict=True)
-        mean, var, fractions = torch.cat(means), torch.cat(variances), None
-        if self.merge_dtype is not None:
-            mean, var = mean.to(self.merge_dtype), var.to(self.merge_dtype)
-        parts = [(len(own), replica.elements / len(own)) for own, replica in zip(means, replicas, strict=True)]
-        if len(set(parts)) > 1:
-            total = sum([number * count for number, count in parts])
-            fractions = torch.cat([mean.new_full((number, 1), count / total) for number, count in parts])
-        return BatchStatistics(*merge_moments(mean, var, fractions), None)
+        self,
+        statistics: Sequence[Pair],
+        counts: Sequence[int] | Tensor,
+        total: int | Tensor,
+        eps: float,
+        clamps: bool,
+        running: RunningStatistics | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Merge the statistics of all replicas, which are on one device, and update the `running` statistics.
 
-    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+        `counts` are the elements per channel of each replica. Those of processes are a tensor ``(W,)``, and their
+        `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
+        replaced a smaller variance, if it `clamps`.
+        """
+        means, variances = (torch.cat(vectors) for vectors in zip(*statistics, strict=True))  # (P, C)
+        if self.merge_dtype is not None:
+            means, variances = means.to(self.merge_dtype), variances.to(self.merge_dtype)
+        fractions = None
+        if isinstance(counts, Tensor):
+            fractions = (counts / counts.sum().clamp(min=1))[:, None]
+        else:
+            parts = [(len(own[0]), count / len(own[0])) for own, count in zip(statistics, counts, strict=True)]
+            if len(set(parts)) > 1:
+                fractions = torch.cat([means.new_full((number, 1), size / sum(counts)) for number, size in parts])
+        mean, var = merge_moments(means, variances, fractions)
+        if running is not None:
+            running.update(mean, var, total)
+        return mean, *invstd_of(var, eps, clamps)
+
+    def normalize(
+        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
         """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
-        mean, invstd = pair
+        mean, invstd = mean_invstd
         factor = per_channel(invstd if weight is None else invstd * weight, input)
         centered = input - per_channel(mean, input)
         if bias is None:
@@ -244,83 +222,70 @@ class Backend:
         else:
             torch.addcmul(per_channel(bias, input), centered, factor, out=out)
 
-    def gradients(self, backward: Backward) -> None:
-        """Compute the gradients that `backward` asks for, and put them into its replicas."""
-        totals = self.sums(backward)
-        wanting = [replica for replica in backward.replicas if replica.wants_input]
-        if not wanting:
-            return
-        batch, streams = backward.batch, backward.streams
-        if totals is None:
-            totals = torch.zeros_like(torch.stack(list(backward.at[batch.master])))
-        if backward.reduce is not None:
-            totals = backward.reduce(totals)
-        terms = self.common_terms(totals, backward)
-        at = {batch.master: terms}
-        for replica in wanting:
-            place = replica.place
-            with streams.at(place):
-                if place not in at:
-                    terms = again(terms)
-                    at[place] = streams.to_place(terms, batch.master, place)
-                at[place] = again(at[place])
-                replica.grad_input = self.input_gradient(replica, at[place], backward)
+    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
+        """Return the gradients of each replica.
 
-    def sums(self, backward: Backward) -> Tensor | None:
-        """Return the totals of `gradient_sums`, ``(2, C)``, at the place of the master; None if nothing was summed."""
-        vectors: list[Tensor] = []
-        master, streams = backward.batch.master, backward.streams
-        for replica in backward.replicas:
-            if replica.grad_output is not None:
-                with streams.at(replica.place):
-                    pair: Sequence[Tensor] = self.gradient_sums(replica, backward)
-                    if replica.place != master:
-                        pair = (streams.to_place(torch.cat(tuple(pair)), replica.place, master),)
-                vectors += pair
-        for grad, place in backward.pair_grads:
-            vectors.append(streams.to_place(grad, place, master).reshape(-1))
-        return torch.cat(vectors).view(-1, 2, backward.batch.mean.shape[0]).sum(0) if vectors else None
-
-    def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of weight and bias of one replica, whose output has a gradient; return its two sums.
-
-        Here they are its parts of the gradients of mean and invstd; `common_terms` gets the totals of all replicas.
+        That of an input is None if it is not wanted; those of weight and bias if the output does not enter the loss.
         """
-        mean, invstd = backward.at[replica.place]
-        input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
-        centered = input.to(mean.dtype) - per_channel(mean, input)
-        dy, invstd, dims = grad_output.to(mean.dtype), again(invstd), reduced_dims(input)
-        summed = again(dy)
-        sum_dy, sum_dy_xmu = summed.sum(dims), (summed * centered).sum(dims)
-        factor = invstd if weight is None else invstd * weight
-        replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
-        replica.kept = centered, dy * per_channel(factor, input)
-        return -sum_dy * factor, sum_dy_xmu if weight is None else sum_dy_xmu * weight
+        mean_invstd = _statistics_in_graph(replicas, batch) if torch.is_grad_enabled() else batch.mean_invstd
+        sums: list[Tensor] = []
+        of_parameters, own_parts = [], []
+        for replica in replicas:
+            mean, invstd = mean_invstd[replica.device]
+            x = replica.input.to(mean.dtype)
+            normalized = (x - per_channel(mean, x)) * per_channel(invstd, x)
+            grad_weight = grad_bias = direct = None
+            if replica.grad_output is not None:
+                dy, dims, weight = replica.grad_output.to(mean.dtype), reduced_dims(x), replica.weight
+                grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
+                pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
+                sums += sent(pair, batch.master)
+                direct = dy if weight is None else dy * per_channel(weight, x)
+            of_parameters.append((grad_weight, grad_bias))
+            own_parts.append((normalized, direct))
+        if not any([replica.wants_input for replica in replicas]):
+            return [(None, *grads) for grads in of_parameters]
+        count = batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1)
+        terms = batch.without_clamped(batch.totals(sums)) / count
+        results: list[Gradients] = []
+        for replica, grads, (normalized, direct) in zip(replicas, of_parameters, own_parts, strict=True):
+            grad_input = None
+            if replica.wants_input:
+                of_bias, of_weight = terms.to(replica.device, non_blocking=True)
+                # The first operand determines the memory format: that of the input.
+                grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
+                grad_input = grad_input if direct is None else grad_input + direct
+                invstd = mean_invstd[replica.device][1]
+                grad_input = (grad_input * per_channel(invstd, normalized)).to(replica.input.dtype)
+            results.append((grad_input, *grads))
+        return results
 
-    def common_terms(self, totals: Tensor, backward: Backward) -> Any:
-        """Return what `input_gradient` takes; here ``(a, b)``: the statistics add ``a + b * (x - mean)`` to it."""
-        grad_mean, grad_invstd = backward.without_clamped(totals)
-        grad_var = grad_invstd * -0.5 * backward.at[backward.batch.master][1] ** 3
-        count = backward.batch.count
-        return torch.stack((grad_mean, 2 * grad_var)) / (count if isinstance(count, Tensor) else max(count, 1))
 
-    def input_gradient(self, replica: ReplicaGradients, terms: Any, backward: Backward) -> Tensor:
-        """Return the gradient of the input of one replica."""
-        input, direct = replica.input, None
-        if replica.kept is None:
-            mean = backward.at[replica.place][0]
-            centered = input.to(mean.dtype) - per_channel(mean, input)
-        else:
-            centered, direct = replica.kept
-        grad_mean, grad_var = terms
-        # The first operand determines the memory format: that of the input.
-        grad_input: Tensor = centered * per_channel(grad_var, input) + per_channel(grad_mean, input)
-        return (grad_input if direct is None else grad_input + direct).to(input.dtype)
+def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the inverse standard deviation, and where `eps` has replaced a smaller variance, if it `clamps`."""
+    return ((var.clamp(min=eps) if clamps else var + eps).rsqrt(), var < eps if clamps else None)
 
 
-def again(terms: Any) -> Any:
-    """Return `terms` for one more use: a view of them if gradients are differentiated again, see `Backend`."""
-    return terms.view_as(terms) if torch.is_grad_enabled() else terms
+def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> dict[torch.device, Pair]:
+    """Return mean and invstd of the batch on each device, as functions of the inputs of all `replicas`.
+
+    Their values are those of the forward. Replicas that recorded no graph, and are not here, have constant inputs.
+    """
+    sums: list[Tensor] = []
+    for replica in replicas:
+        mean = batch.mean_invstd[replica.device][0]
+        x = replica.input.to(mean.dtype)
+        deviations = x - per_channel(mean, x)
+        sums += sent((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
+    moments = batch.totals(sums) / (batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1))
+    # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
+    first, second = moments - moments.detach()  # zeros, in the graph
+    mean, invstd = batch.mean_invstd[batch.master]
+    change = second - first.square()  # of the variance
+    if batch.clamped is not None:
+        change = change.masked_fill(batch.clamped, 0)
+    pair = mean + first, (invstd.pow(-2) + change).rsqrt()
+    return {device: sent(pair, device) for device in batch.mean_invstd}
 
 
 GENERAL = Backend()

@@ -1,25 +1,25 @@
 """Batch normalization on the CPU.
 
 NOTE [fast and exact statistics]: One operator computes the statistics of an input in one pass. Its variance is accurate
-to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and useless where the mean is 1e4 standard deviations. So a replica
-checks whether these fast statistics are `precise`. If not, it computes the exact ones, from the input minus the fast
+to 1e-6 while ``mean^2 <= 256 * (var + eps)``, and meaningless once the mean is 1e4 standard deviations. So a replica
+checks whether these fast statistics are precise. If not, it computes the exact ones, from the input minus the fast
 mean, which are accurate to 1e-6 at any ratio. If the statistics of all replicas are precise, so are the merged ones:
 the square of a mean of means is at most the mean of their squares, and the variances count fully.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .base import (
     Backend,
-    Backward,
+    BatchStatistics,
+    Gradients,
     Pair,
-    ReplicaGradients,
-    ReplicaStatistics,
+    ReplicaBackward,
     channel_count,
     format_of,
     merge_moments,
@@ -33,104 +33,91 @@ __all__: list[str] = []
 # The largest `mean^2 / (var + eps)` with fast statistics, measured on random and adversarial inputs: how-it-works.md.
 LARGEST_RATIO = 256.0
 
-# The operator for inputs with innermost channels adds up the rows one after the other. It loses fewer digits if the
-# input is viewed as fewer and wider rows, of at most this many elements.
+# For channels-last inputs the operator sums row by row. It loses fewer digits if the input is viewed as fewer and wider
+# rows, of at most this many elements.
 WIDTH = 2048
 
 batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
-class Affine(NamedTuple):
-    """A function of an input, ``input * slope + offset``, in the dtype of the statistics."""
-
-    slope: Tensor
-    offset: Tensor
-
-    def of(self, input: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the function of `input`, in its dtype and memory format, in one pass, in memory `out` if given."""
-        slope, offset = self
-        if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
-            return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
-        zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
-        if out is None:  # Batched gradients have no rule for the operator below.
-            return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
-        unused = slope.new_empty(0)
-        _normalize_into(
-            input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused
-        )
-        return out
-
-
-class CommonTerms(NamedTuple):
-    """What the gradient of an input is computed from in every replica, beside the gradient of its output."""
-
-    linear: Affine
-    factor: Tensor | None  # weight * invstd, if it is the same in all replicas
-
-
 class Cpu(Backend):
-    merge_dtype = pair_dtype = torch.float64
+    merge_dtype = torch.float64
 
-    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
+    def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         moments, memory = fast_moments(input)
         # First check each part by itself: this takes two operators, and is enough for nearly every input.
         mean, var = moments
-        if not precise(mean, var, eps) and not precise(*merge_moments(mean.double(), var, None), eps):
+        if not is_precise(mean, var, eps) and not is_precise(*merge_moments(mean.double(), var, None), eps):
             mean, var = exact_moments(input, mean, memory)
-        return ReplicaStatistics(mean, var, False, channel_count(input.shape)), memory
+        return (mean, var), memory
 
-    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    def normalize(
+        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
         # The offset is made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
-        mean, invstd = pair
+        mean, invstd = mean_invstd
         slope = _factor(invstd, weight, statistics_dtype(input.dtype))
         offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-        Affine(slope, offset.to(slope.dtype)).of(input, out)
+        affine(input, slope, offset.to(slope.dtype), out)
 
-    def sums(self, backward: Backward) -> Tensor | None:
-        """Do this for all replicas in fewer operators; the second sum is that of ``dy * (x - mean) * invstd``."""
-        replicas = [replica for replica in backward.replicas if replica.grad_output is not None]
+    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         if not replicas:
-            return None
-        mean, invstd = backward.at[backward.batch.master]
+            return []
+        mean, invstd = batch.mean_invstd[batch.master]
         dtype = statistics_dtype(replicas[0].input.dtype)
         rounded, scale = mean.to(dtype), invstd.to(dtype)
+        # The two sums of each replica: of dy, and of dy * (x - mean) * invstd.
         vectors: list[Tensor] = []
         for replica in replicas:
-            vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)  # type: ignore[arg-type]
-        sums = torch.stack(vectors).double()  # (2 * R, C)
-        # Correct the sums for the rounding of the mean, which has shifted all normalized values.
-        sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)
-        sums = sums.view(len(replicas), 2, -1)
-        for replica, (grad_bias, grad_weight) in zip(replicas, sums.to(dtype, copy=True), strict=True):
-            replica.grad_bias, replica.grad_weight = grad_bias, grad_weight
-        if backward.own_weights:
-            for own, replica in zip(sums, replicas, strict=True):
-                if replica.weight is not None:
-                    own.mul_(replica.weight)
-        return sums.sum(0)
+            if replica.grad_output is not None:
+                vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)
+        sums, of_parameters = [], iter(())
+        if vectors:
+            stacked = torch.stack(vectors).double()  # (2 * R, C)
+            # Correct the sums for the rounding of the mean, which has shifted all normalized values.
+            stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)
+            of_parameters = iter(stacked.to(dtype, copy=True).view(-1, 2, len(mean)))
+            sums = [stacked]
+        if batch.weights_differ:
+            weights = [replica.weight for replica in replicas if replica.grad_output is not None]
+            for own, weight in zip(sums[0].view(-1, 2, len(mean)) if sums else (), weights, strict=True):
+                if weight is not None:
+                    own.mul_(weight)
 
-    def common_terms(self, totals: Tensor, backward: Backward) -> CommonTerms:
-        """Return ``-factor / N * (sum_dy + (input - mean) * invstd * sum_dy_normalized)``, and the factor."""
-        first, (mean, invstd) = backward.replicas[0], backward.at[backward.batch.master]
-        dtype = statistics_dtype(first.input.dtype)
-        factor = None if backward.own_weights else _factor(invstd, first.weight, dtype)
-        scaled = backward.without_clamped(totals) * (invstd if factor is None else factor)
-        offset, second = scaled.div_(-backward.batch.count).unbind()
-        # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
-        slope = (second * invstd).to(dtype)
-        return CommonTerms(Affine(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)), factor)
+        wanted = any([replica.wants_input for replica in replicas])
+        if wanted:
+            # All replicas add ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)`` to their gradient.
+            factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
+            terms = batch.without_clamped(batch.totals(sums)) * (invstd if factor is None else factor)
+            offset, second = terms.div_(-batch.elements).unbind()
+            # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
+            slope = (second * invstd).to(dtype)
+            offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
+        results: list[Gradients] = []
+        for replica in replicas:
+            input, grad_output, grad_input = replica.input, replica.grad_output, None
+            grad_bias, grad_weight = (None, None) if grad_output is None else next(of_parameters)
+            if replica.wants_input:
+                grad_input = affine(input if input.dtype == dtype else input.to(dtype), slope, offset)
+                if grad_output is not None:
+                    own_factor = _factor(invstd, replica.weight, dtype) if factor is None else factor
+                    grad_input.addcmul_(grad_output.to(dtype), per_channel(own_factor, input))
+                grad_input = grad_input.to(input.dtype)
+            results.append((grad_input, grad_weight, grad_bias))
+        return results
 
-    def input_gradient(self, replica: ReplicaGradients, terms: CommonTerms, backward: Backward) -> Tensor:
-        input, grad_output = replica.input, replica.grad_output
-        linear, factor = terms
-        dtype = linear.slope.dtype
-        grad_input = linear.of(input if input.dtype == dtype else input.to(dtype))
-        if grad_output is not None:
-            if factor is None:
-                factor = _factor(backward.at[replica.place][1], replica.weight, dtype)
-            grad_input.addcmul_(grad_output.to(dtype), per_channel(factor, input))
-        return grad_input.to(input.dtype)
+
+def affine(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``input * slope + offset``, vectors ``(C,)``, in the dtype and memory format of `input`, in one pass."""
+    if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
+        return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
+    zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
+    if out is None:  # Batched gradients have no rule for the operator below.
+        return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
+    unused = slope.new_empty(0)
+    _normalize_into(input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused)
+    return out
 
 
 def _factor(invstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -187,7 +174,7 @@ def _split(rows: int, channels: int) -> int:
     return next((parts for parts in range(min(rows, WIDTH // channels), 1, -1) if rows % parts == 0), 1)
 
 
-def precise(mean: Tensor, var: Tensor, eps: float) -> bool:
+def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
     """Return whether fast statistics are good enough, see NOTE [fast and exact statistics]."""
     if type(mean) is not Tensor:  # a stand-in without values, as in `FakeTensorMode`
         return True

@@ -1,118 +1,142 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from .base import (
     Backend,
-    Backward,
     BatchStatistics,
+    Gradients,
     Pair,
-    ReplicaGradients,
-    ReplicaStatistics,
+    ReplicaBackward,
     RunningStatistics,
-    channel_count,
     format_of,
+    invstd_of,
     per_channel,
+    sent,
 )
-from .places import Place, current_place
+from .streams import current_stream
 
 __all__: list[str] = []
 
+_NEARLY_ZERO = 1e-30  # The kernel that merges would divide by the count of a first process that has no elements.
+
 
 class Cuda(Backend):
-    merge_dtype = torch.float64
+    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``."""
 
-    def statistics(self, input: Tensor, eps: float, adds_eps: bool) -> tuple[ReplicaStatistics, Tensor | None]:
-        count = channel_count(input.shape)
-        if adds_eps:
-            mean, invstd = torch.batch_norm_stats(input, eps)
-            return ReplicaStatistics(mean, invstd, True, count), None
-        mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
-        return ReplicaStatistics(mean[None], var[None], False, count), None
+    def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
+        mean, invstd = torch.batch_norm_stats(input, eps)
+        return (mean[None], invstd[None]), None
 
     def merge(
-        self, replicas: Sequence[ReplicaStatistics], eps: float, running: RunningStatistics | None
-    ) -> BatchStatistics:
-        """Merge and update the running statistics with one operator, if there are inverse standard deviations."""
-        vectors: list[Tensor] = []
-        counts: tuple[int, ...] = ()
-        for replica in replicas:
-            if replica.is_invstd:
-                vectors += (replica.mean, replica.second) if replica.place is None else (replica.mean,)
-                counts += (replica.elements,)
-        if not vectors:
-            return super().merge(replicas, eps, running)
-        stacked = torch.cat(vectors).view(2 * len(counts), -1)
-        means, invstds = stacked.view(len(counts), 2, -1).unbind(1)
-        momentum, buffers, updated = 0.0, (None, None), running is not None and running.suits(stacked.dtype)
-        if running is not None and updated:
-            momentum, buffers = running.count_call(), (running.mean.data, running.var.data)
-        on_device = _counts(current_place(stacked.device), counts, stacked.dtype)
+        self,
+        statistics: Sequence[Pair],
+        counts: Sequence[int] | Tensor,
+        total: int | Tensor,
+        eps: float,
+        clamps: bool,
+        running: RunningStatistics | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Merge and update the running statistics with one operator, unless it cannot update them."""
+        if isinstance(counts, Tensor):
+            (means, invstds), on_device = statistics[0], counts.clamp(min=_NEARLY_ZERO)
+        else:
+            filled = [(own, count) for own, count in zip(statistics, counts, strict=True) if count] or [
+                (statistics[0], 1)
+            ]
+            stacked = torch.cat([vector for own, _ in filled for vector in own]).view(len(filled), 2, -1)
+            means, invstds = stacked.unbind(1)
+            on_device = _counts(stacked.device, tuple([count for _, count in filled]), stacked.dtype)
+        momentum, buffers = 0.0, (None, None)
+        if running is not None and running.suits(means.dtype) and not (isinstance(total, int) and total == 0):
+            momentum, buffers, running = running.count_call(), (running.mean.data, running.var.data), None
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            stacked, means, invstds, *buffers, momentum, eps, on_device
+            means, means, invstds, *buffers, momentum, eps, on_device
         )
-        return BatchStatistics(mean, None, invstd, updated)
+        if clamps or running is not None:
+            var = (invstd.pow(-2) - eps).clamp_(min=0)
+        if running is not None:
+            running.update(mean, var, total)
+        return (mean, *invstd_of(var, eps, clamps)) if clamps else (mean, invstd, None)
 
-    def normalize(self, input: Tensor, pair: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-        mean, invstd = pair
+    def normalize(
+        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
+    ) -> None:
+        mean, invstd = mean_invstd
         torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=out)
 
-    def gradient_sums(self, replica: ReplicaGradients, backward: Backward) -> tuple[Tensor, Tensor]:
-        mean, invstd = backward.at[replica.place]
-        input, weight, grad_output = replica.input, replica.weight, cast(Tensor, replica.grad_output)
-        if input.numel() == 0:
-            replica.grad_weight = replica.grad_bias = nothing = torch.zeros_like(mean)
-            return nothing, nothing
-        sum_dy, sum_dy_xmu, replica.grad_weight, _ = torch.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight, True, weight is not None, False
-        )
-        replica.grad_bias = sum_dy
-        if backward.own_weights and weight is not None:
-            return sum_dy * weight, sum_dy_xmu * weight
-        return sum_dy, sum_dy_xmu
+    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
+        sums: list[Tensor] = []
+        of_parameters = []
+        for replica in replicas:
+            mean, invstd = batch.mean_invstd[replica.device]
+            input, weight, grad_weight, sum_dy = replica.input, replica.weight, None, None
+            if replica.grad_output is not None and input.numel():
+                sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
+                    replica.grad_output, input, mean, invstd, weight, True, weight is not None, False
+                )
+                pair = (sum_dy, sum_dy_xmu)
+                if batch.weights_differ and weight is not None:
+                    pair = (sum_dy * weight, sum_dy_xmu * weight)
+                sums += sent(pair, batch.master)
+            elif replica.grad_output is not None:
+                grad_weight = sum_dy = torch.zeros_like(mean)
+            of_parameters.append((grad_weight, sum_dy))
+        if not any([replica.wants_input for replica in replicas]):
+            return [(None, *grads) for grads in of_parameters]
 
-    def common_terms(self, totals: Tensor, backward: Backward) -> Tensor:
-        """Return the totals; if the count is a tensor, divided by it, and `input_gradient` passes a count of one."""
-        count, totals = backward.batch.count, backward.without_clamped(totals)
-        return totals / count if isinstance(count, Tensor) else totals
-
-    def input_gradient(self, replica: ReplicaGradients, terms: Tensor, backward: Backward) -> Tensor:
-        input, grad_output, weight = replica.input, replica.grad_output, replica.weight
-        if input.numel() == 0:
-            return torch.zeros_like(input)
-        if grad_output is None:
-            grad_output = torch.zeros_like(input)
-        elif backward.own_weights and weight is not None:
-            grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
-        if not input.is_contiguous():  # or the gradient of a channels_last input would be contiguous
-            grad_output = grad_output.contiguous(memory_format=format_of(input))
-        mean, invstd = backward.at[replica.place]
-        if backward.own_weights:
-            weight = None
-        elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
-            weight = weight.to(mean.dtype)
-        count = backward.batch.count if isinstance(backward.batch.count, int) else 1
-        counts = _counts(replica.place, (count,), torch.int32)
-        return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
+        totals, count = batch.without_clamped(batch.totals(sums)), batch.elements
+        if isinstance(count, Tensor):
+            totals, count = totals / count, 1
+        terms = {batch.master: totals}
+        results: list[Gradients] = []
+        for replica, grads in zip(replicas, of_parameters, strict=True):
+            grad_input = None
+            if replica.wants_input:
+                if replica.device not in terms:
+                    terms[replica.device] = totals.to(replica.device, non_blocking=True)
+                grad_input = _input_gradient(replica, terms[replica.device], count, batch)
+            results.append((grad_input, *grads))
+        return results
 
 
-_made: dict[tuple[Place, tuple[int, ...], torch.dtype], Tensor] = {}
+def _input_gradient(replica: ReplicaBackward, terms: Tensor, count: int, batch: BatchStatistics) -> Tensor:
+    """Return the gradient of the input of one replica; `terms` are the sums of all, `count` what to divide them by."""
+    input, grad_output, weight = replica.input, replica.grad_output, replica.weight
+    if input.numel() == 0:
+        return torch.zeros_like(input)
+    if grad_output is None:
+        grad_output = torch.zeros_like(input)
+    elif batch.weights_differ and weight is not None:
+        grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
+    if not input.is_contiguous():  # or the gradient of a channels_last input would be contiguous
+        grad_output = grad_output.contiguous(memory_format=format_of(input))
+    mean, invstd = batch.mean_invstd[replica.device]
+    if batch.weights_differ:
+        weight = None
+    elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
+        weight = weight.to(mean.dtype)
+    counts = _counts(replica.device, (count,), torch.int32)
+    return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
 
 
-def _counts(place: Place, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `counts` as a vector on the device of `place`, for use on its stream alone."""
-    vector = _made.get((place, counts, dtype))
+_made: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] = {}
+
+
+def _counts(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `counts` as a vector on `device`, for use on its current stream alone."""
+    stream = current_stream(device)
+    vector = _made.get((stream, counts, dtype))
     if vector is None:
         # Kernels fill it: to copy a list to the device, the host would have to wait.
         with torch.inference_mode(False):
-            vector = torch.cat([torch.full((1,), count, dtype=dtype, device=place.device) for count in counts])
+            vector = torch.cat([torch.full((1,), count, dtype=dtype, device=device) for count in counts])
         if len(_made) >= 1024:
             _made.clear()
         # A CUDA graph fills its tensors only when it is replayed, and `FakeTensorMode` never does.
         if type(vector) is Tensor and not torch.cuda.is_current_stream_capturing():
-            _made[place, counts, dtype] = vector
+            _made[stream, counts, dtype] = vector
     return vector

@@ -3,13 +3,14 @@
 import functools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ..backends.places import current_place
+from ..backends.streams import current_stream
 from ..refusals import warn_once
 from ..torch_private import plain_tensors
 from .copies import replicate
@@ -97,12 +98,13 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         """Call each `Replica` in a thread of its own; return the outputs in order, or None for one that has failed."""
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        places = {device: current_place(device) for device in set(devices)}
+        streams = {device: current_stream(device) for device in devices}
         outputs: list[Any] = [None] * len(replicas)
 
         def work(i: int) -> None:
             try:
-                with places[devices[i]].entered():
+                stream = streams[devices[i]]
+                with nullcontext() if stream is None else torch.cuda.stream(stream):  # and its device
                     args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                     outputs[i] = replicas[i](*args, **kwargs[i])
             except BaseException as error:
@@ -117,7 +119,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             thread.start()
         for thread in threads:
             thread.join()
-        if len(places) < len(devices):
+        if len(streams) < len(devices):
             _watch_shared_parameters(self.module, replicas, outputs)
         return outputs
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
 from sync_batchnorm.backends import base, cuda
-from sync_batchnorm.backends.base import GENERAL, Backend, ReplicaStatistics
-from sync_batchnorm.backends.places import CPU
+from sync_batchnorm.backends.base import GENERAL, Backend
 
 
 class NoFloat64(TorchDispatchMode):
@@ -71,7 +70,7 @@ def counts(monkeypatch: pytest.MonkeyPatch):
     """Vectors of counts, here on the CPU, in place of a GPU that captures no graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_made", {})
-    return lambda *numbers: cuda._counts(CPU, numbers, torch.float32)
+    return lambda *numbers: cuda._counts(torch.device("cpu"), numbers, torch.float32)
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
@@ -119,43 +118,42 @@ def test_output_of_a_contiguous_or_channels_last_input_has_the_strides_of_torch(
 class Plain(Backend):
     """A kind of device that nobody knows: the formulas of batch normalization, with no arithmetic but its own."""
 
-    def statistics(self, input, eps, adds_eps):
+    def statistics(self, input, eps):
         values = input.transpose(0, 1).flatten(1)
         mean = values.mean(1, keepdim=True)
         var = (values - mean).square().mean(1)
-        return ReplicaStatistics(mean.view(1, -1), var[None], False, values.shape[1]), None
+        return (mean.view(1, -1), var[None]), None
 
-    def normalize(self, input, pair, weight, bias, out):
-        mean, invstd = (base.per_channel(vector, input) for vector in pair)
+    def normalize(self, input, mean_invstd, weight, bias, out):
+        mean, invstd = (base.per_channel(vector, input) for vector in mean_invstd)
         out.copy_((input - mean) * invstd)
         if weight is not None:
             out.mul_(base.per_channel(weight, input))
         if bias is not None:
             out.add_(base.per_channel(bias, input))
 
-    def gradient_sums(self, replica, backward):
-        mean, invstd = backward.at[replica.place]
-        dims, centered = base.reduced_dims(replica.input), replica.input - base.per_channel(mean, replica.input)
-        sum_dy, sum_dy_xmu = replica.grad_output.sum(dims), (replica.grad_output * centered).sum(dims)
-        replica.grad_weight, replica.grad_bias = sum_dy_xmu * invstd, sum_dy
-        scale = 1 if replica.weight is None or not backward.own_weights else replica.weight
-        return sum_dy * scale, sum_dy_xmu * scale
-
-    def common_terms(self, totals, backward):
-        return backward.without_clamped(totals) / backward.batch.count
-
-    def input_gradient(self, replica, terms, backward):
-        input, dy, weight = replica.input, replica.grad_output, replica.weight
-        mean, invstd = (base.per_channel(vector, input) for vector in backward.at[replica.place])
-        factor = 1 if weight is None else base.per_channel(weight, input)
-        own, common = (factor, 1) if backward.own_weights else (1, factor)
-        mean_dy, mean_dy_xmu = (base.per_channel(vector, input) for vector in terms)
-        direct = torch.zeros_like(input) if dy is None else dy * own
-        return common * invstd * (direct - mean_dy - (input - mean) * invstd**2 * mean_dy_xmu)
+    def gradients(self, replicas, batch):
+        normalized, own, sums = [], [], []
+        for replica in replicas:
+            mean, invstd = (base.per_channel(v, replica.input) for v in batch.mean_invstd[replica.device])
+            x, dy, weight = replica.input, replica.grad_output, 1 if replica.weight is None else replica.weight
+            dy = torch.zeros_like(x) if dy is None else dy
+            normalized.append((x - mean) * invstd)
+            pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
+            own.append((pair[1], pair[0]))
+            sums += base.sent([vector * weight for vector in pair], batch.master)
+        totals = batch.without_clamped(batch.totals(sums)) / batch.elements
+        results = []
+        for replica, x, parameters in zip(replicas, normalized, own, strict=True):
+            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(replica.device))
+            weight = 1 if replica.weight is None else base.per_channel(replica.weight, x)
+            dy = torch.zeros_like(x) if replica.grad_output is None else replica.grad_output * weight
+            invstd = base.per_channel(batch.mean_invstd[replica.device][1], x)
+            results.append((invstd * (dy - mean_dy - x * mean_dy_xmu), *parameters))
+        return results
 
 
 OPERATIONS = {name for name, operation in vars(Backend).items() if callable(operation) and name[:2] != "__"}
-GRADIENTS = {"gradients", "sums", "gradient_sums", "common_terms", "input_gradient"}
 
 
 def noting(backend, called):
@@ -187,9 +185,9 @@ def test_new_kind_of_device_is_one_class_and_one_row(devices, options, new_kind)
     plain, parallel = twins(nn.BatchNorm2d(3, **options).double(), devices)
     for size in (7, 6):
         assert_same_step(plain, parallel, doubles(size, 3, 4, 5, devices=devices))
-    assert set(called) == OPERATIONS - {"nothing"}
-    assert called.count("statistics") == called.count("input_gradient") == 2 * len(devices)
-    assert called.count("merge") == called.count("common_terms") == 2
+    assert set(called) == OPERATIONS - {"empty_statistics"}
+    assert called.count("statistics") == called.count("normalize") == 2 * len(devices)
+    assert called.count("merge") == called.count("gradients") == 2
     parts = [doubles(size, 3, 2, 2, devices=devices) for size in (4, 0, 3)[: len(devices)]]
     assert_same_parts(plain, parallel, parts)
     assert set(called) == OPERATIONS
@@ -235,5 +233,5 @@ def test_new_kind_of_device_has_gradients_of_gradients_without_a_word_of_them(de
         results.append([output, *first, *torch.autograd.grad(penalty, [input, parameters[0]])])
     for found, expected in zip(results[1], results[0], strict=True):
         assert_equal(found, expected)
-    assert set(called) == {"statistics", "merge", "normalize"}  # It has no formulas to differentiate.
-    assert set(of_all) == GRADIENTS
+    assert set(called) == OPERATIONS - {"empty_statistics"}
+    assert set(of_all) == {"gradients"}

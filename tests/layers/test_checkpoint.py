@@ -413,8 +413,8 @@ REFUSED = [
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_recomputation_of_something_else_is_refused_with_the_remedy(devices, path, message):
     _, parallel = checkpointed_twins(path, devices)
-    output = parallel(doubles(6, 3, 4, 5, devices=devices).requires_grad_())
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message):  # of a force, in the forward
+        output = parallel(doubles(6, 3, 4, 5, devices=devices).requires_grad_())
         output.backward(torch.randn_like(output))
     parallel.module.path = in_a_row
     output = parallel(doubles(6, 3, 4, 5, devices=devices))  # and nothing is left of it

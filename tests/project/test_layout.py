@@ -87,11 +87,11 @@ def test_only_one_file_blocks(file):
     assert used - {""} == WAITING.get(file, set())
 
 
-# Files that may ask of what kind a device is; all others leave that to `BACKENDS`, or ask a place.
+# Files that may ask of what kind a device is; all others leave that to `BACKENDS`.
 KINDS_OF_DEVICES = {
     "backends",  # which devices have a backend
     "exchange",  # which of them an input is on
-    "backends.places",  # whether a device has streams
+    "backends.streams",  # whether a device has streams
     "parallel.data_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have
     "distributed",  # whether reading a number makes the host wait
