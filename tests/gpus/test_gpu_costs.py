@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 # which adds up the gradients of the replicas.
 BUDGETS = {  # forward and backward, of float32
     "[0]": (Cost(2, 0, 0, 0, 0, 8), Cost(1, 0, 0, 0, 0, 12)),
-    "[0, 0]": (Cost(8, 0, 0, 0, 0, 12), Cost(8, 0, 0, 0, 0, 20)),
+    "[0, 0]": (Cost(7, 0, 0, 0, 0, 12), Cost(8, 0, 0, 0, 0, 20)),
     "[0, 1]": (Cost(11, 0, 0, 2, 16, 12), Cost(13, 6, 3, 3, 24, 20)),
     "[0, 1, 2, 3]": (Cost(21, 0, 0, 6, 48, 12), Cost(29, 16, 9, 9, 72, 20)),
     "[0, 1, 2, 3, 4, 5, 6, 7]": (Cost(41, 0, 0, 14, 112, 12), Cost(61, 36, 21, 21, 168, 20)),
