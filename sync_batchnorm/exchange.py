@@ -109,8 +109,9 @@ def _request(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, saved: Saved | None
 ) -> Request:
     """Compute the statistics of the input, and send them to the master's device; allocate the output."""
-    backend, out = backends.BACKENDS.get(input.device.type, GENERAL), None
+    backend, elements, out = backends.BACKENDS.get(input.device.type, GENERAL), 0, None
     if input.numel():
+        elements = channel_count(input.shape)
         statistics, out = backend.statistics(input, settings.eps)
     else:
         statistics = backend.empty_statistics(input)
@@ -119,7 +120,7 @@ def _request(
     inference = torch.is_inference_mode_enabled()
     signature = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
     out = memory_for_output(input) if out is None else out
-    return Request(signature, statistics, channel_count(input.shape), out, input, weight, bias, settings, saved)
+    return Request(signature, statistics, elements, out, input, weight, bias, settings, saved)
 
 
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:

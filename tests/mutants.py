@@ -46,19 +46,15 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
-    "backends/cpu.py: Cpu.sums: `sums[1::2].addcmul_(sums[::2], (rounded - mean) * invstd)` -> `sums[1::2].addcmul_("
-    "(rounded - mean) * invstd, sums[::2])`": "the same product",
+    "backends/cpu.py: Cpu.gradients: `stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)` -> "
+    "`stacked[1::2].addcmul_((rounded - mean) * invstd, stacked[::2])`": "the same product",
     "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
     "layers.py: _SynchronizedBatchNorm.forward: `is_in_replica()` -> `True`": "what is called then asks again",
-    "backends/places.py: Streams.to_place: `self.are_current` -> `False`": "the longer way to the same copy",
-    "exchange.py: sync_batch_norm: `0` -> `1`": "the name of the only replica",
-    "distributed.py: merge_over_processes: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
-    "backends/cpu.py: Affine.of: `input.stride(1) == 1` -> `input.stride(1) != 1`": "the slower of two operators",
-    "backends/cpu.py: precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
+    "exchange.py: _exchanged: `0` -> `1`": "the name of the only replica",
+    "distributed.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
+    "backends/cpu.py: affine: `input.stride(1) == 1` -> `input.stride(1) != 1`": "the slower of two operators",
+    "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
-    "backends/cuda.py: Cuda.merge: `torch.cat(vectors).view(2 * len(counts), -1)` -> `torch.cat(vectors).view(-1, "
-    "2 * len(counts))`": "a view of it is taken, and its dtype",
-    "backends/cuda.py: Cuda.statistics: `0.0` -> `1.0`": "the momentum of no buffers",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     "replicate.py: _Callbacks.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
 }

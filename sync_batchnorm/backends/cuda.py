@@ -41,19 +41,19 @@ class Cuda(Backend):
         running: RunningStatistics | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge and update the running statistics with one operator, unless it cannot update them."""
+        if isinstance(total, int) and total == 0:
+            return super().merge(statistics, counts, total, eps, clamps, running)
         if isinstance(counts, Tensor):
             (means, invstds), on_device = statistics[0], counts.clamp(min=_NEARLY_ZERO)
         else:
-            filled = [(own, count) for own, count in zip(statistics, counts, strict=True) if count] or [
-                (statistics[0], 1)
-            ]
+            filled = [(own, count) for own, count in zip(statistics, counts, strict=True) if count]
             stacked = torch.cat([vector for own, _ in filled for vector in own]).view(
                 len(filled), 2, statistics[0][0].shape[1]
             )
             means, invstds = stacked.unbind(1)
             on_device = _counts(stacked.device, tuple([count for _, count in filled]), stacked.dtype)
         momentum, buffers = 0.0, (None, None)
-        if running is not None and running.suits(means.dtype) and not (isinstance(total, int) and total == 0):
+        if running is not None and running.suits(means.dtype):
             momentum, buffers, running = running.count_call(), (running.mean.data, running.var.data), None
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             means, means, invstds, *buffers, momentum, eps, on_device

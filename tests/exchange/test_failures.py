@@ -217,8 +217,8 @@ def _sets(name: str, value: Any) -> Callable[[SynchronizedBatchNorm, Tensor], Te
 def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     parallel = wrap(Disagreeing(change))
     text = (
-        r"(?s)all replicas must get inputs with the same dtype, .*but got \(2, 4\) of torch.float64 \(eps=1e-05\) on cpu in replica "
-        rf"0.*{odd} on cpu in replica 2; give"
+        r"(?s)inputs with the same dtype, device type.*but got \(2, 4\) of torch.float64 \(eps=1e-05\) on cpu "
+        rf"in replica 0.*{odd} on cpu in replica 2; give"
     )
     with pytest.raises(ValueError, match=text) as caught:
         parallel(*batch())

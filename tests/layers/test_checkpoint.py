@@ -413,9 +413,9 @@ REFUSED = [
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_recomputation_of_something_else_is_refused_with_the_remedy(devices, path, message):
     _, parallel = checkpointed_twins(path, devices)
-    with pytest.raises(RuntimeError, match=message):  # of a force, in the forward
-        output = parallel(doubles(6, 3, 4, 5, devices=devices).requires_grad_())
-        output.backward(torch.randn_like(output))
+    input = doubles(6, 3, 4, 5, devices=devices).requires_grad_()
+    with pytest.raises(RuntimeError, match=message):  # in the forward if that takes the gradient
+        parallel(input).square().sum().backward()
     parallel.module.path = in_a_row
     output = parallel(doubles(6, 3, 4, 5, devices=devices))  # and nothing is left of it
     output.backward(torch.randn_like(output))

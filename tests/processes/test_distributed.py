@@ -90,8 +90,8 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         for name in GATHERS:
             monkeypatch.setattr(dist, name, gather)
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-        vectors = torch.randn(2, 3, dtype=torch.float64, device=device).unbind()
-        return distributed.merge_over_processes(*vectors, count, distributed.Peers(None, 0, ["bn"]))
+        pair = torch.randn(2, 1, 3, dtype=torch.float64, device=device).unbind()
+        return distributed.gather_statistics(pair, count, distributed.Peers(None, 0, ["bn"]), None)
 
     return merged
 
