@@ -252,8 +252,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     if own is not None:
         return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
     base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
-    # Python 3.10 has no `__getstate__` to inherit.
-    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not getattr(base, name, None)), None)
+    own = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
     if own is not None and not has_class:
         if issubclass(cls, nn.SyncBatchNorm):
             return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
