@@ -64,4 +64,12 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     number = max(1, len(wrappers[0].device_ids)) if wrappers else 1
-    return f"its wrapper makes {number} of {replicas} replicas; name more devices" if number < replicas else None
+    if number < replicas:
+        return f"its wrapper makes {number} of {replicas} replicas; name more devices"
+    size = layer.group_size or number
+    groups = [list(range(number))[i : i + size] for i in range(0, number, size)]
+    if len(groups) > 1:
+        return (
+            f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
+        )
+    return None
