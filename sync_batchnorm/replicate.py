@@ -183,7 +183,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
             failures are noticed at once.
 
     Raises:
-        TypeError, ValueError: for a bad `timeout`.
+        TypeError, ValueError: for arguments of a wrong type, and a bad `timeout`.
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
