@@ -29,7 +29,7 @@ setup(
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],
     packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.parallel"],
     package_data={"sync_batchnorm": ["py.typed"]},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # The lower bound is the oldest torch that the whole test suite has passed on.
     install_requires=["torch>=2.8.0"],
     extras_require={
@@ -72,7 +72,6 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",  # what was run; docs/usage.md says what is known of others
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",

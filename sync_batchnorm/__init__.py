@@ -6,9 +6,9 @@ __version__ = "2.1.0"
 
 # This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
 # before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.
-if sys.version_info < (3, 10):  # noqa: UP036
+if sys.version_info < (3, 11):  # noqa: UP036
     raise ImportError(
-        f"expected Python 3.10 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
+        f"expected Python 3.11 or newer for sync_batchnorm {__version__}, but got Python {sys.version.split()[0]} "
         f"({sys.executable}); run it with a newer Python"
     )
 

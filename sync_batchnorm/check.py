@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from .layers import _SynchronizedBatchNorm
+from .refusals import check_module
 from .replicate import _Callbacks
 from .torch_private import BatchNormBase
 
@@ -24,9 +25,15 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
         replicas: the least number of replicas that a wrapper must make of a large batch; None for any.
 
     Raises:
+        TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
             would normalize with less than the whole batch, with the reason for each; or if there is none of them.
     """
+    check_module(model)
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int)):
+        raise TypeError(f"expected replicas as a number, but got {replicas!r}; pass an int or None")
+    if replicas is not None and replicas < 1:
+        raise ValueError(f"expected replicas of at least 1, but got {replicas}; pass None for any number")
     problems = list(_unsynchronized(model, replicas))
     if not any(isinstance(module, BatchNormBase) for module in model.modules()):
         problems = [("", model, "it has no batch norm that torch registers; is one in a list? Use nn.ModuleList")]
@@ -64,4 +71,12 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     number = max(1, len(wrappers[0].device_ids)) if wrappers else 1
-    return f"its wrapper makes {number} of {replicas} replicas; name more devices" if number < replicas else None
+    if number < replicas:
+        return f"its wrapper makes {number} of {replicas} replicas; name more devices"
+    size = layer.group_size or number
+    groups = [list(range(number))[i : i + size] for i in range(0, number, size)]
+    if len(groups) > 1:
+        return (
+            f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
+        )
+    return None

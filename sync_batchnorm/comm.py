@@ -93,6 +93,10 @@ class SyncMaster(_End):
     identifier = MASTER
 
     def __init__(self, master_callback: MasterCallback) -> None:
+        if not callable(master_callback):
+            raise TypeError(
+                f"expected master_callback as a function, but got {master_callback!r}; pass what answers all messages"
+            )
         self._master_callback = master_callback
         here = _joining.get()
         self._is_kept = here is None  # by a module, from forward to forward

@@ -27,6 +27,7 @@ from .layers import (
     _SynchronizedBatchNorm,
 )
 from .parallel.data_parallel import as_device, needs_own_parallel
+from .refusals import check_module
 from .replicate import DataParallelWithCallback, _Callbacks, patch
 from .torch_private import BatchNormBase
 
@@ -83,10 +84,11 @@ def convert_model(
     Warns:
         UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
     """
-    modules = _named_modules(module)
+    check_module(module)
+    modules = list(module.named_modules())
     options = SyncOptions(eps_mode, group_size, process_group)
     options.check()
-    classes = classes or {}
+    classes = {} if classes is None else classes
     _check_classes(classes, modules)
     skipped: dict[str, list[str]] = {}
     for name, child in modules:
@@ -122,7 +124,8 @@ def revert_model(module: ModuleT) -> ModuleT:
         UserWarning: one warning that names every module which cannot be reverted, and why.
     """
     skipped: dict[str, list[str]] = {}
-    for name, child in _named_modules(module):
+    check_module(module)
+    for name, child in list(module.named_modules()):
         reason = None
         if isinstance(child, (_SynchronizedBatchNorm, _Callbacks)):
             reason = _revert(child)
@@ -130,12 +133,6 @@ def revert_model(module: ModuleT) -> ModuleT:
             skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
     _warn_of(skipped, "revert_model left modules as they are, which need sync_batchnorm")
     return module
-
-
-def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
-    return list(module.named_modules())
 
 
 def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
@@ -168,15 +165,21 @@ def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
 
 def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
     """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
+    if not isinstance(classes, Mapping):
+        raise TypeError(
+            f"expected classes as a dict from your classes to synchronized ones, but got {classes!r}; pass for example "
+            "{NormAct: SynchronizedNormAct}"
+        )
     for plain, ours in classes.items():
         plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
         are_types = isinstance(plain, type) and isinstance(ours, type) and plain is not ours
         are_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
         computes = are_right and plain.forward is not BatchNormBase.forward
         if not are_right or (computes and ours.forward is _SynchronizedBatchNorm.forward):
+            advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             raise TypeError(
-                f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; derive one, "
-                f"as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
+                f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; "
+                f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
             )
         if not all(_calls_synchronized(layer, ours) for _, layer in modules if type(layer) is plain):
             raise TypeError(
@@ -252,8 +255,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     if own is not None:
         return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
     base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
-    # Python 3.10 has no `__getstate__` to inherit.
-    own = next((name for name in _COMPUTES if getattr(cls, name, None) is not getattr(base, name, None)), None)
+    own = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
     if own is not None and not has_class:
         if issubclass(cls, nn.SyncBatchNorm):
             return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"

@@ -24,7 +24,7 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
-from .errors import ReplicaSyncError, ReplicaTimeoutError, add_note
+from .errors import ReplicaSyncError, ReplicaTimeoutError
 
 __all__: list[str] = []
 
@@ -90,7 +90,7 @@ class Coordinator:
         self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: tuple[type[ReplicaSyncError], str] | None = None
         self._released: set[int] = set()  # the replicas that got the error of the break
-        self._failures: dict[int, Any] = {}  # of replicas, as they were recorded
+        self._failures: dict[int, BaseException] = {}
 
     @property
     def is_over(self) -> bool:
@@ -123,11 +123,11 @@ class Coordinator:
             self._running.add(replica_id)
         return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
 
-    def leave(self, replica_id: int, failure: Any = None) -> None:
+    def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
 
-        The first `failure` counts, an `ExceptionWrapper` of torch; it is None if the replica returned. That is an error
-        if it was released from a call, since it has caught the error of that.
+        The first `failure` counts; it is None if the replica returned. That is an error if it was released from a call,
+        since it has caught the error of that.
         """
         with self._lock:
             if failure is not None and replica_id in self._failures:
@@ -136,7 +136,7 @@ class Coordinator:
             self._left[replica_id] = "left its forward"
             if failure is not None:
                 self._failures[replica_id] = failure
-                return self._break_by(replica_id, failure.exc_type)
+                return self._break_by(replica_id, type(failure))
             if self._broken is not None and replica_id in self._released:
                 error_type, text = self._broken
                 raise error_type(
@@ -168,15 +168,18 @@ class Coordinator:
         while self._running and monotonic() < deadline:
             sleep(0.01)
 
-    def failure(self) -> Any:
-        """Return the failure that caused the others, as far as that is known, or None; forget all failures."""
+    def failure(self) -> tuple[str, BaseException] | None:
+        """Return who failed first, as far as that is known, and the error, or None; forget all failures."""
         with self._lock:
             failures, self._failures = self._failures, {}
 
         def rank(replica_id: int) -> tuple[bool, bool, int]:
-            return replica_id in self._released, issubclass(failures[replica_id].exc_type, ReplicaSyncError), replica_id
+            return replica_id in self._released, isinstance(failures[replica_id], ReplicaSyncError), replica_id
 
-        return failures[min(failures, key=rank)] if failures else None
+        if not failures:
+            return None
+        first = min(failures, key=rank)
+        return self.who(first), failures[first]
 
     # One call of a layer.
 
@@ -210,7 +213,7 @@ class Coordinator:
             with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, merging"):
                 answers = dict(callback(messages))
         except Exception as error:
-            add_note(error, f"Raised in the exchange of {rendezvous}.")
+            error.add_note(f"Raised in the exchange of {rendezvous}.")
             raise
         if answers.keys() != dict(messages).keys():
             raise RuntimeError(

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .backends.base import Pair, merge_moments
-from .errors import add_note
 
 __all__: list[str] = []
 
@@ -45,7 +44,7 @@ class Peers(NamedTuple):
         try:
             collective(*tensors, group=self.group)
         except Exception as error:
-            add_note(error, f"Raised in the exchange of {self.name(self.number)} between processes.")
+            error.add_note(f"Raised in the exchange of {self.name(self.number)} between processes.")
             raise
 
     def all_reduced(self, tensor: Tensor) -> Tensor:

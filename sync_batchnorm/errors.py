@@ -1,4 +1,7 @@
-"""The errors of replicas that cannot exchange."""
+"""The errors of replicas that cannot exchange, and how the error of a replica is handed to the caller."""
+
+import re
+from traceback import TracebackException, format_tb
 
 __all__ = ["ReplicaSyncError"]
 
@@ -10,10 +13,31 @@ class ReplicaSyncError(RuntimeError):
     """
 
 
-def add_note(error: BaseException, text: str) -> None:
-    """Add a line to the traceback of `error`, as its method of Python 3.11, which older ones do not show."""
-    vars(error).setdefault("__notes__", []).append(text)
-
-
 class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
     """No replica failed, but one did not call within the ``timeout`` of the wrapper, in seconds."""
+
+
+def without_frames(error: BaseException, who: str) -> BaseException:
+    """Return `error`, which the replica `who` raised, without its frames, since they hold activations.
+
+    A note has the traceback as text. It replaces that of an earlier forward pass, which raised the same object.
+    """
+    try:
+        shown = TracebackException.from_exception(error)
+        shown.__notes__ = None  # They stay notes.
+        text = "".join(shown.format())
+    except Exception:  # as for a SyntaxError that has no line
+        text = "".join(format_tb(error.__traceback__))
+    notes = vars(error).get("__notes__") or ()
+    notes = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
+    # Not by `add_note` and `setattr`: an exception may refuse attributes, as a frozen dataclass does.
+    vars(error)["__notes__"] = [*notes, f"Caught {type(error).__name__} in {who}.\n{text.rstrip()}"]
+    ahead: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while ahead:
+        one = ahead.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            BaseException.with_traceback(one, None)
+            ahead += one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())
+    return error

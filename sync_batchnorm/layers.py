@@ -23,7 +23,6 @@ __all__ = [
     "set_sbn_eps_mode",
 ]
 
-EPS_MODES = ("plus", "clamp")
 _HALF = (torch.float16, torch.bfloat16)  # inputs of these dtypes may come with float32 parameters
 _default_eps_mode = "plus"
 
@@ -36,13 +35,14 @@ def set_sbn_eps_mode(mode: str) -> None:
             ``1 / sqrt(max(var, eps))``, as older libraries of this design. Any other one is a `ValueError`.
     """
     global _default_eps_mode
-    _check_eps_mode(mode)
+    _check_eps_mode("mode", mode)
     _default_eps_mode = mode
 
 
-def _check_eps_mode(mode: str | None) -> None:
-    if mode not in EPS_MODES:
-        raise ValueError(f"expected eps_mode to be one of {EPS_MODES}, but got {mode!r}; leave it out for torch's own")
+def _check_eps_mode(argument: str, mode: str) -> None:
+    if mode not in ("plus", "clamp"):
+        error = ValueError if isinstance(mode, str) else TypeError
+        raise error(f"{argument} must be 'plus' or 'clamp', got {mode!r}")
 
 
 class SyncOptions(NamedTuple):
@@ -56,7 +56,7 @@ class SyncOptions(NamedTuple):
         """Raise an error for options that no layer can take."""
         group_size, process_group = self.group_size, self.process_group
         if self.eps_mode is not None:
-            _check_eps_mode(self.eps_mode)
+            _check_eps_mode("eps_mode", self.eps_mode)
         if group_size is None:
             return
         if isinstance(group_size, bool) or not isinstance(group_size, int):
@@ -91,7 +91,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
-    _data_parallel_master: None = None  # a method of the older library, which its pickles name
+    _data_parallel_master = staticmethod(merge_requests)  # a method of the older library, which its pickles name
 
     def __init__(
         self,

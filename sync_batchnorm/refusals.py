@@ -21,6 +21,12 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
+def check_module(module: object) -> None:
+    """Raise a `TypeError` for what is not a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
+
+
 def in_transform_error(what: str) -> RuntimeError:
     """Return the error for a call of `what` inside of a transform of `torch.func`, which other threads do not know."""
     return RuntimeError(

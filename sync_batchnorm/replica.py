@@ -1,6 +1,5 @@
 """The run of one replica: in the modes of its caller, and such that its peers learn when it begins and how it ends."""
 
-import sys
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from .coordinator import Coordinator
-from .torch_private import ExceptionWrapper
 
 __all__: list[str] = []
 
@@ -45,17 +43,8 @@ class Run:
     modes: CallerModes
 
     def fail(self, error: BaseException) -> None:
-        """Record that the replica has ended with `error`: its text, as the error holds the frames of the forward."""
-        where = f"in {self.coordinator.who(self.replica_id)}"
-        try:
-            failure = ExceptionWrapper((type(error), error, error.__traceback__), where)
-        except Exception:  # as for a SyntaxError without a line
-            shown = RuntimeError(f"a {type(error).__name__} that Python cannot print")
-            failure = ExceptionWrapper((RuntimeError, shown, error.__traceback__), where)
-        if sys.version_info < (3, 11):  # Its tracebacks have notes only where the package `exceptiongroup` adds them.
-            text = failure.exc_msg
-            failure.exc_msg += "".join(f"{note}\n" for note in vars(error).get("__notes__", ()) if note not in text)
-        self.coordinator.leave(self.replica_id, failure)
+        """Record that the replica has ended with `error`."""
+        self.coordinator.leave(self.replica_id, error)
 
 
 class Replica(nn.Module):

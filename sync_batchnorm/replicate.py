@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.autograd import profiler
@@ -20,6 +20,7 @@ from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
 from .dynamic_subclass import DynamicSubclass, swap_class
 from .dynamic_subclass import _bare as _bare  # looked up by older pickles
+from .errors import without_frames
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
@@ -95,15 +96,6 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
         raise_foreign_layer(wrapper)
 
 
-def _raise(failure: Any) -> NoReturn:
-    try:
-        raise failure.reraise()
-    except BaseException as error:
-        if not isinstance(error, (failure.exc_type, RuntimeError)):  # Torch cannot make an ExceptionGroup.
-            error = RuntimeError(f"Caught {failure.exc_type.__name__} {failure.where}.\nOriginal {failure.exc_msg}")
-        raise error.with_traceback(None) from None  # The frame of `reraise` refers to the error.
-
-
 # Seconds that an interrupted caller waits for its replicas: a program that ends while one is inside of torch aborts.
 _PATIENCE = 1.0
 
@@ -165,15 +157,21 @@ class _Callbacks(DataParallel[Any]):
             failure = coordinator.failure()
             if failure is None:
                 return outputs
-        _raise(failure)
+        who, failed = failure
+        del failure
+        try:  # The wrapper around this one shows the frames of both.
+            raise failed if is_in_replica() else without_frames(failed, who)
+        finally:
+            del failed  # Its traceback refers to this frame.
 
 
 class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
     It calls the callbacks of all replicas, see `execute_replication_callbacks`. If a replica fails or ends while others
-    wait for it, they are released at once and the caller gets the original exception. If a batch makes a single chunk,
-    or in a replica of another wrapper, the module itself runs: no replicas, no threads, no callbacks.
+    wait for it, they are released at once. The caller gets the exception of the replica, with a note that has the
+    replica's traceback as text. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
+    runs: no replicas, no threads, no callbacks.
 
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
@@ -185,7 +183,7 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
             failures are noticed at once.
 
     Raises:
-        TypeError, ValueError: for a bad `timeout`.
+        TypeError, ValueError: for arguments of a wrong type, and a bad `timeout`.
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be

@@ -24,7 +24,6 @@ _REQUIRED = {
     "torch.nn.Module._replicate_for_data_parallel": "the copy of a module in a replica",
     "torch.Tensor._version": "notice of a parameter that is changed in place",
     "torch.nn.parallel._functions.Broadcast": "the tensors of replicas on several devices",
-    "torch._utils.ExceptionWrapper": "the error of a replica, as its caller gets it",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
@@ -51,7 +50,6 @@ BatchNormBase = nn.modules.batchnorm._BatchNorm
 Broadcast: Any = _names["torch.nn.parallel._functions.Broadcast"]
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
-ExceptionWrapper: Any = _names["torch._utils.ExceptionWrapper"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
 keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_task_keep_graph"]
 hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_tensors_default_hooks"]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._utils import ExceptionWrapper
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages
 from sync_batchnorm.parallel.data_parallel import needs_own_parallel
@@ -145,11 +144,6 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float16: 5e-3,
     torch.bfloat16: 2e-2,
 }
-
-
-def failed(error: BaseException) -> Any:
-    """Return what a replica that failed with `error` tells its coordinator."""
-    return ExceptionWrapper((type(error), error, error.__traceback__), "in a replica")
 
 
 def together(*bodies: Callable[[], Any]) -> list[Any]:

@@ -20,7 +20,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,16 +272,12 @@ class _Scene:
         except BaseException as raised:
             error = raised
         try:
-            self._leave(replica, error)
+            self.coordinator.leave(replica, error)
         except ReplicaSyncError as swallowed:
-            self._leave(replica, swallowed)
+            self.coordinator.leave(replica, swallowed)
             raise
         if error is not None:
             raise error
-
-    def _leave(self, replica: int, error: BaseException | None) -> None:
-        failure = None if error is None else SimpleNamespace(exc_type=type(error), replica=replica)
-        self.coordinator.leave(replica, failure)
 
     def _play(self, replica: int, script: str) -> None:
         try:
@@ -373,7 +368,7 @@ class _Scene:
             assert shown is None, f"{shown} is shown"
             return
         replica = min(failed)[-1]
-        assert (shown.replica, shown.exc_type) == (replica, type(outcomes[replica])), f"{shown} is shown"
+        assert shown == (self.coordinator.who(replica), outcomes[replica]), f"{shown} is shown"
 
 
 def explore(scenario: Scenario, pool: Executor) -> int:

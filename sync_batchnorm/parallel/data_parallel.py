@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..backends.streams import current_stream
-from ..refusals import warn_once
+from ..refusals import check_module, warn_once
 from ..torch_private import plain_tensors
 from .copies import replicate
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
@@ -56,6 +56,11 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         output_device: DeviceId | None = None,
         dim: int = 0,
     ) -> None:
+        check_module(module)
+        if isinstance(device_ids, str) or not isinstance(device_ids, (Sequence, type(None))):
+            raise TypeError(
+                f"expected device_ids as a list, but got {device_ids!r}; pass for example ['cpu'] * 2 or [0, 1]"
+            )
         devices = list(map(as_device, device_ids or ()))
         if not needs_own_parallel(devices):
             if output_device is not None and as_device(output_device).type == "cpu":

@@ -72,6 +72,16 @@ def test_replicas_that_are_asked_for_must_be_made():
     assert_synchronized(_ours(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"]))), replicas=2)
 
 
+@pytest.mark.parametrize(("size", "groups"), [(1, r"\[\[0\], \[1\], \[2\]\]"), (2, r"\[\[0, 1\], \[2\]\]")])
+def test_groups_that_are_smaller_than_the_batch_are_named(size, groups):
+    model = DataParallelWithCallback(SynchronizedBatchNorm1d(4, group_size=size), ["cpu"] * 3)
+    with pytest.raises(
+        RuntimeError, match=rf"its group_size of {size} makes groups {groups} of replicas; set it to None"
+    ):
+        assert_synchronized(model)
+    assert_synchronized(DataParallelWithCallback(model.module, ["cpu"] * size))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
     "wrap",

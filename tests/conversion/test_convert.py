@@ -199,7 +199,8 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"eps_mode": "max"}, ValueError, "expected eps_mode to be one of"),
+        ({"eps_mode": "max"}, ValueError, "eps_mode must be 'plus' or 'clamp', got 'max'"),
+        ({"eps_mode": 3}, TypeError, "eps_mode must be 'plus' or 'clamp', got 3"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
         ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
         ({"group_size": 2, "process_group": "a group"}, ValueError, "expected group_size or process_group, but got 2 "),
@@ -799,6 +800,11 @@ UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; writ
     [
         (NormAbs, nn.BatchNorm2d, "expected a synchronized subclass that does what NormAbs does, but got BatchNorm2d"),
         (NormAbs, "a name", "expected a synchronized subclass that does what NormAbs does, but got 'a name'"),
+        (
+            nn.BatchNorm2d,
+            nn.BatchNorm2d,
+            "what BatchNorm2d does, but got BatchNorm2d; leave it out, as convert_model has",
+        ),
         ("a name", Unrelated, "expected a synchronized subclass that does what 'a name' does, but got Unrelated"),
         (NormAbs, Unrelated, "expected a synchronized subclass that does what NormAbs does, but got Unrelated"),
         (NormAbs, SynchronizedNormTanh, "expected a synchronized subclass that does what NormAbs does, but got Synch"),

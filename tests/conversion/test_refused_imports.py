@@ -50,7 +50,7 @@ def assert_one_sentence(stderr: str, sentence: str) -> None:
 def test_older_python_is_refused(folder):
     assert_one_sentence(
         imported_in(folder, IN_OLD_PYTHON),
-        f"expected Python 3.10 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got Python 3.9.18 "
+        f"expected Python 3.11 or newer for sync_batchnorm {sync_batchnorm.__version__}, but got Python 3.9.18 "
         f"({sys.executable}); run it with a newer Python",
     )
 

@@ -10,7 +10,6 @@ import threading
 import time
 
 import pytest
-from helpers import failed
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
 from sync_batchnorm.comm import joining
@@ -143,30 +142,31 @@ def test_break_that_was_interrupted_is_finished_by_the_next():
 
 def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_high_ones():
     coordinator = Coordinator(["cpu"] * 4)
-    coordinator.leave(3, failed(ValueError("original")))
+    coordinator.leave(3, ValueError("original"))
     with pytest.raises(ReplicaSyncError) as caught:
         call(coordinator, layer_of(), 0)
-    coordinator.leave(0, failed(caught.value))
-    coordinator.leave(2, failed(ValueError("another original")))
-    assert "another original" in coordinator.failure().exc_msg
+    coordinator.leave(0, caught.value)
+    coordinator.leave(2, ValueError("another original"))
+    who, error = coordinator.failure()
+    assert (who, str(error)) == ("replica 2 on device cpu", "another original")
     assert coordinator.failure() is None
 
 
 def test_first_of_several_failures_of_one_replica_is_shown():
     coordinator = Coordinator(["cpu"] * 2)
     for text in ("first", "second"):
-        coordinator.leave(1, failed(ValueError(text)))
-    assert "first" in coordinator.failure().exc_msg
+        coordinator.leave(1, ValueError(text))
+    assert str(coordinator.failure()[1]) == "first"
 
 
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator.abort(OSError(), 0.0)
-    coordinator.leave(1, failed(ReplicaSyncError("of an inner wrapper")))
+    coordinator.leave(1, ReplicaSyncError("of an inner wrapper"))
     with pytest.raises(ReplicaSyncError) as caught:
         call(coordinator, layer_of(), 0)
-    coordinator.leave(0, failed(caught.value))
-    assert "of an inner wrapper" in coordinator.failure().exc_msg
+    coordinator.leave(0, caught.value)
+    assert str(coordinator.failure()[1]) == "of an inner wrapper"
 
 
 def test_second_run_of_a_replica_that_still_runs_is_refused():
@@ -222,7 +222,7 @@ class Pair:
             try:
                 self.ends[replica].run(replica)
             except BaseException as error:
-                self.coordinator.leave(replica, failed(error))
+                self.coordinator.leave(replica, error)
                 raise
             self.coordinator.leave(replica)
         except BaseException as error:

@@ -270,7 +270,7 @@ def test_default_of_eps_holds_for_layers_that_have_none_of_their_own(own):
     assert_equal(*outputs)
     again = DataParallelWithCallback(layers[0], ["cpu"] * 2)(data)
     assert_equal(again, nn.BatchNorm1d(3).double()(data))
-    with pytest.raises(ValueError, match="expected eps_mode to be one of"):
+    with pytest.raises(ValueError, match=r"^mode must be 'plus' or 'clamp', got 'minus'"):
         set_sbn_eps_mode("minus")
 
 

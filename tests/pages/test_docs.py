@@ -199,7 +199,6 @@ def stacks_of_a_step() -> list[list[str]]:
     return [own, *sorted(calls.values(), key=lambda stacks: "run_slave" in str(stacks))]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not know the class of a function that runs")
 def test_drawings_of_a_step_are_what_runs_on_two_replicas():
     drawings = [block.code for block in blocks_of(ROOT / "docs" / "how-it-works.md") if ".py" in block.code]
     forward, replicas, backward = drawings

@@ -6,11 +6,10 @@ It also runs, as a program. A ``type: ignore`` here stands where a mistake must 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import assert_type
 
 from sync_batchnorm import (
     CallbackContext,

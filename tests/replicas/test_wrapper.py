@@ -8,7 +8,14 @@ from conftest import device_lists
 from helpers import TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SyncMaster,
+    assert_synchronized,
+    convert_model,
+    revert_model,
+)
 
 
 def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
@@ -18,6 +25,42 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
     for name, buffer in parallel.module.named_buffers():
         assert (buffer, buffer.data_ptr()) == before[name]
     assert parallel.state_dict()["module.bn1.num_batches_tracked"] == 1
+
+
+OF_TWO = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
+WRONG = {
+    "device": (
+        DataParallelWithCallback,
+        (nn.Identity(), "cpu"),
+        TypeError,
+        r"device_ids as a list, but got 'cpu'; pass",
+    ),
+    "number": (DataParallelWithCallback, (nn.Identity(), 0), TypeError, "device_ids as a list, but got 0; pass"),
+    "module": (DataParallelWithCallback, ([nn.Identity()], ["cpu"]), TypeError, r"torch.nn.Module, but got list"),
+    "convert": (
+        convert_model,
+        ([nn.Identity()],),
+        TypeError,
+        "expected a torch.nn.Module, but got list; pass the model",
+    ),
+    "revert": (revert_model, (None,), TypeError, "expected a torch.nn.Module, but got NoneType; pass the model itself"),
+    "check": (assert_synchronized, ([nn.Identity()],), TypeError, "expected a torch.nn.Module, but got list"),
+    "none": (lambda: assert_synchronized(OF_TWO, replicas=0), (), ValueError, "replicas of at least 1, but got 0"),
+    "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), (), TypeError, "replicas as a number, but got True"),
+    "classes": (
+        lambda: convert_model(OF_TWO, classes=[1]),
+        (),
+        TypeError,
+        r"classes as a dict .*, but got \[1\]; pass",
+    ),
+    "callback": (SyncMaster, (3,), TypeError, "expected master_callback as a function, but got 3"),
+}
+
+
+@pytest.mark.parametrize(("function", "arguments", "error", "text"), WRONG.values(), ids=WRONG)
+def test_arguments_that_cannot_be_right_are_refused_in_words(function, arguments, error, text):
+    with pytest.raises(error, match=text):
+        function(*arguments)
 
 
 def test_single_chunk_runs_the_module_itself(monkeypatch):
