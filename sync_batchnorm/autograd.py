@@ -57,25 +57,28 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Other processes may have gradients where this one has none, and wait for it.
         if batch.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(needed)
-        devices = list(dict.fromkeys([own.device for own in saved] + [batch.master]))
         order: AbstractContextManager[None] = nullcontext()
-        if len(devices) > 1:
-            order = in_order_with_engine(devices, grads)
+        if len(batch.mean_invstd) > 1:
+            devices = dict.fromkeys([own.device for own in saved] + [batch.master])
+            order = in_order_with_engine(list(devices), grads)
         with plain_tensors(), order:
             replicas = _replicas(saved, grads, needed[3::3])
             backend = GENERAL if torch.is_grad_enabled() else batch.backend
-            computed = iter(backend.gradients([replica for replica in replicas if replica is not None], batch))
+            computed = iter(backend.gradients(list(replicas.values()), batch))
             frees = not keeps_graph()
             results: list[Tensor | None] = [None, None, None]
-            for own, replica, *parameters_needed in zip(saved, replicas, needed[4::3], needed[5::3], strict=True):
-                grad_input, grad_weight, grad_bias = (None, None, None) if replica is None else next(computed)
-                if grad_bias is None and any(parameters_needed):
+            for i, own in enumerate(saved):
+                input_needed, weight_needed, bias_needed = needed[3 + 3 * i : 6 + 3 * i]
+                grad_input, grad_weight, grad_bias = next(computed) if i in replicas else (None, None, None)
+                if grad_bias is None and (weight_needed or bias_needed):
                     # Its output is not in the loss. Gradient hooks would otherwise be called with None.
                     grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[own.device][0])
-                if frees and replica is not None:
+                if frees and i in replicas:
                     own.drop()  # only now, in order with the engine
-                results += grad_input, grad_weight, grad_bias
-        return tuple([grad if i else None for grad, i in zip(results, needed, strict=True)])
+                results.append(grad_input if input_needed else None)
+                results.append(grad_weight if weight_needed else None)
+                results.append(grad_bias if bias_needed else None)
+        return tuple(results)
 
 
 # What `_SyncBatchNorm.apply` does outside of transforms of `torch.func`, without its search for them.
@@ -84,14 +87,12 @@ _apply: Any = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 def _replicas(
     saved: Sequence[Saved], grads: Sequence[Tensor | None], inputs_needed: Sequence[bool]
-) -> list[ReplicaBackward | None]:
-    """Return each replica in the running backward pass; None for one of which it needs nothing."""
-    replicas: list[ReplicaBackward | None] = []
-    for own, grad_output, needed in zip(saved, grads, inputs_needed, strict=True):
-        wants_input = needed and will_run(own.input_node)
-        if grad_output is None and not wants_input and not torch.is_grad_enabled():  # which needs all inputs again
-            replicas.append(None)
-        else:
+) -> dict[int, ReplicaBackward]:
+    """Return, by number, the replicas of which the running backward pass needs something."""
+    replicas: dict[int, ReplicaBackward] = {}
+    for i, own in enumerate(saved):
+        wants_input = inputs_needed[i] and will_run(own.input_node)
+        if grads[i] is not None or wants_input or torch.is_grad_enabled():  # which needs all inputs again
             input, weight = own.unpack()
-            replicas.append(ReplicaBackward(own.device, grad_output, input, weight, wants_input))
+            replicas[i] = ReplicaBackward(own.device, grads[i], input, weight, wants_input)
     return replicas

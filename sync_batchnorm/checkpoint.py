@@ -59,24 +59,26 @@ class Saved:
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         self.device, self.input_node = input.device, input.grad_fn  # None for an input that needs no gradient
-        self._tensors = [(tensor, 0 if tensor is None else tensor._version) for tensor in (input, weight)]
+        self._input: Tensor | None = input
+        self._weight, self._input_version = weight, input._version
+        self._weight_version = 0 if weight is None else weight._version
 
     def unpack(self) -> Sequence[Any]:
-        """Return input and weight, unless they have changed in place or were dropped."""
-        tensors = self._tensors
-        if not tensors:
+        """Return input and weight, unless they were dropped or have changed in place."""
+        input, weight = self._input, self._weight
+        if input is None:
             raise RuntimeError(FREED)
-        for tensor, version in tensors:
+        for tensor, version in ((input, self._input_version), (weight, self._weight_version)):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
                 )
-        return [tensor for tensor, _ in tensors]
+        return input, weight
 
     def drop(self) -> None:
         """Let go of the tensors."""
-        self._tensors = []
+        self._input = None
 
 
 class SavedByHooks(Saved):

@@ -95,7 +95,7 @@ def _exchanged(
             output = request.out if is_constant else refuse_gradient(request.out, input)
             mean_invstd = call.mean_invstd
         else:
-            answer: Answer = pipe.run(request) if pipe is not None else _answers([(0, request)])[0][1]
+            answer: Answer = pipe.run(request) if pipe is not None else _answers([(0, request)], _merge)[0][1]
             output, mean_invstd = answer
             if pipe is not None and type(saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
@@ -115,7 +115,7 @@ def _request(
         statistics, out = backend.statistics(input, settings.eps)
     else:
         statistics = backend.empty_statistics(input)
-    if settings.master_device is not None:
+    if settings.master_device is not None and settings.master_device != input.device:
         statistics = sent(statistics, settings.master_device)
     inference = torch.is_inference_mode_enabled()
     signature = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
@@ -125,38 +125,49 @@ def _request(
 
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas and make the node of the call; the callback of a layer's `SyncMaster`."""
-    devices = dict.fromkeys([request.input.device for _, request in messages])
-    answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages)
+    first = messages[0][1]
+    devices: dict[torch.device, None] = {}
+    for _, request in messages:
+        if request.signature != first.signature:
+            raise _different(messages)
+        devices[request.input.device] = None
+    merge = _in_another_thread if isinstance(first.saved, SavedByHooks) else _merge
+    answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages, merge)
     return answers
 
 
-def _answers(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
-    requests = [request for _, request in messages]
-    if any([request.signature != requests[0].signature for request in requests]):
-        raise _different(messages)
-    in_checkpoint = isinstance(requests[0].saved, SavedByHooks) and requests[0].settings.peers is None
-    batch: BatchStatistics = _in_another_thread(_merge, requests) if in_checkpoint else _merge(requests)
-    recording = [request for request in requests if request.saved is not None]
-    tensors = [tensor for request in recording for tensor in (request.input, request.weight, request.bias)]
-    outputs: Iterator[Tensor] = iter(())
+def _answers(
+    messages: list[tuple[Hashable, Request]], merge: Callable[[Sequence[Request]], BatchStatistics]
+) -> Sequence[tuple[Hashable, Answer]]:
+    requests: list[Request] = []
+    saved: list[Saved] = []
+    outputs: list[Tensor] = []
+    tensors: list[Tensor | None] = []
+    for _, request in messages:
+        requests.append(request)
+        if request.saved is not None:
+            saved.append(request.saved)
+            outputs.append(request.out.detach())
+            tensors += request.input, request.weight, request.bias
+    batch = merge(requests)
+    in_graph: Iterator[Tensor] = iter(())
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
-        saved: list[Any] = [request.saved for request in recording]
-        outputs = iter(make_node(batch, saved, [request.out.detach() for request in recording], tensors))
+        in_graph = iter(make_node(batch, saved, outputs, tensors))
     answers = []
     for replica, request in messages:
-        output = next(outputs, request.out) if request.saved is not None else request.out
+        output = next(in_graph, request.out) if request.saved is not None else request.out
         answers.append((replica, (output, batch.mean_invstd[request.input.device])))
     return answers
 
 
-def _in_another_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, whose operators no dispatch mode of this thread sees.
+def _in_another_thread(requests: Sequence[Request]) -> BatchStatistics:
+    """Merge statistics in operators that no dispatch mode of this thread sees.
 
     A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     merges nothing.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(torch.no_grad()(function), *args).result()
+        return thread.submit(torch.no_grad()(_merge), requests).result()
 
 
 def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:
@@ -178,24 +189,29 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     first = requests[0]
     backend: Backend = first.signature[0]
     master, settings, peers = first.input.device, first.settings, first.settings.peers
-    statistics: Sequence[Pair] = [sent(request.statistics, master) for request in requests]
-    counts: Sequence[int] | Tensor = [request.elements for request in requests]
-    total: int | Tensor = sum([request.elements for request in requests])
+    statistics: list[Pair] = []
+    elements: list[int] = []
+    devices: dict[torch.device, None] = {}
+    weights_differ = False
+    for request in requests:
+        own = request.statistics
+        statistics.append(own if own[0].device == master else sent(own, master))
+        elements.append(request.elements)
+        devices[request.input.device] = None
+        if not (request.settings.weight_of_module and settings.weight_of_module):
+            weights_differ = weights_differ or request.weight is not first.weight
+    total: int | Tensor = sum(elements)
+    counts: Sequence[int] | Tensor = elements
+    merged: Sequence[Pair] = statistics
     if peers is not None:
-        statistics, counts, total = distributed.gather_statistics(
-            statistics[0], first.elements, peers, backend.merge_dtype
-        )
+        merged, counts, total = distributed.gather_statistics(statistics[0], elements[0], peers, backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value([request.input.shape for request in requests])
-    mean, invstd, clamped = backend.merge(statistics, counts, total, settings.eps, settings.clamps, settings.running)
+    mean, invstd, clamped = backend.merge(merged, counts, total, settings.eps, settings.clamps, settings.running)
     mean_invstd: dict[torch.device, Pair] = {master: (mean, invstd)}
-    others = [device for device in dict.fromkeys([request.input.device for request in requests]) if device != master]
-    if others:
+    if len(devices) > 1:
         packed = torch.stack((mean, invstd))
-        mean_invstd |= {device: packed.to(device, non_blocking=True).unbind() for device in others}
-    differ = False
-    for request in requests:
-        equal = request.settings.weight_of_module and settings.weight_of_module
-        differ = differ or (not equal and request.weight is not first.weight)
+        others = {device: packed.to(device, non_blocking=True).unbind() for device in devices if device != master}
+        mean_invstd.update(others)
     reduce = None if peers is None else peers.all_reduced
-    return BatchStatistics(backend, mean_invstd, total, clamped, differ, reduce)
+    return BatchStatistics(backend, master, mean_invstd, total, clamped, weights_differ, reduce)

@@ -121,18 +121,12 @@ class BatchStatistics(NamedTuple):
     """The statistics of the batch in one call of a layer, outside the graph, and what else all replicas share."""
 
     backend: "Backend"
-    mean_invstd: dict[
-        torch.device, Pair
-    ]  # mean and inverse standard deviation, (C,), on each device; first the master's
+    master: torch.device  # on which the sums of all replicas are added up
+    mean_invstd: dict[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
     elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
     clamped: Tensor | None  # where eps has replaced a smaller variance; None if eps is added
     weights_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
-
-    @property
-    def master(self) -> torch.device:
-        """The device on which the replicas' sums are added up."""
-        return next(iter(self.mean_invstd))
 
     def totals(self, sums: Sequence[Tensor]) -> Tensor:
         """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``."""
@@ -195,7 +189,8 @@ class Backend:
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
         replaced a smaller variance, if it `clamps`.
         """
-        means, variances = (torch.cat(vectors) for vectors in zip(*statistics, strict=True))  # (P, C)
+        all_means, all_variances = zip(*statistics, strict=True)
+        means, variances = torch.cat(all_means), torch.cat(all_variances)  # (P, C)
         if self.merge_dtype is not None:
             means, variances = means.to(self.merge_dtype), variances.to(self.merge_dtype)
         fractions = None
