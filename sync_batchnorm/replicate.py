@@ -19,7 +19,6 @@ from torch.nn.parallel import DataParallel
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
 from .dynamic_subclass import DynamicSubclass, swap_class
-from .dynamic_subclass import _bare as _bare  # looked up by older pickles
 from .errors import without_frames
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
@@ -47,8 +46,8 @@ class CallbackContext:
         def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, SyncMaster):
-            value.join()
+        if isinstance(value, SyncMaster) and vars(self).get(name) is not value:
+            value.begin_anew()
         object.__setattr__(self, name, value)
 
 
