@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 import torch.distributed as dist
-from forks import fork
+from forks import fork, forked
 from helpers import WITHOUT_BIAS, WithPipe, assert_equal, randomize
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -533,6 +533,15 @@ def worker_of_a_data_loader_is_refused_in_training_mode() -> None:
         next(iter(batches))
     model.eval()
     assert_equal(next(iter(batches)), model(torch.ones(2, 3, 4, 4))[None])
+
+
+@check
+def forked_child_is_refused_in_training_mode() -> None:
+    model = SynchronizedBatchNorm2d(3)
+    ended = forked(lambda: model(torch.ones(2, 3, 4, 4)))
+    assert ended.status == 1
+    assert "but got a call in training mode in a process that was forked from it, such as" in ended.output
+    assert forked(lambda: model.eval()(torch.ones(2, 3, 4, 4))).status == 0
 
 
 @check
