@@ -1,7 +1,6 @@
-"""The names that older code imports from here, and that older pickles look up here. They live in other files now."""
+"""The names that older code imports from here, and that pickles of the older library look up here."""
 
 from .check import assert_synchronized
-from .conversion import _mixed as _mixed
 from .conversion import convert_model, patch_sync_batchnorm, revert_model
 from .layers import (
     SynchronizedBatchNorm,
@@ -10,7 +9,6 @@ from .layers import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from .layers import _SynchronizedBatchNorm as _SynchronizedBatchNorm
 
 __all__ = [
     "SynchronizedBatchNorm",

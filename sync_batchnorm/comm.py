@@ -1,4 +1,4 @@
-"""`SyncMaster` and `SlavePipe`, the ends of an exchange between threads of replicas. A message may be anything."""
+"""`SyncMaster` and `SlavePipe`, the two sides of an exchange between replicas. Messages can be any object."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ _joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", def
 
 @contextmanager
 def joining(coordinator: Coordinator) -> Iterator[_Joining]:
-    """Let masters and slaves that are made in the body belong to a forward."""
+    """Attach masters and slaves that are created inside the block to a forward pass."""
     here = _Joining(coordinator)
     token = _joining.set(here)
     try:
@@ -34,13 +34,13 @@ def joining(coordinator: Coordinator) -> Iterator[_Joining]:
         _joining.reset(token)
 
 
-class _End:
-    """The base class of master and slave: a member of a `Rendezvous`."""
+class _Member:
+    """The base class of master and slave: one member of a `Rendezvous`."""
 
     _coordinator: Coordinator
     _rendezvous: Rendezvous
     identifier: Hashable
-    remembered: tuple[Any, ...] = ()  # of the calls in this forward, for activation checkpointing; see `checkpoint.py`
+    remembered: tuple[Any, ...] = ()  # the calls of this forward pass, for activation checkpointing: `checkpoint.py`
 
     @property
     def where(self) -> str:
@@ -51,8 +51,8 @@ class _End:
         self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 
 
-class SlavePipe(_End):
-    """The end that `SyncMaster.register_slave` makes for a slave, for one forward: a pickle or copy is ``None``."""
+class SlavePipe(_Member):
+    """The side of a slave, made by `SyncMaster.register_slave` for one forward pass. A pickle or copy is ``None``."""
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
         self._coordinator = coordinator
@@ -66,7 +66,7 @@ class SlavePipe(_End):
         """Send `msg` to the master and return what its callback has for this slave; block until it has.
 
         Raises:
-            ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
+            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
         """
         try:
             return self._coordinator.send(self._rendezvous, self.identifier, msg)
@@ -77,12 +77,12 @@ class SlavePipe(_End):
     run = run_slave
 
 
-class SyncMaster(_End):
-    """The end that the master holds: it collects the messages of all replicas and sends each its answer.
+class SyncMaster(_Member):
+    """The side of the master: it collects the messages of all replicas and sends each its answer.
 
-    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. It
-    then belongs to that forward. A module may also keep a `SyncMaster`: one that a callback puts into its context
-    begins anew, with the replica of that callback as the master. Its pickle holds only the callback.
+    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. A
+    module may also keep one and put it into the context of every forward pass: it begins anew when it is put into a
+    context, and when a slave registers after a call. A pickle of it has only the callback.
 
     Args:
         master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
@@ -98,9 +98,8 @@ class SyncMaster(_End):
                 f"expected master_callback as a function, but got {master_callback!r}; pass what answers all messages"
             )
         self._master_callback = master_callback
-        here = _joining.get()
-        self._is_kept = here is None  # by a module, from forward to forward
-        self._begin(here or _Joining(Coordinator(), name="a SyncMaster of its own"))
+        self._is_kept = _joining.get() is None  # by a module, across forward passes
+        self.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master_callback": self._master_callback}
@@ -108,20 +107,15 @@ class SyncMaster(_End):
     def __setstate__(self, state: dict[str, Any]) -> None:
         SyncMaster.__init__(self, state["master_callback"])
 
-    def _begin(self, here: _Joining) -> None:
-        self._coordinator = here.coordinator
-        self._rendezvous = Rendezvous(here.name, here.replica_id)
+    def begin_anew(self) -> None:
+        """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
+        here = _joining.get() or _Joining(Coordinator(), name="a SyncMaster of its own")
+        self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
         self.remembered = ()
-
-    def join(self) -> None:
-        """Become the master of the replica whose callback runs, if a module has kept this from another forward."""
-        here = _joining.get()
-        if here is not None and self._coordinator is not here.coordinator:
-            self._begin(here)
 
     @property
     def nr_slaves(self) -> int:
-        """The number of slaves that have registered for this forward."""
+        """The number of slaves that have registered for this forward pass."""
         return len(self._rendezvous.members) - 1
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
@@ -132,17 +126,16 @@ class SyncMaster(_End):
 
         Raises:
             ValueError: if the identifier is taken.
-            RuntimeError: in a callback, if this object belongs to another forward.
+            RuntimeError: in a callback, if this object belongs to another forward pass.
         """
         here = _joining.get()
         if here is None:
-            used = self._rendezvous.call > 1 or self._rendezvous.messages
-            if used or self._coordinator.is_over:  # Forget the slaves, and how that ended.
-                self._begin(_Joining(Coordinator(), name=self._rendezvous.name))
+            if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
+                self.begin_anew()
         elif here.coordinator is not self._coordinator:
             raise RuntimeError(
-                f"expected a SyncMaster that belongs to this forward, but got one of another ({here.name}, replica "
-                f"{here.replica_id}); put it into the context in the callback of its replica, as in "
+                f"expected a SyncMaster that belongs to this forward pass, but got one of another ({here.name}, "
+                f"replica {here.replica_id}); put it into the context in the callback of its replica, for example "
                 "ctx.sync_master = self.sync_master"
             )
         replica_id = self.nr_slaves + 1 if here is None else here.replica_id
@@ -153,12 +146,14 @@ class SyncMaster(_End):
         """Block until all slaves have called; run the callback on all messages, and return the master's answer.
 
         Raises:
-            ReplicaSyncError: if a peer failed, ended its forward or waits in another exchange, or after the timeout.
+            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
             RuntimeError: if the callback does not return one answer for each identifier.
             BaseException: what the callback raises; the slaves are released.
         """
+        if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.
+            self.begin_anew()
         coordinator, rendezvous, callback = self._coordinator, self._rendezvous, self._master_callback
-        if not self.nr_slaves or (self._is_kept and coordinator.is_over):  # kept by a module that now runs by itself
+        if not self.nr_slaves:
             return coordinator.merged(rendezvous, callback, [(MASTER, msg)])[MASTER]
         try:
             answers = coordinator.merged(rendezvous, callback, coordinator.send(rendezvous, MASTER, msg))

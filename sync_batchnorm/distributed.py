@@ -7,13 +7,13 @@ All processes of a group must make the same calls in the same order; in a backwa
 engine. All have the same weights. `DistributedDataParallel` guarantees the one and relies on the other.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from .backends.base import Pair, merge_moments
 
@@ -26,6 +26,18 @@ ONE_PROCESS_A_DEVICE = (
 )
 
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
+
+
+_inherited: Group | None = None  # the group of all processes, in a process that was forked from one of them
+
+
+def _inherit() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_available() else None
+
+
+if hasattr(os, "register_at_fork"):  # which Windows does not have
+    os.register_at_fork(after_in_child=_inherit)
 
 
 class Peers(NamedTuple):
@@ -56,18 +68,21 @@ def active_group(process_group: Group | None) -> Group | None:
     """Return the group to exchange over, by default of all processes; None where there is no other process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    if get_worker_info() is not None:
-        raise RuntimeError(
-            "expected a synchronized batch norm in the process that trains, but got a call in training mode in a "
-            "worker of a DataLoader, which no other process answers; call eval() of the model that the dataset uses"
-        )
     group = dist.group.WORLD if process_group is None else process_group
     if dist.get_rank(group) < 0:
         raise ValueError(
             f"expected a process_group that this process belongs to, but got one without rank {dist.get_rank()}; "
             "make every group in every process, and give each process the one that it is in"
         )
-    return group if dist.get_world_size(group) > 1 else None
+    if dist.get_world_size(group) == 1:
+        return None
+    if dist.group.WORLD is _inherited:
+        raise RuntimeError(
+            "expected a synchronized batch norm in the process that trains, but got a call in training mode in a "
+            "process that was forked from it, such as a worker of a DataLoader, which no other process answers; call "
+            "eval() of the model there"
+        )
+    return group
 
 
 def gather_statistics(

@@ -10,9 +10,9 @@ __all__: list[str] = []
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]] | None = None) -> ModuleT:
+def _bare(cls: type[ModuleT], derive: Callable[[type[ModuleT]], type[ModuleT]]) -> ModuleT:
     """Return an object of the class ``derive(cls)``, without attributes."""
-    cls = cls if derive is None else derive(cls)
+    cls = derive(cls)
     return cls.__new__(cls)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from .replica import current_replica
-from .torch_private import BatchNormBase, compiled_module_type, in_transform
+from .torch_private import BatchNormBase, compiled_module_type, in_transform, names_of_modules
 
 __all__: list[str] = []
 
@@ -41,10 +41,10 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
     if in_transform():
         raise in_transform_error(type(wrapper).__name__)
     compiled_type = compiled_module_type()
-    for name, child in module.named_modules():
-        name = name or "the module itself"
+    for child, name in names_of_modules(module).items():
         if isinstance(child, compiled_type):
             # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+            name = name or "the module itself"
             raise RuntimeError(
                 f"expected modules that can be replicated, but got {name!r} from torch.compile; put the module, which "
                 "is its attribute _orig_mod, back in its place, and compile functions that its forward calls"

@@ -9,7 +9,6 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -19,12 +18,11 @@ from torch.nn.parallel import DataParallel
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, Coordinator
 from .dynamic_subclass import DynamicSubclass, swap_class
-from .dynamic_subclass import _bare as _bare  # looked up by older pickles
 from .errors import without_frames
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
-from .torch_private import uncompiled
+from .torch_private import names_of_modules, uncompiled
 
 __all__ = [
     "CallbackContext",
@@ -47,8 +45,8 @@ class CallbackContext:
         def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, SyncMaster):
-            value.join()
+        if isinstance(value, SyncMaster) and vars(self).get(name) is not value:
+            value.begin_anew()
         object.__setattr__(self, name, value)
 
 
@@ -67,11 +65,14 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
-    contexts = [(name, CallbackContext()) for name, module in modules[0].named_modules() if _is_called_back(module)]
+    names = [name for module, name in names_of_modules(modules[0]).items() if _is_called_back(module)]
+    contexts = [(name, name.split("."), CallbackContext()) for name in names]
     with joining(coordinator) as here:
         for here.replica_id, replica in enumerate(modules):
-            for name, ctx in contexts:
-                module: Any = attrgetter(name)(replica) if name else replica
+            for name, path, ctx in contexts:
+                module: Any = replica
+                for part in path if name else ():
+                    module = module._modules[part]  # `getattr` takes ten times as long
                 here.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, here.replica_id)
     return bool(contexts)

@@ -23,7 +23,8 @@ _REQUIRED = {
     "torch.nn.BatchNorm1d._check_input_dim": "the error for an input with a wrong number of dimensions",
     "torch.nn.Module._replicate_for_data_parallel": "the copy of a module in a replica",
     "torch.Tensor._version": "notice of a parameter that is changed in place",
-    "torch.nn.parallel._functions.Broadcast": "the tensors of replicas on several devices",
+    "torch.Tensor._backward_hooks": "whether a parameter has hooks",
+    "torch.Tensor._post_accumulate_grad_hooks": "whether a parameter has hooks that follow its gradient",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
@@ -47,7 +48,6 @@ if _missing:
     )
 
 BatchNormBase = nn.modules.batchnorm._BatchNorm
-Broadcast: Any = _names["torch.nn.parallel._functions.Broadcast"]
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
@@ -56,14 +56,32 @@ hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_t
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks were registered on `tensor`, which autograd also calls with None in place of a gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
+    """Return what `module.named_modules()` yields, by module and in the same order, in a fraction of the time."""
+    names: dict[nn.Module, str] = {}
+    stack: list[tuple[str, nn.Module | None]] = [("", module)]
+    while stack:
+        name, child = stack.pop()
+        if child is not None and child not in names:
+            names[child] = name
+            prefix = f"{name}." if name else ""
+            stack += [(prefix + key, own) for key, own in reversed(child._modules.items())]
+    return names
+
+
 def compiled_module_type() -> Any:
     """Return the class of what `torch.compile` makes of a module, or an empty tuple if nothing was compiled."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
 
 
 REASON = (  # which the compiler shows with `fullgraph=True`
-    "expected a graph to end where a synchronized batch norm exchanges with other replicas, but got fullgraph=True; "
-    "leave that out, or compile the functions between these layers"
+    "expected a graph to end where a synchronized batch norm exchanges with other replicas or processes, but got "
+    "fullgraph=True; leave that out, or compile the functions between these layers"
 )
 
 

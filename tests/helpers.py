@@ -195,21 +195,9 @@ def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
 
 
 def assert_same_gradient(
-    actual: Tensor | None,
-    expected: Tensor | None,
-    device_ids: Sequence[Any],
-    what: str = "",
-    tolerance: float | None = None,
+    actual: Tensor | None, expected: Tensor | None, what: str = "", tolerance: float | None = None
 ) -> None:
-    """Compare the gradient of a parameter, replicated over `device_ids`, with that of the parameter of the reference.
-
-    Where the reference has none, the other must have none either. On distinct GPUs it may be zero: the backward of
-    `torch.nn.parallel._functions.Broadcast` makes the gradients of all parameters at once, and so fills in zeros for
-    the ones that the loss does not depend on, in plain `torch.nn.DataParallel` too.
-    """
-    if expected is None and actual is not None and are_distinct_gpus(device_ids):
-        assert not actual.count_nonzero(), f"{what}: not zero, though the loss does not depend on it"
-        return
+    """Compare the gradient of a parameter with that of the reference; where this has none, it must have none either."""
     assert (actual is None) == (expected is None), what
     if actual is not None and expected is not None:
         assert_equal(actual, expected, what, tolerance)
@@ -221,10 +209,9 @@ def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | 
     assert list(actual.state_dict()) == list(plain.state_dict())
     for name, expected in plain.state_dict().items():
         assert_equal(actual.state_dict()[name], expected, name, tolerance)
-    device_ids = parallel.device_ids if isinstance(parallel, nn.DataParallel) else ()
     gradients = dict(actual.named_parameters())
     for name, parameter in plain.named_parameters():
-        assert_same_gradient(gradients[name].grad, parameter.grad, device_ids, f"gradient of {name}", tolerance)
+        assert_same_gradient(gradients[name].grad, parameter.grad, f"gradient of {name}", tolerance)
 
 
 def assert_same_step(

@@ -1,117 +1,149 @@
-"""The replicas of a module. On distinct devices, torch copies parameters; those on one device share their storage."""
+"""The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..torch_private import Broadcast, plain_tensors
+from ..torch_private import has_hooks, names_of_modules, plain_tensors
 
 __all__: list[str] = []
 
+Devices = Sequence[torch.device]
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
-class _Alias(torch.autograd.Function):
-    """Give a replica tensors of its own over the same storage, as `Broadcast` gives it copies."""
+def _alias(_: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors over the same memory, each with a version counter of its own."""
+    return tuple([tensor.data for tensor in tensors])
 
+
+def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of tensors on each of several distinct devices, those on the first device first."""
+    copies = comm.broadcast_coalesced(tensors, devices)  # type: ignore[no-untyped-call]
+    for i, tensor in enumerate(tensors):
+        if tensor.is_complex():  # PyTorch copies complex numbers as pairs of real ones.
+            for own in copies:
+                own[i] = torch.view_as_complex(own[i])
+    return tuple([copy for own in copies for copy in own])
+
+
+class _Alias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        aliases = tuple([tensor.data for tensor in tensors])  # each with a version counter of its own
-        ctx.mark_non_differentiable(*[alias for alias, i in zip(aliases, ctx.needs_input_grad, strict=True) if not i])
-        return aliases
+    def forward(ctx: Any, devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _with_gradients_of_inputs(ctx, _alias(devices, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+        return None, *grads
 
 
-def replicate(module: nn.Module, devices: Sequence[torch.device], detach: bool) -> list[nn.Module]:
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.devices = devices
+        return _with_gradients_of_inputs(ctx, _broadcast(devices, *tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Add up the gradients of all copies; a tensor of which no copy has a gradient gets none."""
+        number, first = len(ctx.needs_input_grad) - 1, ctx.devices[0]
+        parts = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
+        if not torch.is_grad_enabled():  # PyTorch adds up many tensors in few copies, but not differentiably.
+            whole = [i for i, own in enumerate(parts) if len(own) == len(ctx.devices) and not own[0].is_complex()]
+            of_devices = list(zip(*[parts[i] for i in whole], strict=True))
+            sums = comm.reduce_add_coalesced(of_devices, first)  # type: ignore[no-untyped-call]
+            for i, added in zip(whole, sums, strict=True):
+                parts[i] = [added]
+        return None, *[reduce(torch.add, [grad.to(first) for grad in own]) if own else None for own in parts]
+
+
+def _with_gradients_of_inputs(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let outputs require a gradient if their inputs do, which are what follows the devices, in the same order."""
+    ctx.set_materialize_grads(False)
+    needed = ctx.needs_input_grad[1:]
+    ctx.mark_non_differentiable(*[output for i, output in enumerate(outputs) if not needed[i % len(needed)]])
+    return outputs
+
+
+def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
     """Return one replica of `module`, which is on the first of `devices`, for each of them.
 
     Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
     buffers of the module itself, all others have copies.
     """
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    differentiable = [] if detach else [buffer for buffer in buffers if buffer.requires_grad]
+    modules = list(names_of_modules(module))
+    parameters = _distinct([tensor for child in modules for tensor in child._parameters.values()])
+    buffers = _distinct([tensor for child in modules for tensor in child._buffers.values()])
+    differentiable = parameters + [buffer for buffer in buffers if buffer.requires_grad and not detach]
     plain = [buffer for buffer in buffers if detach or not buffer.requires_grad]
     distinct = list(dict.fromkeys(devices))
-    with plain_tensors():  # Torch makes plain tensors too; of a subclass they would be views.
-        at = {distinct[0]: {id(tensor): tensor for tensor in (*parameters, *buffers)}}
+    with plain_tensors():  # as PyTorch makes; of a subclass they would be views
+        original = {id(tensor): tensor for tensor in (*parameters, *buffers)}
+        at = [original]
         if len(distinct) > 1:
-            copied = _copies(parameters + differentiable, distinct, detach)
-            at = {
-                device: shared | own
-                for device, shared, own in zip(distinct, copied, _copies(plain, distinct, True), strict=True)
-            }
+            of_plain = _make(_broadcast, plain, original, distinct)
+            copied = _make(_broadcast if detach else _Broadcast.apply, differentiable, original, distinct)
+            at = [own | other for own, other in zip(copied, of_plain, strict=True)]
         tensors: list[Tensors] = []
         for i, device in enumerate(devices):
-            here = at[device]
+            here = at[distinct.index(device)]
             if len(distinct) < len(devices):
-                here = _aliases(here, parameters + differentiable, detach)
-                if device in devices[:i]:
-                    here |= {id(buffer): at[device][id(buffer)].detach().clone() for buffer in plain}
+                [aliases] = _make(_alias if detach else _Alias.apply, differentiable, here, [device])
+                others = plain if device in devices[:i] else ()
+                here = here | aliases | {id(buffer): here[id(buffer)].detach().clone() for buffer in others}
             tensors.append(here)
-    return _build(module, tensors)
+    return _build(modules, tensors)
 
 
-def _copies(originals: Sequence[Tensor], devices: Sequence[torch.device], detach: bool) -> list[Tensors]:
-    """Return copies of tensors for each of several devices, made by torch."""
-    if not originals:
-        return [{} for _ in devices]
-    if detach:
-        copies = comm.broadcast_coalesced(originals, devices)  # type: ignore[no-untyped-call]
-    else:
-        sent, number = Broadcast.apply(devices, *originals), len(originals)
-        copies = [sent[i : i + number] for i in range(0, len(sent), number)]
-    return [dict(zip(map(id, originals), map(_as, own, originals), strict=True)) for own in copies]
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
-def _as(copy: Tensor, original: Tensor) -> Tensor:  # Torch copies complex numbers as pairs of real ones.
-    return torch.view_as_complex(copy) if original.is_complex() and not copy.is_complex() else copy
+def _make(function: Callable[..., Any], originals: Sequence[Tensor], at: Tensors, devices: Devices) -> list[Tensors]:
+    """Return for each device what `function` makes of the tensors which `at` has for the originals."""
+    made: list[Tensors] = [{} for _ in devices]
+    # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
+    alone = [has_hooks(tensor) or tensor.grad_fn is not None for tensor in originals]
+    together = [tensor for tensor, is_alone in zip(originals, alone, strict=True) if not is_alone]
+    for group in [together, *[[tensor] for tensor, is_alone in zip(originals, alone, strict=True) if is_alone]]:
+        outputs = function(devices, *[at[id(tensor)] for tensor in group]) if group else ()
+        for i, own in enumerate(made):
+            own.update(zip(map(id, group), outputs[i * len(group) : (i + 1) * len(group)], strict=True))
+    return made
 
 
-def _aliases(tensors: Tensors, originals: Sequence[Tensor], detach: bool) -> Tensors:
-    """Return `tensors` for one more replica, with aliases in place of those of `originals`."""
-    here = [tensors[id(original)] for original in originals]
-    if here and not detach:
-        aliases: Sequence[Tensor] = _Alias.apply(*here)  # type: ignore[no-untyped-call]
-    else:
-        aliases = [tensor.data for tensor in here]
-    return tensors | {id(original): alias for original, alias in zip(originals, aliases, strict=True)}
-
-
-def _build(module: nn.Module, tensors: Sequence[Tensors]) -> list[nn.Module]:
-    """Return replicas of a module, one with each of `tensors`."""
+def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
+    """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
     # The dictionaries are filled directly: setting hundreds of attributes through `nn.Module.__setattr__` takes longer
     # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
-    for child in module.modules():
-        parameters, buffers = child._parameters, child._buffers
+    for child in modules:
+        parameters = [(name, id(tensor)) for name, tensor in child._parameters.items() if tensor is not None]
+        buffers = [(name, id(tensor)) for name, tensor in child._buffers.items() if tensor is not None]
+        nones = [name for name, tensor in child._parameters.items() if tensor is None]
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
-            given = {name: own[id(tensor)] for name, tensor in parameters.items() if tensor is not None}
-            here = {name: own[id(tensor)] for name, tensor in buffers.items() if tensor is not None}
-            for name, parameter in parameters.items():
-                if parameter is None:
-                    replica._parameters[name] = None
-            replica.__dict__["_former_parameters"] = given
+            given = replica.__dict__["_former_parameters"] = {name: own[key] for name, key in parameters}
+            for name in nones:
+                replica._parameters[name] = None
             if plain:
                 replica.__dict__.update(given)
-                replica._buffers.update(here)
+                for name, key in buffers:
+                    replica._buffers[name] = own[key]
             else:
-                for name, tensor in (given | here).items():
-                    setattr(replica, name, tensor)
+                for name, key in parameters + buffers:
+                    setattr(replica, name, own[key])
     for of_modules in copies:
         for child, replica in of_modules.items():
             for name, grandchild in child._modules.items():
                 if grandchild is not None:
                     replica._modules[name] = of_modules[grandchild]
-    return [of_modules[module] for of_modules in copies]
+    return [of_modules[modules[0]] for of_modules in copies]
 
 
 def _copy(module: nn.Module) -> Any:

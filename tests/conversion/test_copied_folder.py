@@ -94,10 +94,9 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
 def test_copy_inside_of_a_package_checks_the_machine(project):
     def body(copied: ModuleType) -> None:
         command = importlib.import_module(f"{INSIDE}.__main__")
-        sys.argv = ["-c", "cpu", "cpu"]
-        for run in (lambda: exec(command.PROGRAM, {}), lambda: command.main(["--help"])):
-            with pytest.raises(SystemExit, match=r"^0$"):
-                run()
+        assert command.main(["--devices", "cpu,cpu"]) == 0
+        with pytest.raises(SystemExit, match=r"^0$"):
+            command.main(["--help"])
 
     output = in_project(project, INSIDE, body)
     assert "\nAll is right, after " in output

@@ -239,8 +239,8 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
 
     parallel = DataParallelWithCallback(Forgets(2), ["cpu"] * 2)
     text = (
-        r"expected a SyncMaster that belongs to this forward, but got one of another \(Forgets, replica 1\); put it "
-        r"into the context in the callback of its replica, as in ctx\.sync_master = self\.sync_master"
+        r"expected a SyncMaster that belongs to this forward pass, but got one of another \(Forgets, replica 1\); put "
+        r"it into the context in the callback of its replica, for example ctx\.sync_master = self\.sync_master"
     )
     with pytest.raises(RuntimeError, match=text):
         parallel(tensor([[1.0], [10.0]]))

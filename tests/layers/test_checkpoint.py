@@ -376,7 +376,7 @@ def test_checkpoint_around_the_wrapper_is_exact(devices, inner):
     assert_equal(parallel.input_grad, plain.input_grad)
     gradients = dict(plain.named_parameters())
     for name, parameter in parallel.module.named_parameters():
-        assert_same_gradient(parameter.grad, gradients[name].grad, devices, name)
+        assert_same_gradient(parameter.grad, gradients[name].grad, name)
 
 
 def reentrant(net, x):

@@ -21,7 +21,7 @@ from sync_batchnorm import (
     patch_sync_batchnorm,
     revert_model,
 )
-from sync_batchnorm.batchnorm import _SynchronizedBatchNorm
+from sync_batchnorm.layers import _SynchronizedBatchNorm
 
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 skip_module_without("timm")  # Some Python has no wheel of what it needs.

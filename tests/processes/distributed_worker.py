@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import pytest
 import torch
 import torch.distributed as dist
-from forks import fork
+from forks import fork, forked
 from helpers import WITHOUT_BIAS, WithPipe, assert_equal, randomize
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,11 @@ from sync_batchnorm import (
 )
 
 CHECKS: dict[str, Callable[[], None]] = {}
-SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process"}
+SLOW = {
+    "compiled_ddp_equals_one_process",
+    "compiler_makes_graphs_of_what_is_between_layers_and_says_why_not_one_of_all",
+    "fsdp2_equals_one_process",
+}
 ON_GPUS = [
     "steps_of_a_net_are_those_of_one_process",
     "an_empty_process_takes_part",
@@ -536,6 +540,15 @@ def worker_of_a_data_loader_is_refused_in_training_mode() -> None:
 
 
 @check
+def forked_child_is_refused_in_training_mode() -> None:
+    model = SynchronizedBatchNorm2d(3)
+    ended = forked(lambda: model(torch.ones(2, 3, 4, 4)))
+    assert ended.status == 1
+    assert "but got a call in training mode in a process that was forked from it, such as" in ended.output
+    assert forked(lambda: model.eval()(torch.ones(2, 3, 4, 4))).status == 0
+
+
+@check
 def replicas_that_do_not_know_each_other_never_communicate() -> None:
     plain, model = twins(nn.BatchNorm2d(3))
     replica = model._replicate_for_data_parallel()  # as a stock `nn.DataParallel` makes it, which refuses the CPU
@@ -701,6 +714,31 @@ def compiled_ddp_equals_one_process() -> None:
         assert_same_training(plain, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
 
 
+class NormAndConv(nn.Module):
+    """Calls its layers by name, so that the compiler makes a graph of what is between the synchronized ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(input)))
+
+
+@check
+def compiler_makes_graphs_of_what_is_between_layers_and_says_why_not_one_of_all() -> None:
+    graphs = []
+    plain, model = twins(NormAndConv())
+    compiled = torch.compile(model, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
+    assert_same_step(plain, compiled, images())
+    assert len(graphs) == 2
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(
+        Exception, match="a graph to end where a synchronized batch norm exchanges with other replicas or"
+    ):
+        whole(images())
+
+
 @check
 def fsdp2_equals_one_process() -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -798,6 +836,7 @@ def run_checks(rank: int, size: int, folder: Path, names: Sequence[str]) -> None
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # Torch 2.13 has another name for it.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # of the compiler
     store = dist.FileStore(str(folder / "world"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
     for name in names:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_worker import CHECKS, SLOW, run_world
-from forks import needs_fork
+from forks import forked, needs_fork
 from helpers import assert_same_step, blocks_of, twins
 from torch import nn
 
@@ -62,6 +62,11 @@ def test_world_of_one_has_no_peers(world_of_one, monkeypatch):
     batch = torch.randn(4, 3, 2, 2)
     assert torch.equal(layer(batch), plain(batch))
     assert torch.equal(layer.running_var, plain.running_var)
+
+
+@needs_fork
+def test_forked_child_of_a_world_of_one_has_no_peers_either(world_of_one):
+    assert forked(lambda: SynchronizedBatchNorm2d(3)(torch.randn(4, 3, 2, 2))).status == 0
 
 
 def test_replicas_in_a_world_of_one_are_unaffected(world_of_one):

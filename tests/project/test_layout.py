@@ -95,7 +95,7 @@ KINDS_OF_DEVICES = {
     "parallel.data_parallel",  # what `torch.nn.parallel` does for accelerators alone
     "conversion",  # which devices the plain wrapper of a reverted model can have
     "distributed",  # whether reading a number makes the host wait
-    "__main__",  # whether a device that the user names is there, and whether a check can hang in it
+    "__main__",  # whether a device that the user names is there
 }
 
 

@@ -197,6 +197,57 @@ def test_modules_of_any_kind_train_in_replicas(devs, net):
     assert_same_state(parallel, plain)
 
 
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_hooks_of_parameters_are_called_once_and_not_for_those_that_no_replica_uses(devices):
+    plain, parallel = twins(Unused().double(), devices)
+    calls = []
+    for name, parameter in parallel.module.named_parameters():
+        parameter.register_hook(lambda grad, name=name: calls.append((name, "hook", grad.clone())))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, "post", p.grad.clone())))
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+        grad = plain.weight.grad
+        assert [call[:2] for call in calls] == [("weight", "hook"), ("weight", "post")]
+        assert_equal(calls[0][2], grad)
+        assert_equal(calls[1][2], grad)
+        calls.clear()
+        plain.zero_grad()
+        parallel.zero_grad()
+
+
+class UsedInPart(nn.Module):
+    """Uses a parameter where the first number is positive, so not in every replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, input):
+        return input.sin() * (self.weight if input[0, 0] > 0 else self.bias)
+
+
+@pytest.mark.parametrize("positive", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_parameters_that_some_replicas_use_have_first_and_second_derivatives(devices, positive):
+    module = UsedInPart().double()
+    input = doubles(3, 3, devices=devices)
+    for i in range(3):
+        input[i, 0] = 1 if i in positive else -1
+
+    parallel = DataParallelWithCallback(module.to(as_devices(devices)[0]), devices)
+    input.requires_grad_()
+    parameters = [input, module.weight, module.bias]
+
+    def gradients(output):
+        first = torch.autograd.grad(output, parameters, upstream, create_graph=True)
+        return [*first, *torch.autograd.grad(first, [input], [grad.sin().detach() for grad in first])]
+
+    upstream = doubles(3, 3, devices=devices)
+    expected = gradients(torch.cat([module(row) for row in input.split(1)]))
+    for actual, wanted in zip(gradients(parallel(input)), expected, strict=True):
+        assert_equal(actual, wanted)
+
+
 @pytest.mark.skipif(is_simulated(), reason="simulated GPUs have no sparse tensors")
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_sparse_gradients_stay_sparse_and_add_up(devices):
