@@ -28,7 +28,7 @@ from torch import Tensor
 from .backends.base import GENERAL, BatchStatistics, ReplicaBackward
 from .backends.streams import in_order_with_engine
 from .checkpoint import Saved
-from .torch_private import keeps_graph, plain_tensors, will_run
+from .torch_private import keeps_graph, plain_tensors, uncompiled, will_run
 
 __all__: list[str] = []
 
@@ -52,6 +52,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @uncompiled  # by compiled autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         batch, saved, needed = ctx.batch, ctx.saved, ctx.needs_input_grad
         # Other processes may have gradients where this one has none, and wait for it.

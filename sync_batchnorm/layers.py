@@ -149,13 +149,14 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if in_transform():
             raise in_transform_error(type(self).__name__)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
-        self._check_input(input, weight, bias, mean, var)
-        peers = running = None
+        weight, bias = self.weight, self.bias
+        peers = mean = var = running = None
         if pipe is None:  # The compiler of torch 2.12 cannot pass a group as an argument.
             peers = distributed.Peers(self._active_group(), *self._sync_layer)
         if self.training and self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
+            mean, var = self.running_mean, self.running_var
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
+        self._check_input(input, weight, bias, mean, var)
         # A module may compute weights in its forward; torch lists those that it has given to a replica.
         given = self.__dict__.get("_former_parameters", {})
         weight_of_module = given.get("weight") is weight and given.get("bias") is bias

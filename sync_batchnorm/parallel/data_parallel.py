@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..backends.streams import current_stream
 from ..refusals import check_module, warn_once
-from ..torch_private import plain_tensors
+from ..torch_private import names_of_modules, plain_tensors
 from .copies import replicate
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
 
@@ -125,7 +125,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         for thread in threads:
             thread.join()
         if len(streams) < len(devices):
-            _watch_shared_parameters(self.module, replicas, outputs)
+            _watch_shared_parameters(self.module, replicas, tensors_in((inputs, kwargs)), outputs)
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
@@ -138,31 +138,45 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return gather(outputs, device, self.dim)
 
 
-def _watch_shared_parameters(original: nn.Module, replicas: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Warn of parameters that a forward has changed in place, and let its backward notice if they change later.
+def _watch_shared_parameters(
+    original: nn.Module, replicas: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[Any]
+) -> None:
+    """Warn of parameters that a forward pass has changed in place, and let backward passes notice later changes.
 
-    Replicas on one device have aliases of one memory, each with a version counter of its own.
+    Replicas on one device alias the same memory but have separate version counters.
     """
-    aliases = [
-        (f"{prefix}.{name}".strip("."), alias)
-        for replica in replicas
-        for prefix, module in getattr(replica, "_sync_replica", replica).named_modules()
-        for name, alias in module.__dict__.get("_former_parameters", {}).items()
-        if not alias.is_inference()
-    ]
-    parameters = [parameter for parameter in original.parameters() if not parameter.is_inference()]
-    versions = {parameter.data_ptr(): (parameter, parameter._version) for parameter in parameters}
-    # Detached, with the same version counter: a replica may return an alias, whose hook must not refer to its node.
-    shared = [(alias.detach(), *versions[alias.data_ptr()]) for _, alias in aliases if alias.data_ptr() in versions]
+    modules = {name: module for module, name in names_of_modules(original).items()}
+    changed, shared, sources = set(), [], list(inputs)
+    for replica in replicas:
+        for module, prefix in names_of_modules(getattr(replica, "_sync_replica", replica)).items():
+            for name, alias in module.__dict__.get("_former_parameters", {}).items():
+                parameter = modules[prefix]._parameters[name]
+                if (
+                    parameter is None
+                    or alias.is_inference()
+                    or parameter.is_inference()
+                    or alias.device != parameter.device
+                ):
+                    continue
+                if alias._version:
+                    changed.add(f"{prefix}.{name}".strip("."))
+                # Detached, with the same counter: a replica may return an alias, whose hook must not refer to its node.
+                shared.append((alias.detach(), parameter, parameter._version))
+                sources.append(alias)
 
     def notice(_: Any) -> None:
         increment_version([alias for alias, parameter, version in shared if parameter._version != version])
 
-    for output in tensors_in(outputs):
-        if output.requires_grad:
-            output.register_hook(notice)  # type: ignore[no-untyped-call]
-    if names := {name for name, alias in aliases if alias._version}:
+    def watch(tensors: Sequence[torch.Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(notice)  # type: ignore[no-untyped-call]
+
+    watch(tensors_in(outputs))
+    for node in {tensor.grad_fn for tensor in sources if tensor.grad_fn is not None}:
+        node.register_prehook(watch)  # gradients that a replica gives to them may be differentiated again
+    if changed:
         warn_once(
-            f"expected a forward that leaves its parameters as they are, but got changes of {sorted(names)} by each of "
-            f"{len(replicas)} replicas, which share their memory; make it a buffer, or change it outside of the forward"
+            f"forward() has changed the parameters {sorted(changed)} in place, and each of {len(replicas)} replicas, "
+            "which share their memory, repeated the change; make it a buffer, or change it outside of the forward"
         )

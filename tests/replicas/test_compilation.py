@@ -56,6 +56,9 @@ class Body(nn.Module):
         super().__init__()
         self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
 
+    def forward(self, input):
+        return self.bn(self.conv(input))
+
 
 class WholeForward(Body):
     @torch.compile(backend="eager")
@@ -127,6 +130,20 @@ def test_checkpoint_in_a_compiled_forward_is_exact_and_counted_once():
         (plain.body(data * 2) * 3).backward(grad)
         parallel(data).backward(grad)
         assert_same_state(parallel, plain)
+
+
+def test_compiled_backward_trains_as_on_one_device():
+    plain, parallel = twins(Body().double(), ["cpu"] * 2, timeout=SECONDS)
+    data, grad = doubles(6, 3, 4, 5), doubles(6, 4, 4, 5)
+
+    @torch.compile(backend="eager")
+    def train(model):
+        model(data).backward(grad)
+
+    plain(data).backward(grad)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        train(parallel)
+    assert_same_state(parallel, plain)
 
 
 class Moments(WithPipe):

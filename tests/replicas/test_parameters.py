@@ -12,7 +12,7 @@ from conftest import device_lists, usual_kernels
 from helpers import as_devices, assert_equal, doubles, twins
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = usual_kernels
 several = pytest.mark.parametrize("devices", device_lists(2, 3))
@@ -179,6 +179,44 @@ def test_parameters_that_change_between_forward_and_backward_are_refused(devices
             output.backward(torch.randn_like(output))
 
 
+class Squared(Scaling):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.square() * self.weight.square()
+
+
+@pytest.mark.parametrize("by", ["input", "weight"])
+@local
+def test_parameters_that_change_between_two_backward_passes_are_refused(devices, by):
+    for model in twins(Squared(), devices):
+        input = torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True)
+        output = model(input)
+        source = input if by == "input" else next(model.parameters())
+        (grad,) = torch.autograd.grad(output, source, torch.randn_like(output), create_graph=True)
+        change(next(model.parameters()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            grad.backward(torch.randn_like(grad))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_sparse_parameters_are_shared_by_replicas_on_the_cpu(trained):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.graph = nn.Parameter(torch.eye(4, dtype=torch.float64).to_sparse(), requires_grad=trained)
+            self.bn = nn.BatchNorm1d(4)
+
+        def forward(self, input):
+            return self.bn(torch.sparse.mm(self.graph, input.t()).t())
+
+    plain, parallel = Sparse().double(), DataParallelWithCallback(convert_model(Sparse().double()), ["cpu"] * 2)
+    input, grad = doubles(6, 4), doubles(6, 4)
+    for model in (plain, parallel):
+        model(input).backward(grad)
+    assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
+    if trained:
+        assert_equal(parallel.module.graph.grad.to_dense(), plain.graph.grad.to_dense())
+
+
 class Returning(nn.Linear):
     def forward(self, input: Tensor) -> Any:
         return super().forward(input), self.weight
@@ -268,7 +306,9 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(
             with torch.no_grad():
                 assert_equal(parallel(input), plain(input))
 
-    with pytest.warns(UserWarning, match=rf"changes of \['{name}'\] by each of {len(devices)} rep") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"parameters \['{name}'\] in place, and each of {len(devices)} rep"
+    ) as caught:
         train_and_evaluate()
     assert len(caught) == 1
     if net is Counts:
