@@ -7,8 +7,7 @@
     output  = normalized x             in the thread of the replica
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from .backends.base import (
 )
 from .backends.streams import on_default_streams
 from .checkpoint import Remembered, Saved, SavedByHooks, recall, refuse_gradient, running_backward, save
+from .torch_private import without_modes
 
 __all__: list[str] = []
 
@@ -73,16 +73,25 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
     if input.is_inference() and torch.is_grad_enabled():
         input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-    saved = save(input, weight)
+    saved, recomputes = save(input, weight), running_backward() != -1
+    # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
+    # merges nothing. It would also keep what they return, such as memory that is filled in later.
     devices = {} if pipe is None else {input.device: None, settings.master_device or input.device: None}
-    output: Tensor = on_default_streams(devices, _exchanged, input, weight, bias, pipe, settings, saved)
+    with without_modes() if isinstance(saved, SavedByHooks) else nullcontext():
+        output: Tensor = on_default_streams(devices, _exchanged, input, weight, bias, pipe, settings, saved, recomputes)
     return output
 
 
 def _exchanged(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Any, settings: Settings, saved: Saved | None
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    pipe: Any,
+    settings: Settings,
+    saved: Saved | None,
+    recomputes: bool,
 ) -> Tensor:
-    device_type, recomputes = input.device.type, running_backward() != -1
+    device_type = input.device.type
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     autocast = torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
@@ -95,7 +104,7 @@ def _exchanged(
             output = request.out if is_constant else refuse_gradient(request.out, input)
             mean_invstd = call.mean_invstd
         else:
-            answer: Answer = pipe.run(request) if pipe is not None else _answers([(0, request)], _merge)[0][1]
+            answer: Answer = pipe.run(request) if pipe is not None else _answers([(0, request)])[0][1]
             output, mean_invstd = answer
             if pipe is not None and type(saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
@@ -131,14 +140,11 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         if request.signature != first.signature:
             raise _different(messages)
         devices[request.input.device] = None
-    merge = _in_another_thread if isinstance(first.saved, SavedByHooks) else _merge
-    answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages, merge)
+    answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages)
     return answers
 
 
-def _answers(
-    messages: list[tuple[Hashable, Request]], merge: Callable[[Sequence[Request]], BatchStatistics]
-) -> Sequence[tuple[Hashable, Answer]]:
+def _answers(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
     requests: list[Request] = []
     saved: list[Saved] = []
     outputs: list[Tensor] = []
@@ -149,7 +155,7 @@ def _answers(
             saved.append(request.saved)
             outputs.append(request.out.detach())
             tensors += request.input, request.weight, request.bias
-    batch = merge(requests)
+    batch = _merge(requests)
     in_graph: Iterator[Tensor] = iter(())
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
         in_graph = iter(make_node(batch, saved, outputs, tensors))
@@ -158,16 +164,6 @@ def _answers(
         output = next(in_graph, request.out) if request.saved is not None else request.out
         answers.append((replica, (output, batch.mean_invstd[request.input.device])))
     return answers
-
-
-def _in_another_thread(requests: Sequence[Request]) -> BatchStatistics:
-    """Merge statistics in operators that no dispatch mode of this thread sees.
-
-    A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
-    merges nothing.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(torch.no_grad()(_merge), requests).result()
 
 
 def _different(messages: Sequence[tuple[Hashable, Request]]) -> ValueError:

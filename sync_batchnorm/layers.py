@@ -86,6 +86,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     process_group: Any = None
     _sync_pipe: SyncMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
+    _sync_given: tuple[Tensor | None, Tensor | None] | None = None  # weight and bias that a replica got from its module
     _sync_master_device: torch.device | None = None
     _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
@@ -125,6 +126,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
         state["_sync_master_device"] = ctx.device
         state["_sync_updates_running_stats"] = copy_id == 0
+        state["_sync_given"] = (self.weight, self.bias) if state.get("_is_replica") else None
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
@@ -157,9 +159,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
             mean, var = self.running_mean, self.running_var
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
         self._check_input(input, weight, bias, mean, var)
-        # A module may compute weights in its forward; torch lists those that it has given to a replica.
-        given = self.__dict__.get("_former_parameters", {})
-        weight_of_module = given.get("weight") is weight and given.get("bias") is bias
+        # A module may compute weights in its forward.
+        given = self._sync_given
+        weight_of_module = given is not None and given[0] is weight and given[1] is bias
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
         settings = Settings(self.eps, clamps, peers, running, weight_of_module, self._sync_master_device)
         return sync_batch_norm(input, weight, bias, pipe, settings)

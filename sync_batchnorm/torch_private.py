@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pkgutil import resolve_name
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REQUIRED = {
-    "torch.nn.modules.batchnorm._BatchNorm": "the class of all batch norm layers",
     "torch.nn.BatchNorm1d._check_input_dim": "the error for an input with a wrong number of dimensions",
     "torch.nn.Module._replicate_for_data_parallel": "the copy of a module in a replica",
     "torch.Tensor._version": "notice of a parameter that is changed in place",
@@ -30,6 +29,7 @@ _REQUIRED = {
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
     "torch._C._will_engine_execute_node": "which gradients the running backward needs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
+    "torch.utils._python_dispatch._disable_current_modes": "operators that a selective checkpoint does not count",
     "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler runs, in any thread",
 }
@@ -47,8 +47,14 @@ if _missing:
         "sync_batchnorm was tested with"
     )
 
-BatchNormBase = nn.modules.batchnorm._BatchNorm
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNormBase = _BatchNorm
+else:
+    BatchNormBase = nn.BatchNorm1d.__base__  # the class of all batch norm layers
 plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
+without_modes: Callable[[], AbstractContextManager[Any]] = _names["torch.utils._python_dispatch._disable_current_modes"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
 keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_task_keep_graph"]

@@ -46,7 +46,6 @@ def shallow_replicas(module: nn.Module, num_replicas: int) -> list[nn.Module]:
             views = {name: None if p is None else p.view_as(p) for name, p in child._parameters.items()}
             for name, parameter in views.items():
                 setattr(copy, name, parameter)
-            copy._former_parameters = views  # as `torch.nn.parallel.replicate` lists them
             for name, buffer in child._buffers.items():
                 setattr(copy, name, buffer if copy_id == 0 or buffer is None else buffer.clone())
         replicas.append(copies[module])

@@ -128,7 +128,7 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
-            given = replica.__dict__["_former_parameters"] = {name: own[key] for name, key in parameters}
+            given = replica.__dict__["_sync_parameters"] = {name: own[key] for name, key in parameters}
             for name in nones:
                 replica._parameters[name] = None
             if plain:

@@ -3,14 +3,13 @@
 import functools
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ..backends.streams import current_stream
+from ..backends.streams import current_stream, entered
 from ..refusals import check_module, warn_once
 from ..torch_private import names_of_modules, plain_tensors
 from .copies import replicate
@@ -108,8 +107,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
         def work(i: int) -> None:
             try:
-                stream = streams[devices[i]]
-                with nullcontext() if stream is None else torch.cuda.stream(stream):  # and its device
+                with entered(streams[devices[i]]):
                     args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                     outputs[i] = replicas[i](*args, **kwargs[i])
             except BaseException as error:
@@ -149,7 +147,7 @@ def _watch_shared_parameters(
     changed, shared, sources = set(), [], list(inputs)
     for replica in replicas:
         for module, prefix in names_of_modules(getattr(replica, "_sync_replica", replica)).items():
-            for name, alias in module.__dict__.get("_former_parameters", {}).items():
+            for name, alias in module.__dict__.get("_sync_parameters", {}).items():
                 parameter = modules[prefix]._parameters[name]
                 if (
                     parameter is None

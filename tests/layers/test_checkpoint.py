@@ -461,7 +461,19 @@ def saving(*parts):
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
 
 
+def with_operators_of_the_merge(net, x):
+    """Use what the master merges with: its operators must not count as those of the checkpoint."""
+
+    def body(x):
+        y = torch.cat((net.bn(net.conv(x)), torch.sin(x))) * net.scale
+        y = torch.addcmul(y, y, torch.tanh(y)) + y.mean(1, True) + torch.stack((y, y.cos())).sum(0)
+        return net.bns[1](y).chunk(2)[0] * y.chunk(2)[1]
+
+    return net.run(body, x * 1.0)
+
+
 POLICIES = {"nothing": (), "convolution": ("convolution",), "matrix-product": ("convolution", ".mm", "tanh")}
+OPERATORS = ("cat", "stack", "mul", "addcmul", "add", "mean", "sum", "clone", "batch_norm", "group_norm", "")
 
 
 @pytest.mark.once("path", "early_stop")
@@ -472,3 +484,10 @@ POLICIES = {"nothing": (), "convolution": ("convolution",), "matrix-product": ("
 def test_policies_of_what_to_save_change_nothing_for_layers_that_are_called_once(devices, policy, path, early_stop):
     with set_checkpoint_early_stop(early_stop):
         assert_exact(path, devices, 8, **saving(*POLICIES[policy]))
+
+
+@pytest.mark.once("operator")
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("devices", device_lists(2, 4))
+def test_every_policy_that_one_device_runs_has_its_gradients(devices, operator):
+    assert_exact(with_operators_of_the_merge, devices, 8, **saving(operator))
