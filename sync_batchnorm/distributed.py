@@ -53,6 +53,11 @@ class Peers(NamedTuple):
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
+        if type(tensors[-1]) is not Tensor:
+            raise RuntimeError(
+                f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
+                f"{self.name(self.number)}; pass the to_local() of a DTensor, and export or trace in eval mode"
+            )
         try:
             collective(*tensors, group=self.group)
         except Exception as error:

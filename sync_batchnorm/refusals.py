@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -40,6 +41,11 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
     """Raise an error that names the submodules which cannot be replicated."""
     if in_transform():
         raise in_transform_error(type(wrapper).__name__)
+    if type(torch.empty(0)).__name__ == "FakeTensor":
+        raise RuntimeError(
+            "expected replicas outside of torch.export and FakeTensorMode, which their threads do not know, but got a "
+            f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
+        )
     compiled_type = compiled_module_type()
     for child, name in names_of_modules(module).items():
         if isinstance(child, compiled_type):

@@ -1,7 +1,8 @@
 """The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..torch_private import has_hooks, names_of_modules, plain_tensors
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
+_BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
@@ -121,11 +123,14 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
     # The dictionaries are filled directly: setting hundreds of attributes through `nn.Module.__setattr__` takes longer
     # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
+    bound: list[tuple[nn.Module, str, Any]] = []
     for child in modules:
         parameters = [(name, id(tensor)) for name, tensor in child._parameters.items() if tensor is not None]
         buffers = [(name, id(tensor)) for name, tensor in child._buffers.items() if tensor is not None]
         nones = [name for name, tensor in child._parameters.items() if tensor is None]
         plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
+        if not _BOUND.isdisjoint(map(type, child.__dict__.values())):
+            bound += [(child, name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
             given = replica.__dict__["_sync_parameters"] = {name: own[key] for name, key in parameters}
@@ -143,7 +148,23 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
             for name, grandchild in child._modules.items():
                 if grandchild is not None:
                     replica._modules[name] = of_modules[grandchild]
+        for child, name, value in bound:
+            of_modules[child].__dict__[name] = _bind(value, of_modules)
     return [of_modules[modules[0]] for of_modules in copies]
+
+
+def _bind(value: Any, of_modules: dict[nn.Module, nn.Module]) -> Any:
+    """Return a bound method or a partial with the modules of a replica in place of the originals."""
+    if isinstance(value, nn.Module):
+        return of_modules.get(value, value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _bind(value.__self__, of_modules))
+    if not isinstance(value, partial):
+        return value
+    keywords = {name: _bind(argument, of_modules) for name, argument in value.keywords.items()}
+    made = partial(_bind(value.func, of_modules), *[_bind(argument, of_modules) for argument in value.args], **keywords)
+    made.__dict__.update(value.__dict__)
+    return made
 
 
 def _copy(module: nn.Module) -> Any:

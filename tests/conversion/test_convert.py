@@ -618,7 +618,9 @@ def test_scripting_and_symbolic_tracing_take_a_reverted_model_with_its_layers_wh
     net = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))).eval()
     input = torch.randn(2, 3, 5, 5)
     assert_equal(torch.jit.script(net)(input), net(input))
-    assert [node.op for node in torch.fx.symbolic_trace(net).graph.nodes][1:3] == ["call_module"] * 2
+    traced = torch.fx.symbolic_trace(net)
+    assert [node.op for node in traced.graph.nodes][1:3] == ["call_module"] * 2
+    assert type(convert_model(traced).get_submodule("1")) is SynchronizedBatchNorm2d
 
 
 # Classes of a user's own

@@ -29,6 +29,10 @@ import torch.distributed as dist
 from forks import fork, forked
 from helpers import WITHOUT_BIAS, WithPipe, assert_equal, randomize
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.functional import jacobian
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -549,6 +553,25 @@ def forked_child_is_refused_in_training_mode() -> None:
 
 
 @check
+def what_other_processes_cannot_take_is_refused() -> None:
+    layer, batch = SynchronizedBatchNorm2d(3), images([1] * SIZE).float()
+    whole = distribute_tensor(batch, init_device_mesh(DEVICE, (SIZE,)), [Shard(0)])
+    text = (
+        "expected a tensor of this process, but got a %s in the exchange of a layer without a name; pass the to_local"
+    )
+    with pytest.raises(RuntimeError, match=text % "DTensor"):
+        layer(whole)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text % "FakeTensor"):
+        layer(torch.randn(2, 3, 4, 4))
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for c10d"):
+        jacobian(layer, batch[:, :, :1, :1], vectorize=True)
+    layer(whole.to_local())
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        plain, model = twins(nn.BatchNorm2d(3))
+        assert_same_step(plain, model, images())
+
+
+@check
 def replicas_that_do_not_know_each_other_never_communicate() -> None:
     plain, model = twins(nn.BatchNorm2d(3))
     replica = model._replicate_for_data_parallel()  # as a stock `nn.DataParallel` makes it, which refuses the CPU
@@ -741,7 +764,6 @@ def compiler_makes_graphs_of_what_is_between_layers_and_says_why_not_one_of_all(
 
 @check
 def fsdp2_equals_one_process() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(DEVICE, (SIZE,))

@@ -1,5 +1,8 @@
 """What replicas consist of: shared parameters, buffers of which the first are the module's, and modules of any kind."""
 
+import functools
+import types
+
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
@@ -182,6 +185,47 @@ class Computing(nn.Module):
 
     def forward(self, input):
         return self.body(input)
+
+
+class Bound(nn.Module):
+    """Has a forward of its own, set on the object and bound to it in some way, and so has its submodule."""
+
+    def __init__(self, bind):
+        super().__init__()
+        self.bn, self.inner = nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.again = self.inner.forward
+        for module, function in ((self, Bound.compute), (self.inner, Bound.compute_inside)):
+            module.forward = bind(module, function)
+
+    def compute(self, input):
+        return self.bn(torch.tanh(self.again(self.inner(input))))
+
+    def compute_inside(self, input):
+        return torch.relu(self[1](self[0](input)))
+
+
+def as_wrapping_libraries_do(module, function):
+    """Set a partial that calls what was the forward, which is an attribute now."""
+    module._old_forward = types.MethodType(function, module)
+    new = functools.partial(lambda module, *args, **kwargs: 2 * module._old_forward(*args, **kwargs), module)
+    return functools.update_wrapper(new, module._old_forward)
+
+
+BINDINGS = {
+    "method": lambda module, function: types.MethodType(function, module),
+    "partial": lambda module, function: functools.partial(function, module),
+    "keyword": lambda module, function: functools.partial(lambda input, me: function(me, input), me=module),
+    "nested": lambda module, function: functools.partial(types.MethodType(function, module)),
+    "library": as_wrapping_libraries_do,
+}
+
+
+@pytest.mark.parametrize("kind", BINDINGS)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
+    plain, parallel = twins(Bound(BINDINGS[kind]).double(), devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs

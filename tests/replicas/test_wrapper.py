@@ -7,6 +7,7 @@ import torch
 from conftest import device_lists
 from helpers import TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -61,6 +62,16 @@ WRONG = {
 def test_arguments_that_cannot_be_right_are_refused_in_words(function, arguments, error, text):
     with pytest.raises(error, match=text):
         function(*arguments)
+
+
+def test_fake_tensors_are_refused_and_leave_nothing_behind():
+    plain, parallel = twins(TwoLayers().double(), ["cpu"] * 2)
+    text = (
+        "outside of torch.export and FakeTensorMode, which their threads do not know, but got a call of DataParallelW"
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
+        parallel(torch.randn(4, 3, 6, 6))
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
 
 
 def test_single_chunk_runs_the_module_itself(monkeypatch):
