@@ -19,9 +19,13 @@ call at the latest. A broken coordinator stays broken: the next forward makes it
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from math import inf
 from queue import Empty, SimpleQueue
-from threading import Lock
+from sys import _current_frames
+from threading import Lock, get_ident
 from time import monotonic, sleep
+from traceback import format_stack
 from typing import Any
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
@@ -29,6 +33,10 @@ from .errors import ReplicaSyncError, ReplicaTimeoutError
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 300.0
+# How many seconds a caller that was interrupted, or whose replicas reached the timeout, waits for those that still run:
+# exiting while a replica is inside a torch operation aborts the process.
+PATIENCE = 1.0
+LATE = 1.0  # seconds by which no wait is late unless the process was suspended
 MASTER = 0  # the identifier of every master
 
 Messages = list[tuple[Hashable, Any]]  # by identifier
@@ -85,10 +93,11 @@ class Coordinator:
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, Mailbox] = defaultdict(SimpleQueue)
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}  # the replicas that run, with the threads in which they do
         self._waiting: dict[int, Rendezvous] = {}
         self._left: dict[int, str] = {}  # how each replica that has ended did so
-        self._broken: tuple[type[ReplicaSyncError], str] | None = None
+        self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
+        self._end_of_patience = inf
         self._released: set[int] = set()  # the replicas that got the error of the break
         self._failures: dict[int, BaseException] = {}
 
@@ -96,6 +105,11 @@ class Coordinator:
     def is_over(self) -> bool:
         """Whether all replicas have ended."""
         return bool(self._devices) and len(self._left) == len(self._devices)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a replica runs on longer than it may after the break: it is stuck."""
+        return monotonic() > self._end_of_patience
 
     def who(self, replica_id: int) -> str:
         """Return the name of a replica in messages."""
@@ -117,10 +131,10 @@ class Coordinator:
                 self._raise_if_broken(replica_id)
             if replica_id in self._running or replica_id in self._left:
                 raise RuntimeError(
-                    f"expected replicas that run once, but got a second call of {self.who(replica_id)}; "
-                    "call replicate again for each forward"
+                    f"expected each replica to run once, but {self.who(replica_id)} was called twice; call replicate "
+                    "again for each forward pass"
                 )
-            self._running.add(replica_id)
+            self._running[replica_id] = get_ident()
         return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
 
     def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
@@ -132,17 +146,15 @@ class Coordinator:
         with self._lock:
             if failure is not None and replica_id in self._failures:
                 return
-            self._running.discard(replica_id)
+            self._running.pop(replica_id, None)
             self._left[replica_id] = "left its forward"
             if failure is not None:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, type(failure))
             if self._broken is not None and replica_id in self._released:
-                error_type, text = self._broken
-                raise error_type(
-                    "expected errors of an exchange to leave the forward of every replica, but got replicas that "
-                    "caught one and went on; put the try around the call of the wrapper, or raise a ReplicaSyncError "
-                    f"again. The error that they caught: {text}"
+                raise type(self._broken)(
+                    "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
+                    f"the try around the call of the wrapper. The error that it caught: {self._broken}"
                 )
             for rendezvous in self._waiting.values():
                 if replica_id in rendezvous.awaited():
@@ -160,9 +172,8 @@ class Coordinator:
                 if replica_id not in self._running:
                     self._left.setdefault(replica_id, "was not called")
             self._break(
-                ReplicaSyncError,
                 f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
-                "this replica was only released",
+                "this replica was stopped as a consequence"
             )
         deadline = monotonic() + seconds
         while self._running and monotonic() < deadline:
@@ -225,18 +236,26 @@ class Coordinator:
     def _wait(self, replica_id: int, rendezvous: Rendezvous) -> Any:
         mailbox = self._mailboxes[replica_id]
         with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, waiting"):
-            try:
-                delivered, value = mailbox.get(timeout=self.timeout)
-            except Empty:
-                with self._lock:
-                    # An item may have been put after the wait ended and before the lock was taken.
-                    if replica_id in self._waiting:
-                        self._break_by_timeout(rendezvous)
-                delivered, value = mailbox.get()
+            since = monotonic()
+            while True:
+                try:
+                    delivered, value = mailbox.get(timeout=max(0.0, since + self.timeout - monotonic()))
+                    break
+                except Empty:
+                    since = self._waited(replica_id, since)
         if not delivered:
-            error_type, text = value
-            raise error_type(text)
+            raise copy(self._broken)  # type: ignore[misc]
         return value
+
+    def _waited(self, replica_id: int, since: float) -> float:
+        """Break if the wait of a replica `since` a time has lasted too long; return since when it waits now."""
+        with self._lock:
+            now = monotonic()
+            was_suspended = now > since + self.timeout + LATE  # with this process, and so were its peers
+            # An item may have been put after the wait ended and before the lock was taken.
+            if replica_id in self._waiting and not was_suspended:
+                self._break_by_timeout(self._waiting[replica_id])
+            return now
 
     # All methods below are called with the lock held.
 
@@ -259,15 +278,20 @@ class Coordinator:
     def _raise_if_broken(self, replica_id: int) -> None:
         if self._broken is not None:
             self._released.add(replica_id)
-            error_type, text = self._broken
-            raise error_type(text)
+            raise copy(self._broken)
 
-    def _break(self, error_type: type[ReplicaSyncError], text: str) -> None:
+    def _break(
+        self, text: str, error_type: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()
+    ) -> None:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
         if self._broken is None:
-            self._broken = (error_type, text)
+            error = error_type(text)
+            for note in notes:
+                error.add_note(note)
+            self._broken = error
+            self._end_of_patience = monotonic() + (self.timeout if error_type is ReplicaSyncError else PATIENCE)
         for replica_id, rendezvous in list(self._waiting.items()):
-            self._mailboxes[replica_id].put((False, self._broken))
+            self._mailboxes[replica_id].put((False, None))
             self._released.add(replica_id)
             rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
             del self._waiting[replica_id]
@@ -286,9 +310,8 @@ class Coordinator:
             if peer == replica_id:
                 places = ", ".join(f"{self.who(one)} in {self._waiting[one]}" for one in sorted(self._waiting))
                 return self._break(
-                    ReplicaSyncError,
                     f"expected all replicas to reach the same layer, but got {places}; make every replica call the "
-                    "synchronized layers in the same order",
+                    "synchronized layers in the same order"
                 )
             if peer in self._waiting and peer not in seen:
                 seen.add(peer)
@@ -296,34 +319,40 @@ class Coordinator:
 
     def _break_by(self, replica_id: int, kind: type[BaseException]) -> None:
         self._break(
-            ReplicaSyncError,
-            f"expected all replicas to finish, but got {kind.__name__} in {self.who(replica_id)}; "
-            "fix that error, this replica was only released",
+            f"expected all replicas to finish, but got {kind.__name__} in {self.who(replica_id)}; fix that error, this "
+            "replica was stopped as a consequence"
         )
 
     def _break_by_absence(self, replica_id: int, rendezvous: Rendezvous) -> None:
         self._break(
-            ReplicaSyncError,
-            f"expected every replica to call {rendezvous.name} equally often, but got {self.who(replica_id)}, which "
-            f"{self._left[replica_id]}, while {self._wait_text(rendezvous)} ({rendezvous}); make every replica call "
-            "every synchronized layer in every forward",
+            f"expected every replica to call {rendezvous.name} the same number of times, but {self.who(replica_id)} "
+            f"{self._left[replica_id]} while {self._wait_text(rendezvous)} for it ({rendezvous}); make every replica "
+            "call every synchronized layer in every forward pass"
         )
 
     def _break_by_timeout(self, rendezvous: Rendezvous) -> None:
-        late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in rendezvous.awaited())
+        peers = rendezvous.awaited()
+        late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in peers)
+        remedy = "pass a longer timeout= if it is only slow"
+        if any(peer not in self._running for peer in peers):
+            remedy += ", and run each replica in a thread of its own: one after another, they can never exchange"
         self._break(
+            f"expected all replicas within {self.timeout:g} seconds, but {self._wait_text(rendezvous)} for {late} "
+            f"({rendezvous}); {remedy}",
             ReplicaTimeoutError,
-            f"expected all replicas within {self.timeout:g} seconds, but got a timeout while "
-            f"{self._wait_text(rendezvous)} for {late} ({rendezvous}); pass a longer timeout if it is only slow, and "
-            "run replicas in threads of their own: one after another in one thread they can never exchange",
+            [self._stack(peer) for peer in peers if peer in self._running and peer not in self._waiting],
         )
+
+    def _stack(self, replica_id: int) -> str:
+        frame = _current_frames().get(self._running[replica_id])
+        return f"Stack of {self.who(replica_id)} at the timeout:\n{''.join(format_stack(frame)).rstrip()}"
 
     def _state(self, replica_id: int) -> str:
         if replica_id in self._left:
             return self._left[replica_id]
         if replica_id in self._waiting:
             return f"waits in {self._waiting[replica_id]}"
-        return "is running" if replica_id in self._running else "has not started"
+        return "is still running" if replica_id in self._running else "has not started"
 
     def _wait_text(self, rendezvous: Rendezvous) -> str:
         waiting = sorted(replica for replica, other in self._waiting.items() if other is rendezvous)

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
-from .coordinator import DEFAULT_TIMEOUT, Coordinator
+from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
 from .dynamic_subclass import DynamicSubclass, swap_class
 from .errors import without_frames
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
@@ -97,10 +97,6 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
         raise_foreign_layer(wrapper)
 
 
-# Seconds that an interrupted caller waits for its replicas: a program that ends while one is inside of torch aborts.
-_PATIENCE = 1.0
-
-
 class _Callbacks(DataParallel[Any]):
     """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
@@ -151,7 +147,7 @@ class _Callbacks(DataParallel[Any]):
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             failure = None if interrupted else coordinator.failure()  # asked before replicas fail because of the abort
-            coordinator.abort(error, _PATIENCE if interrupted else 0.0)
+            coordinator.abort(error, PATIENCE if interrupted else 0.0)
             if failure is None:
                 raise
         else:

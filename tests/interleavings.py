@@ -317,7 +317,7 @@ class _Scene:
         for name, members in scenario.layers.items():
             numbers = {sum(layer == name for layer, _ in self.completed[replica]) for replica in members}
             assert len(numbers) == 1 or scenario.cut is KeyboardInterrupt, f"{name} was completed by some only"
-        given = {str(o).rpartition("they caught: ")[2] for o in outcomes if isinstance(o, ReplicaSyncError)}
+        given = {str(o).rpartition("it caught: ")[2] for o in outcomes if isinstance(o, ReplicaSyncError)}
         assert len(given) <= 1, f"two reasons: {given}"
         for text in given:
             assert any(reason in text for reason in reasons), f"expected one of {reasons}, but got {text}"
@@ -345,13 +345,13 @@ class _Scene:
         upcoming = {calls[i][completing[i]] for i in range(self.number) if i not in ended}
         reasons = [f"got Failing in replica {i} " for i in ended if scenario.scripts[i].endswith("!")]
         if upcoming:
-            reasons += [f"got replica {i} on device cpu, which left" for i in ended]
+            reasons += [f"but replica {i} on device cpu left" for i in ended]
         if len(upcoming) > 1:
             reasons.append("to reach the same layer")
         if scenario.abort:
             reasons.append("got KeyboardInterrupt in its thread")
         if scenario.cuts:
-            reasons.append("got a timeout" if scenario.cut is Empty else "got KeyboardInterrupt in replica ")
+            reasons.append("all replicas within" if scenario.cut is Empty else "got KeyboardInterrupt in replica ")
         if scenario.merge_fails:
             reasons += [f"got Failing in replica {members[0]} " for members in scenario.layers.values()]
         return reasons

@@ -120,8 +120,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
         for thread in threads:
             thread.start()
+        coordinator = replicas[0]._sync_run.coordinator
         for thread in threads:
-            thread.join()
+            while thread.is_alive() and not coordinator.has_given_up:
+                thread.join(1.0)
         if len(streams) < len(devices):
             _watch_shared_parameters(self.module, replicas, tensors_in((inputs, kwargs)), outputs)
         return outputs

@@ -93,7 +93,7 @@ def _stands_still(model: Scripted, x: Tensor) -> None:
 
 @needs_fork
 def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.replicate._PATIENCE", 0.01)  # In vain: one replica never leaves.
+    monkeypatch.setattr("sync_batchnorm.replicate.PATIENCE", 0.01)  # In vain: one replica never leaves.
 
     def forward() -> None:
         try:
@@ -141,7 +141,7 @@ class GivesUp(TorchStyle):
         raise self.error
 
     def work(self, replica: nn.Module, inputs: Any) -> None:
-        with pytest.raises(ReplicaSyncError, match="in its thread; this replica was only released"):
+        with pytest.raises(ReplicaSyncError, match="in its thread; this replica was stopped"):
             replica(*inputs)
         self.released = True
 

@@ -61,9 +61,7 @@ def test_groups_are_told_of_their_own_members_only():
     call(coordinator, layers[0], 1)
     assert first.outcome() == [(0, "from 0"), (1, "from 1")]
     waiting = Waiting(coordinator, layers[0], 0)
-    with pytest.raises(
-        ReplicaSyncError, match=r"replica 3 .*, which left its forward, while replica 2 on device cpu wa"
-    ):
+    with pytest.raises(ReplicaSyncError, match=r"replica 3 .* left its forward while replica 2 on device cpu wa"):
         call(coordinator, layers[1], 2)
     assert "replica 3" in str(waiting.outcome())
 
@@ -132,10 +130,28 @@ def test_timeout_names_a_replica_that_waits_elsewhere():
     assert isinstance(waiting.outcome(), TimeoutError)
 
 
+def test_wait_that_ends_late_because_the_process_was_suspended_goes_on(monkeypatch):
+    """The clock of the first wait jumps to an hour later; then the peer comes."""
+    clock = iter([0.0, 0.0, 3600.0])
+    peer = threading.Thread(target=call, args=(coordinator := Coordinator(timeout=0.01), layer := layer_of(), 1))
+
+    def monotonic():
+        if (now := next(clock, None)) == 3600.0:
+            coordinator.timeout = 10.0
+            return now
+        if now is None and not peer.ident:
+            peer.start()
+        return 3600.0 if now is None else now
+
+    monkeypatch.setattr("sync_batchnorm.coordinator.monotonic", monotonic)
+    assert call(coordinator, layer, 0) == [(0, "from 0"), (1, "from 1")]
+    peer.join()
+
+
 def test_break_that_was_interrupted_is_finished_by_the_next():
     coordinator = Coordinator(["cpu"] * 2)
     waiting = Waiting(coordinator, layer_of(), 0)
-    coordinator._broken = (ReplicaSyncError, "the first reason")  # Ctrl-C came right after this
+    coordinator._broken = ReplicaSyncError("the first reason")  # Ctrl-C came right after this
     coordinator.abort(KeyboardInterrupt(), 0.0)
     assert str(waiting.outcome()) == "the first reason"
 
@@ -172,7 +188,7 @@ def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original(
 def test_second_run_of_a_replica_that_still_runs_is_refused():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator.begin(1)
-    text = "run once, but got a second call of replica 1 on device cpu; call replicate again for each forward"
+    text = "to run once, but replica 1 on device cpu was called twice; call replicate again for each forward pass"
     with pytest.raises(RuntimeError, match=text):
         coordinator.begin(1)
 

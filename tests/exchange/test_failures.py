@@ -204,9 +204,9 @@ def _swaps(model: Scripted, x: Tensor) -> Tensor:
 
 WHO = r"replica \d on device cpu"
 LEFT = (
-    rf"expected every replica to call {{layer}} equally often, but got replica {{who}} on device cpu, which left its "
-    rf"forward, while {WHO}( and {WHO})* waits? \({{layer}}, call {{call}}\); "
-    "make every replica call every synchronized layer in every forward"
+    rf"expected every replica to call {{layer}} the same number of times, but replica {{who}} on device cpu left its "
+    rf"forward while {WHO}( and {WHO})* waits? for it \({{layer}}, call {{call}}\); "
+    "make every replica call every synchronized layer in every forward pass"
 )
 DIVERGED = (
     rf"expected all replicas to reach the same layer, but got (?=.*replica {{who}} on device cpu in {{one}}).*{WHO} in "
@@ -314,35 +314,42 @@ def test_tensor_hook_that_fails_in_a_backward_leaves_the_next_step_right(wrap):
     assert_next_forward_is_right(parallel, (1, 1))
 
 
-def test_replica_that_is_stuck_ends_in_a_timeout_that_names_it(wrap):
+@pytest.mark.parametrize("name", ["wrapper", "patched"])
+def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     release = threading.Event()
 
     def is_stuck(model: Scripted, x: Tensor) -> None:
         release.wait()
 
-    def frees_it_in_the_end(model: Scripted, x: Tensor) -> None:
-        try:
-            model.head(x)
-        finally:
-            release.set()
-
-    parallel = wrap(scripted((1, "between", is_stuck), (0, "between", frees_it_in_the_end)), timeout=0.2)
+    parallel = WRAPPERS[name](scripted((1, "between", is_stuck)), timeout=0.2)
     text = (
-        rf"expected all replicas within 0\.2 seconds, but got a timeout while {WHO}( and {WHO})? waits? for replica 1 "
-        r"on device cpu, which is running \(head, call 1\); pass a longer timeout if it is only slow"
+        rf"expected all replicas within 0\.2 seconds, but {WHO}( and {WHO})? waits? for replica 1 on device cpu, which "
+        r"is still running( and .*)? \(head, call 1\); pass a longer timeout= if it is only slow$"
     )
     with pytest.raises(TimeoutError, match=text) as caught:
         parallel(*batch())
     assert isinstance(caught.value, ReplicaSyncError)
+    stack, _ = caught.value.__notes__
+    assert stack.startswith("Stack of replica 1 on device cpu at the timeout:\n")
+    assert "in is_stuck\n    release.wait()\n" in stack
     assert_next_forward_is_right(parallel, (1, 0))
+    release.set()
+
+
+def test_replica_that_is_stuck_while_another_fails_is_waited_for_no_longer_than_the_timeout():
+    release = threading.Event()
+    steps = (1, "between", lambda model, x: release.wait()), (0, "between", raising(ValueError("the cause")))
+    with pytest.raises(ValueError, match="the cause"):
+        WRAPPERS["wrapper"](scripted(*steps), timeout=0.2)(*batch())
+    release.set()
 
 
 def test_replicas_that_run_one_after_another_are_told_to_use_threads():
     parallel = patch_replication_callback(OneThread(scripted(), R), timeout=0.1)
     text = (
-        r"expected all replicas within 0\.1 seconds, but got a timeout while replica 0 on device cpu waits for "
+        r"expected all replicas within 0\.1 seconds, but replica 0 on device cpu waits for "
         r"replica 1 on device cpu, which has not started and replica 2 on device cpu, which has not started "
-        r"\(stem\.0, call 1\); .*run replicas in threads of their own: one after another in one thread they can never"
+        r"\(stem\.0, call 1\); .*, and run each replica in a thread of its own: one after another, they can"
     )
     with pytest.raises(TimeoutError, match=text):
         parallel(*batch())
@@ -356,7 +363,7 @@ def test_replicas_that_are_called_again_are_refused(base):
             return super().parallel_apply(*args)
 
     parallel = patch_replication_callback(Twice(scripted(), R if base is TorchStyle else ["cpu"] * R))
-    text = "expected replicas that run once, but got a second call of replica 0 on device cpu; call replicate again for"
+    text = "expected each replica to run once, but replica 0 on device cpu was called twice; call replicate again for"
     with pytest.raises(RuntimeError, match=text):
         parallel(*batch())
 
@@ -367,7 +374,7 @@ def test_layer_that_is_called_after_its_forward_is_refused():
     inputs = [tuple(rows[2 * i : 2 * i + 2] for rows in batch()) for i in range(R)]
     parallel.parallel_apply(replicas, inputs, [{}] * R)
     for i in range(R):
-        with pytest.raises(ReplicaSyncError, match=r"replica \d on device cpu, which left its forward, while replica"):
+        with pytest.raises(ReplicaSyncError, match=r"replica \d on device cpu left its forward while replica"):
             replicas[i].head(inputs[i][0])
     assert_next_forward_is_right(parallel, (1, 1))
 

@@ -38,7 +38,7 @@ def messages() -> dict[str, tuple[str, bool]]:
             )
             if is_text and node not in parts:
                 text = words_of(node)
-                if text.startswith("expected ") and ", but got " in text:
+                if text.startswith("expected ") and ", but " in text:
                     found[f"{file.stem}-{node.lineno}"] = text, node not in arguments
     return found
 

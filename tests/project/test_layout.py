@@ -72,7 +72,7 @@ def test_threads_meet_without_torch(file):
 
 # What each file uses of `threading` and `queue`.
 WAITING = {
-    "coordinator": {"Empty", "Lock", "SimpleQueue"},
+    "coordinator": {"Empty", "Lock", "SimpleQueue", "get_ident"},
     "parallel.data_parallel": {"Thread"},
     "replicate": {"TIMEOUT_MAX"},
 }

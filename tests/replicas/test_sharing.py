@@ -16,7 +16,7 @@ def test_replica_that_is_given_no_input_is_named_at_once():
     parallel = WRAPPERS["wrapper"](scripted())
     replicas = parallel.replicate(parallel.module, ["cpu"] * R)
     parts = list(zip(*(inputs.chunk(R) for inputs in batch()), strict=True))
-    text = r"to call stem\.0 equally often, but got replica 2 on device cpu, which was given no input, while"
+    text = r"to call stem\.0 the same number of times, but replica 2 on device cpu was given no input while"
     with pytest.raises(ReplicaSyncError, match=text):
         parallel.parallel_apply(replicas[:2], parts[:2], [{}] * 2)
 
