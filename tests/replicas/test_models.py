@@ -307,7 +307,7 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
     model = Swallowing().double()
     model.steps = {(replica, "between"): fails}
     parallel = wrap(model)
-    message = rf"expected errors of an exchange to leave .*every replica to call head .*replica {replica} on dev"
+    message = rf"expected every ReplicaSyncError to leave .*every replica to call head .*replica {replica} on dev"
     x, numbers = batch()
     x[:2] = -x[:2].abs()
     x[2:] = x[2:].abs()
