@@ -120,9 +120,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
         for thread in threads:
             thread.start()
-        coordinator = replicas[0]._sync_run.coordinator
+        run = getattr(replicas[0], "_sync_run", None)
         for thread in threads:
-            while thread.is_alive() and not coordinator.has_given_up:
+            while thread.is_alive() and not (run and run.coordinator.has_given_up):
                 thread.join(1.0)
         if len(streams) < len(devices):
             _watch_shared_parameters(self.module, replicas, tensors_in((inputs, kwargs)), outputs)
