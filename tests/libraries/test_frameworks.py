@@ -578,6 +578,32 @@ def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(packag
             assert_equal(state[key], value, f"{key} of process {rank}")
 
 
+TRAIN = """
+torch.manual_seed(0)
+data = [{"pixel_values": torch.randn(3, 32, 32).double(), "labels": i % 3} for i in range(24)]
+torch.save(train(ResNetForImageClassification(config).double(), data, 12).state_dict(), "rank" + os.environ["RANK"])
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path):
+    pytest.importorskip("transformers")
+    assert f"`{TORCHRUN} program.py`" in PAGE.read_text(encoding="utf-8")
+    (tmp_path / "program.py").write_text(code_of("transformers in processes") + TRAIN, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    states = []
+    for processes in ("1", "2"):
+        command = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], processes, "program.py"]
+        run = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+        )
+        assert run.returncode == 0, run.stderr
+        states += [torch.load(tmp_path / f"rank{rank}") for rank in range(int(processes))]
+    for state in states[1:]:
+        for key, value in states[0].items():
+            assert_equal(state[key], value, key)
+
+
 # What to give `parallel.module` to
 
 
