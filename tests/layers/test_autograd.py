@@ -1,5 +1,6 @@
 """The autograd node of a call: the graph around it, what that keeps alive, and its backward in all its forms."""
 
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -141,9 +142,33 @@ def test_only_the_replica_that_records_is_in_the_graph(replica):
     assert parts[1 - replica].grad is None
     # The rows of the other are numbers, to which the loss has no path.
     rows = [part.detach().clone().requires_grad_(i == replica) for i, part in enumerate(parts)]
-    plain.bn(torch.cat(rows)).split(2)[replica].backward(grad)
+    expected = plain.bn(torch.cat(rows)).split(2)[replica]
+    expected.backward(grad, retain_graph=True)
     assert_equal(parts[replica].grad, rows[replica].grad)
     assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"eps": 0.5}, {"eps": 0.5, "eps_mode": "clamp"}], ids=str)
+def test_replicas_without_a_graph_are_constants_in_second_and_third_derivatives(replica, options):
+    clamps = options.get("eps_mode") == "clamp"
+    _, parallel = twins(Recorded().double(), ["cpu"] * 3)
+    layer = parallel.module.bn
+    vars(layer).update(options)
+    parts = [doubles(2, 4, 3, 2) * torch.tensor([0.3, 0.6, 1, 2]).view(-1, 1, 1) + i for i in range(3)]
+    leaf, grads = parts[replica].requires_grad_(), [doubles(2, 4, 3, 2) for _ in range(3)]
+    recorded = [torch.tensor([i == replica]) for i in range(3)]
+    replicas = parallel.replicate(parallel.module, ["cpu"] * 3)
+    outputs = parallel.parallel_apply(replicas, list(zip(parts, recorded, strict=True)), [{}] * 3)
+    batch = torch.cat([part.detach() if part is not leaf else part for part in parts])
+    var, mean = torch.var_mean(batch, (0, 2, 3), correction=0, keepdim=True)
+    invstd = (var.clamp(min=layer.eps) if clamps else var + layer.eps).rsqrt()
+    weight, bias = layer.weight.view(-1, 1, 1), layer.bias.view(-1, 1, 1)
+    found, expected = outputs[replica], (leaf - mean) * invstd * weight + bias
+    for grad in grads:
+        assert_equal(found, expected)
+        found, expected = (torch.autograd.grad(value, leaf, grad, create_graph=True)[0] for value in (found, expected))
+    assert_equal(found, expected)
 
 
 class InItsMode(WithPipe):
@@ -268,6 +293,40 @@ def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
         grads.append(grad[rows])
     for _ in range(100):  # Torch frees what a node has saved in all threads at once.
         assert_equal(parallel(data).detach(), (output + torch.cat(grads)).detach())
+
+
+class DifferentiatingTwice(nn.Module):
+    """Takes the gradient of a gradient through its layer in the forward of each replica, all of them at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, input):
+        input = input.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(self.bn(input), input, torch.cos(input.detach()), create_graph=True)
+        return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
+
+
+@pytest.mark.watchdog(120)
+@pytest.mark.parametrize("times", [50, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, times):
+    plain, parallel = twins(DifferentiatingTwice().double(), devices)
+    data = doubles(4, 3, 2, 3, devices=devices)
+    input, expected = data.clone().requires_grad_(), []
+    output = plain.bn(input)
+    for rows in (slice(0, 2), slice(2, 4)):  # each by its own rows, of the gradient of the loss of its own rows
+        (grad,) = torch.autograd.grad(output[rows], input, torch.cos(data[rows]), create_graph=True)
+        (second,) = torch.autograd.grad(grad[rows], input, torch.sin(data[rows]), retain_graph=True)
+        expected.append(second[rows])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(times):
+            assert_equal(parallel(data), torch.cat(expected))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 class TrainingInside(nn.Module):

@@ -1,0 +1,106 @@
+"""Random small nets whose replicas and callers use random streams, with first and second derivatives.
+
+On simulated GPUs each of these tests also fails on a race, and on memory that is reused while a stream still uses it.
+"""
+
+import contextlib
+import copy
+import random
+
+import pytest
+import torch
+from conftest import CUDA_COUNT
+from helpers import as_devices, assert_equal, doubles, randomize
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+
+DEVICES = [[0, 1], [0, 0], [0, 1, 0, 1], [0, 1, 2], [1, 0], [0, 1, 2, 3]]
+
+
+@contextlib.contextmanager
+def on_stream(stream, *tensors):
+    """Use `stream` in order with the stream that was current, also for `tensors`."""
+    outer = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        yield
+    outer.wait_stream(stream)
+
+
+class RandomNet(nn.Module):
+    """Layers in random order, some of them on a stream of the replica, some in a checkpoint."""
+
+    def __init__(self, choose):
+        super().__init__()
+        kinds = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False), nn.Tanh()]
+        self.layers = nn.ModuleList(copy.deepcopy(choose.choice(kinds)) for _ in range(choose.randint(1, 4)))
+        self.layers.append(nn.BatchNorm2d(3))
+        self.checkpointed = [choose.random() < 0.25 for _ in self.layers]
+        self.on_own_stream = [choose.random() < 0.5 for _ in self.layers]
+        self.replicas_with_streams = choose.choice([(), (0,), (1, 2, 3), (0, 1, 2, 3)])
+
+    def forward(self, input, number):
+        for layer, checkpointed, own in zip(self.layers, self.checkpointed, self.on_own_stream, strict=True):
+            outer = torch.cuda.current_stream(input.device)
+            use = own and number in self.replicas_with_streams
+            with on_stream(torch.cuda.Stream(input.device), input) if use else contextlib.nullcontext():
+                input = checkpoint(layer, input, use_reentrant=False) if checkpointed else layer(input)
+            if use:
+                input.record_stream(outer)
+        return input
+
+
+def gradients(outputs, inputs, grads, others):
+    first = torch.autograd.grad(outputs, inputs, grads, create_graph=others is not None)
+    return first if others is None else torch.autograd.grad(first, inputs, others)
+
+
+def check(seed):
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    ids = choose.choice([ids for ids in DEVICES if max(ids) < CUDA_COUNT])
+    devices = as_devices(ids)
+    plain = randomize(RandomNet(choose)).double().to(devices[0])
+    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), ids)
+    parts = [doubles(2 + i % 2, 3, 3, 2, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
+    grads, others = ([torch.randn_like(part) for part in parts] for _ in range(2))
+    others = others if choose.random() < 0.5 else None
+    sides = [choose.random() < 0.5 for _ in devices]
+    distinct = list(dict.fromkeys(devices))
+    torch.cuda.synchronize()  # The engine orders upstream gradients of the first device alone.
+    with contextlib.ExitStack() as stack:
+        for device, side in zip(distinct, sides, strict=False):
+            if side:
+                stack.enter_context(on_stream(torch.cuda.Stream(device)))
+        stack.enter_context(torch.cuda.device(devices[0]))
+        replicas = parallel.replicate(parallel.module, ids)
+        outputs = parallel.parallel_apply(replicas, list(zip(parts, range(len(ids)), strict=True)), [{} for _ in ids])
+        if choose.random() < 0.5:
+            stack.close()
+        found = gradients(outputs, parts, grads, others)
+        for tensor in (*outputs, *found):
+            tensor.record_stream(torch.cuda.default_stream(tensor.device))
+    first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
+    expected = plain(torch.cat(first), None)
+    on_first = [own and [tensor.to(devices[0]) for tensor in own] for own in (grads, others)]
+    wanted = gradients([expected], first, [torch.cat(on_first[0])], on_first[1])
+    assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, f"output, seed {seed}")
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert_equal(ours, theirs, f"gradient of replica {i}, seed {seed}")
+
+
+SEEDS = [*range(20), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 300)]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_net_on_random_streams_computes_what_one_gpu_computes(seed):
+    check(seed)
