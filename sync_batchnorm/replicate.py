@@ -19,7 +19,7 @@ from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
 from .dynamic_subclass import DynamicSubclass, swap_class
 from .errors import without_frames
-from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
+from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
 from .torch_private import names_of_modules, uncompiled
@@ -119,7 +119,7 @@ class _Callbacks(DataParallel[Any]):
         _refuse_training_in_replica(self, module)
         check_replicable(self, module)
         replicas = super().replicate(module, device_ids)  # type: ignore[arg-type]
-        coordinator = Coordinator(list(map(str, device_ids)), self._sync_timeout, spans_of_forward())
+        coordinator = Coordinator(list(map(str, map(as_device, device_ids))), self._sync_timeout, spans_of_forward())
         try:
             has_callbacks = _execute_callbacks(replicas, coordinator)
         except BaseException as error:
@@ -135,7 +135,9 @@ class _Callbacks(DataParallel[Any]):
         modes = CallerModes()
         watched = [replica for replica in replicas if isinstance(replica, Replica)]
         if not watched:  # the module itself, for a single chunk, or replicas that the user has made
-            coordinator = Coordinator(list(map(str, self.device_ids[: len(replicas)])), self._sync_timeout)
+            coordinator = Coordinator(
+                list(map(str, map(as_device, self.device_ids[: len(replicas)]))), self._sync_timeout
+            )
             watched = [Replica(replica, Run(replica, coordinator, i, modes)) for i, replica in enumerate(replicas)]
             replicas = watched
         coordinator = watched[0]._sync_run.coordinator
