@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
-from .dynamic_subclass import DynamicSubclass, swap_class
+from .dynamic_subclass import make_subclass, swap_class
 from .errors import without_frames
 from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
@@ -113,12 +113,14 @@ class _Callbacks(DataParallel[Any]):
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, **kwargs)
 
-    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+    def replicate(
+        self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any
+    ) -> list[nn.Module]:
         if len(device_ids) == 1:
             return [module]
         _refuse_training_in_replica(self, module)
         check_replicable(self, module)
-        replicas = super().replicate(module, device_ids)  # type: ignore[arg-type]
+        replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = Coordinator(list(map(str, map(as_device, device_ids))), self._sync_timeout, spans_of_forward())
         try:
             has_callbacks = _execute_callbacks(replicas, coordinator)
@@ -246,8 +248,7 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
 
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    names = {"__module__": cls.__module__, "_original": cls, "_derive": staticmethod(_patched)}
-    return type(cls.__name__, (DynamicSubclass, _Callbacks, cls), names)
+    return make_subclass(cls.__name__, _Callbacks, cls, _patched)  # type: ignore[no-any-return]
 
 
 def _checked_timeout(timeout: float) -> float:
