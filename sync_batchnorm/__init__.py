@@ -32,6 +32,7 @@ from .layers import (
     set_sbn_eps_mode,
 )
 from .moments import merge_messages, sync_moments
+from .one_device import assert_matches_one_device
 from .replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -49,6 +50,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "assert_matches_one_device",
     "assert_synchronized",
     "convert_model",
     "execute_replication_callbacks",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .dynamic_subclass import DynamicSubclass, swap_class
+from .dynamic_subclass import make_subclass, swap_class
 from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -288,15 +288,10 @@ def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
 @functools.lru_cache(maxsize=256)
 def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
     """Return the synchronized subclass of `cls`, a class with the forward of torch."""
-    namespace = {
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "__init__": cls.__init__,  # so that ``type(layer)(...)`` takes the same arguments as before
-        "_original": cls,
-        "_derive": staticmethod(_mixed),
-    }
-    bases = (DynamicSubclass, _kind_of(cls) or _SynchronizedBatchNorm, cls)
-    return type(f"Synchronized{cls.__name__}", bases, namespace)
+    base = _kind_of(cls) or _SynchronizedBatchNorm
+    # With its `__init__`, ``type(layer)(...)`` takes the same arguments as before.
+    names = {"__doc__": cls.__doc__, "__init__": cls.__init__}
+    return make_subclass(f"Synchronized{cls.__name__}", base, cls, _mixed, **names)  # type: ignore[no-any-return]
 
 
 def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:

@@ -17,9 +17,9 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
-from .dynamic_subclass import DynamicSubclass, swap_class
+from .dynamic_subclass import make_subclass, swap_class
 from .errors import without_frames
-from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId
+from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
 from .torch_private import names_of_modules, uncompiled
@@ -113,13 +113,15 @@ class _Callbacks(DataParallel[Any]):
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, **kwargs)
 
-    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+    def replicate(
+        self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any
+    ) -> list[nn.Module]:
         if len(device_ids) == 1:
             return [module]
         _refuse_training_in_replica(self, module)
         check_replicable(self, module)
-        replicas = super().replicate(module, device_ids)  # type: ignore[arg-type]
-        coordinator = Coordinator(list(map(str, device_ids)), self._sync_timeout, spans_of_forward())
+        replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
+        coordinator = Coordinator(list(map(str, map(as_device, device_ids))), self._sync_timeout, spans_of_forward())
         try:
             has_callbacks = _execute_callbacks(replicas, coordinator)
         except BaseException as error:
@@ -135,7 +137,9 @@ class _Callbacks(DataParallel[Any]):
         modes = CallerModes()
         watched = [replica for replica in replicas if isinstance(replica, Replica)]
         if not watched:  # the module itself, for a single chunk, or replicas that the user has made
-            coordinator = Coordinator(list(map(str, self.device_ids[: len(replicas)])), self._sync_timeout)
+            coordinator = Coordinator(
+                list(map(str, map(as_device, self.device_ids[: len(replicas)]))), self._sync_timeout
+            )
             watched = [Replica(replica, Run(replica, coordinator, i, modes)) for i, replica in enumerate(replicas)]
             replicas = watched
         coordinator = watched[0]._sync_run.coordinator
@@ -244,8 +248,7 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
 
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    names = {"__module__": cls.__module__, "_original": cls, "_derive": staticmethod(_patched)}
-    return type(cls.__name__, (DynamicSubclass, _Callbacks, cls), names)
+    return make_subclass(cls.__name__, _Callbacks, cls, _patched)  # type: ignore[no-any-return]
 
 
 def _checked_timeout(timeout: float) -> float:

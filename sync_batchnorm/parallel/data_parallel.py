@@ -91,7 +91,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             check_sizes((inputs, kwargs), self.dim, len(devices))
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        if not needs_own_parallel(devices):
+        has_scalar = any(not tensor.dim() for tensor in tensors_in((inputs, kwargs)))  # which PyTorch cannot cut
+        if not has_scalar and not needs_own_parallel(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         with plain_tensors():  # as those that torch makes
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))

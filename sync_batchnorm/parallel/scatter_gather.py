@@ -29,9 +29,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    All chunks share what is no tensor. Several chunks are copies: in-place changes stay with those who make them.
+    Each chunk has a copy of every scalar tensor, and all share what is no tensor. Several chunks are copies: in-place
+    changes stay with those who make them.
     """
     if isinstance(tree, Tensor):
+        if not tree.dim():
+            return [tree.to(device, copy=True) for device in devices]
         chunks = tree.chunk(len(devices), dim)
         several = len(chunks) > 1
         pairs = zip(chunks if several else [tree], devices, strict=False)
@@ -44,8 +47,9 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
 
 
 def check_sizes(tree: Any, dim: int, most: int) -> None:
-    """Raise an error unless all tensors of `tree` make equally many chunks along `dim`, at most `most`."""
-    shapes = [tuple(tensor.shape) for tensor in tensors_in(tree)]
+    """Raise an error unless all tensors of `tree` but scalars make the same number of chunks along `dim`."""
+    tensors = tensors_in(tree)
+    shapes = [tuple(tensor.shape) for tensor in [tensor for tensor in tensors if tensor.dim()] or tensors]
     numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
     if 0 in numbers or len(set(numbers)) > 1:
         raise ValueError(

@@ -194,6 +194,18 @@ def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     assert_same_step(plain, parallel, data)
 
 
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_a_sample_with_nan_spoils_what_it_spoils_on_one_device(devices):
+    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
+    data = doubles(6, 3, 2, 2, devices=devices)
+    data[4, 1, 0, 1] = torch.nan
+    expected, output = plain(data), parallel(data)
+    assert torch.equal(output.isnan(), expected.isnan())
+    assert output[:, 1].isnan().all()
+    assert_equal(output[:, ::2], expected[:, ::2])
+    assert torch.equal(parallel.module.running_var.isnan(), plain.running_var.isnan())
+
+
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_formulas_written_out_give_the_same(devices):
     bn = randomize(nn.BatchNorm2d(3).double())

@@ -44,6 +44,7 @@ from sync_batchnorm import (
     convert_model,
     sync_moments,
 )
+from sync_batchnorm.distributed import Peers
 
 CHECKS: dict[str, Callable[[], None]] = {}
 SLOW = {
@@ -435,10 +436,12 @@ def a_layer_makes_one_collective_in_each_direction() -> None:
 @check
 def recomputation_exchanges_again() -> None:
     model = Checkpointed(nn.Sequential(SynchronizedBatchNorm2d(3), nn.Tanh()), False)
-    with Collectives() as collectives:
+    found, call = [], Peers.call
+    with pytest.MonkeyPatch.context() as patch:  # as a mode does not see what a layer in a checkpoint does
+        patch.setattr(Peers, "call", lambda *args: (found.append(args[1].__name__), call(*args))[1])
         output = model(torch.randn(2, 3, 4, 4, requires_grad=True))
         output.backward(torch.randn_like(output))
-    assert collectives.found == [GATHER, GATHER, REDUCE]
+    assert [name[:10] for name in found] == ["all_gather", "all_gather", "all_reduce"]
     assert model.module[0].num_batches_tracked == 1
 
 

@@ -21,6 +21,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     SyncMaster,
+    assert_matches_one_device,
     assert_synchronized,
     convert_model,
     execute_replication_callbacks,
@@ -85,6 +86,7 @@ def train() -> None:
     parallel = DataParallelWithCallback(net, ["cpu"] * 2, output_device="cpu", dim=0, timeout=60.0)
     wrapped: nn.DataParallel[Any] = parallel
     assert_synchronized(parallel)
+    assert_matches_one_device(nn.Linear(2, 2), torch.ones(4, 2), loss=torch.sum, replicas=4, kwargs={})
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     try:
         output: Tensor = wrapped(torch.randn(4, 3, 8, 8))
@@ -121,6 +123,7 @@ def mistakes() -> None:
     """Pass what the library refuses; never called."""
     convert_model(Net(), "clamp")  # type: ignore[call-arg, arg-type]
     convert_model(Net(), group_size="2")  # type: ignore[arg-type]
+    assert_matches_one_device(Net(), torch.sum, loss=3.0)  # type: ignore[arg-type]
     set_sbn_eps_mode(None)  # type: ignore[arg-type]
     patch_replication_callback(Net())  # type: ignore[type-var]
     DataParallelWithCallback(Net(), [0], None, 0, 3.0)  # type: ignore[call-arg]

@@ -47,7 +47,6 @@ def test_every_replica_gets_its_part_of_the_arguments(kind):
 UNEVEN = {
     "rows": (torch.zeros(4, 2), torch.zeros(1, 2), r"\[\(4, 2\), \(1, 2\)\], which make \[2, 1\] of 2"),
     "rows of the first": (torch.zeros(1, 2), torch.zeros(4, 2), r"\[\(1, 2\), \(4, 2\)\], which make \[1, 2\] of 2"),
-    "scalar": (torch.zeros(4), torch.tensor(1.0), r"\[\(4,\), \(\)\], which make \[2, 0\] of 2"),
 }
 
 
@@ -65,6 +64,28 @@ def test_tensors_that_cannot_be_cut_together_are_refused(kind):
 def test_scalar_alone_is_refused():
     with pytest.raises(ValueError, match=r"but got \[\(\)\], which make \[0\] of 2"):
         DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input, factors):
+        assert all(factor.device == input.device for factor in factors.values())
+        return self.bn(input) * factors["trained"] / factors["number"]
+
+
+@pytest.mark.parametrize("rows", [5, 6])
+@pytest.mark.parametrize("devices", device_lists(1, 4))
+def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
+    plain, parallel = twins(Scaled().double(), devices)
+    input, factor = doubles(rows, 3, devices=devices), doubles(1, devices=devices)[0].requires_grad_()
+    number = torch.tensor(6, device=input.device)
+    outputs = [model(input, {"trained": factor, "number": number}) for model in (plain, parallel)]
+    assert_equal(outputs[1], outputs[0])
+    grad = torch.randn_like(input)
+    assert_equal(*[torch.autograd.grad(output, factor, grad)[0] for output in outputs])
 
 
 class Summing(nn.Module):

@@ -1,5 +1,8 @@
 """The callback protocol, the wrapper and the patched wrapper: what a `DataParallel` user relies on."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import as_devices, assert_same_step, doubles, twins
@@ -97,6 +100,54 @@ def test_patched_wrapper_may_have_a_parallel_apply_with_arguments_of_its_own():
     for training in (True, False, True):
         plain.train(training)
         assert_same_step(plain, balanced.train(training), doubles(7, 3))
+
+
+class Replicating(TorchStyle):
+    """A wrapper whose `replicate` takes an argument of its own."""
+
+    def forward(self, input):
+        replicas = self.replicate(self.module, self.device_ids, False, note="mine")
+        return torch.cat(self.parallel_apply(replicas, [(rows,) for rows in input.chunk(2)], [{}] * 2))
+
+    def replicate(self, module, device_ids, detach, note=""):
+        assert (detach, note) == (False, "mine")
+        return super().replicate(module, device_ids)
+
+
+class Reducing(TorchStyle):
+    def __reduce__(self):
+        return type(self), (self.module, 2)
+
+
+class Rebuilding(TorchStyle):
+    def __reduce__(self):
+        return rebuild, (self.module, 2)
+
+
+def rebuild(module, number):
+    return Rebuilding(module, number)
+
+
+class Copying(TorchStyle):
+    def __deepcopy__(self, memo):
+        return Copying(copy.deepcopy(self.module, memo), 2)
+
+
+class CopyingLikewise(TorchStyle):
+    def __deepcopy__(self, memo):
+        return type(self)(copy.deepcopy(self.module, memo), 2)
+
+
+COPIES = {"itself": lambda parallel: parallel, "copy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("cls", [Replicating, Reducing, Rebuilding, Copying, CopyingLikewise])
+def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(cls, how):
+    plain, ours = twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2)
+    parallel = COPIES[how](patch_replication_callback(cls(ours.module, 2)))
+    assert isinstance(parallel, cls)
+    assert_same_step(plain, parallel, doubles(6, 3))
 
 
 def test_object_is_patched_once():
