@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from .layers import _SynchronizedBatchNorm
-from .refusals import check_module
+from .refusals import check_module, check_number
 from .replicate import _Callbacks
 from .torch_private import BatchNormBase
 
@@ -22,7 +22,7 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
 
     Args:
         model: the wrapper, or whatever contains it.
-        replicas: the least number of replicas that a wrapper must make of a large batch; None for any.
+        replicas: the minimum number of replicas that a wrapper must make of a large batch; None for any.
 
     Raises:
         TypeError, ValueError: for bad arguments.
@@ -30,13 +30,13 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
             would normalize with less than the whole batch, with the reason for each; or if there is none of them.
     """
     check_module(model)
-    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int)):
-        raise TypeError(f"expected replicas as a number, but got {replicas!r}; pass an int or None")
-    if replicas is not None and replicas < 1:
-        raise ValueError(f"expected replicas of at least 1, but got {replicas}; pass None for any number")
-    problems = list(_unsynchronized(model, replicas))
+    check_number("replicas", replicas)
     if not any(isinstance(module, BatchNormBase) for module in model.modules()):
-        problems = [("", model, "it has no batch norm that torch registers; is one in a list? Use nn.ModuleList")]
+        raise RuntimeError(
+            f"expected a model with BatchNorm layers, but torch finds none in {type(model).__name__}; is one in a "
+            "plain list? Use nn.ModuleList"
+        )
+    problems = list(_unsynchronized(model, replicas))
     if problems:
         layers = "".join(
             f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in problems

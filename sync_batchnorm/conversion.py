@@ -1,13 +1,12 @@
 """Converts a model to synchronized layers, and back.
 
 A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
-and buffers, stays valid. A class that computes something of its own cannot be swapped for another class: such a layer
+and buffers, stays valid. A class with its own forward cannot be swapped: such a layer
 is not converted, and a warning names it.
 """
 
 import copy
 import functools
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from .layers import (
     _SynchronizedBatchNorm,
 )
 from .parallel.data_parallel import as_device, needs_own_parallel
-from .refusals import check_module
+from .refusals import check_module, warn
 from .replicate import DataParallelWithCallback, _Callbacks, patch
 from .torch_private import BatchNormBase
 
@@ -160,7 +159,7 @@ def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
         text = f"{what}, {sum(map(len, skipped.values()))} in all:"
         for why, names in skipped.items():
             text += f"\n- {', '.join(name or '(the module itself)' for name in names)}: {why}"
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
@@ -217,7 +216,7 @@ def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions)
     cls = type(layer)
     if isinstance(layer, _SynchronizedBatchNorm) and cls not in classes:
         return None
-    ours = classes.get(cls) or _of_timm(cls)
+    ours = classes.get(cls) or _timm_class(cls)
     reason = _reason_to_leave(layer, ours is not None)
     if reason is not None:
         return f"{cls.__name__} {reason}"
@@ -231,11 +230,11 @@ def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions)
         layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:
         layer.__dict__.update(_former_class=cls)
-    layer.__dict__.update(options.given())
+    layer.__dict__.update(options.non_defaults())
     return None
 
 
-def _of_timm(cls: type[nn.Module]) -> type[nn.Module] | None:
+def _timm_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the synchronized class for timm's `BatchNormAct2d`, or None for any other class."""
     if (cls.__module__, cls.__name__) != ("timm.layers.norm_act", "BatchNormAct2d"):
         return None
@@ -341,8 +340,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
             is_lazy = isinstance(self, LazyModuleMixin)  # and has no parameters yet, not even those without values
             reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _make_synchronized(self, {}, SyncOptions())
             if reason is not None:
-                text = f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}"
-                warnings.warn(text, stacklevel=2)
+                warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
     BatchNormBase.__init__ = __init__  # type: ignore[method-assign]
     try:

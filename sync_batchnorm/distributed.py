@@ -20,24 +20,17 @@ from .backends.base import Pair, merge_moments
 __all__: list[str] = []
 
 ONE_PROCESS_A_DEVICE = (
-    "expected one process for each device once torch.distributed has several processes, but got several replicas in "
-    "this one ({}); run: torchrun --nproc-per-node=NUMBER_OF_DEVICES program.py, with DistributedDataParallel around "
-    "the converted model in place of this wrapper"
+    "with torch.distributed, use one process per device, but this process has several replicas ({}); run: torchrun "
+    "--nproc-per-node=NUMBER_OF_DEVICES program.py, with DistributedDataParallel around the converted model in place "
+    "of this wrapper"
 )
 
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
-
-_inherited: Group | None = None  # the group of all processes, in a process that was forked from one of them
-
-
-def _inherit() -> None:
-    global _inherited
-    _inherited = dist.group.WORLD if dist.is_available() else None
-
+_inherited: list[Group] = []  # groups of all processes from before this process was forked from one of them
 
 if hasattr(os, "register_at_fork"):  # which Windows does not have
-    os.register_at_fork(after_in_child=_inherit)
+    os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
 
 
 class Peers(NamedTuple):
@@ -81,7 +74,7 @@ def active_group(process_group: Group | None) -> Group | None:
         )
     if dist.get_world_size(group) == 1:
         return None
-    if dist.group.WORLD is _inherited:
+    if dist.group.WORLD in _inherited:
         raise RuntimeError(
             "expected a synchronized batch norm in the process that trains, but got a call in training mode in a "
             "process that was forked from it, such as a worker of a DataLoader, which no other process answers; call "

@@ -11,7 +11,7 @@ from . import distributed
 from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
-from .refusals import in_transform_error, raise_foreign_layer, warn_once
+from .refusals import check_number, in_transform_error, raise_foreign_layer, warn_once
 from .replica import is_in_replica
 from .torch_private import BatchNormBase, in_transform, uncompiled
 
@@ -46,7 +46,7 @@ def _check_eps_mode(argument: str, mode: str) -> None:
 
 
 class SyncOptions(NamedTuple):
-    """The options that a synchronized layer has beside those of torch; None for the default of each."""
+    """The options that a synchronized layer has besides those of torch; None for the default of each."""
 
     eps_mode: str | None = None
     group_size: int | None = None
@@ -57,19 +57,14 @@ class SyncOptions(NamedTuple):
         group_size, process_group = self.group_size, self.process_group
         if self.eps_mode is not None:
             _check_eps_mode("eps_mode", self.eps_mode)
-        if group_size is None:
-            return
-        if isinstance(group_size, bool) or not isinstance(group_size, int):
-            raise TypeError(f"expected group_size as a number of replicas, but got {group_size!r}; pass an int or None")
-        if group_size < 1:
-            raise ValueError(f"expected group_size of at least 1, but got {group_size}; pass None for all replicas")
-        if process_group is not None:
+        check_number("group_size", group_size)
+        if group_size is not None and process_group is not None:
             raise ValueError(
                 f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides "
                 "the replicas of one process, which then synchronizes with no other, so leave one of them out"
             )
 
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Return the options that are not None, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
@@ -78,7 +73,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     """The base class of all synchronized layers.
 
     A replica gets its pipe from the replication callback; the user's own module never has one. Class attributes are the
-    defaults for a module whose class was swapped, also of options: a layer only has those that were given.
+    defaults for a module whose class was swapped; instances only store options that were passed explicitly.
     """
 
     eps_mode: str | None = None
@@ -113,7 +108,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         options = SyncOptions(eps_mode, group_size, process_group)
         options.check()
-        self.__dict__.update(options.given())
+        self.__dict__.update(options.non_defaults())
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
@@ -220,7 +215,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def extra_repr(self) -> str:
         options = SyncOptions(self.eps_mode, self.group_size, self.process_group)
-        given = [f"{name}={value}" for name, value in options.given().items()]
+        given = [f"{name}={value}" for name, value in options.non_defaults().items()]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
 
 
@@ -243,7 +238,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         track_running_stats: whether there are running statistics.
         device: of parameters and buffers.
         dtype: of parameters and buffers. float16 and bfloat16 inputs may come with float32 parameters.
-        bias: whether there is a bias beside the weight; on a torch that has this argument.
+        bias: whether there is a bias besides the weight; on a torch that has this argument.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
             forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas.

@@ -1,5 +1,6 @@
 """What a wrapper or a layer refuses, and what a wrapper warns of. The only batch norms here are those of torch."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -12,14 +13,33 @@ from .torch_private import BatchNormBase, compiled_module_type, in_transform, na
 
 __all__: list[str] = []
 
+_PACKAGE = __name__.removesuffix("refusals")
 _issued: dict[str, object] = {}  # the texts of `warn_once`
+
+
+def warn(text: str) -> None:
+    """Issue a `UserWarning` that names the first line outside this library and torch."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith((_PACKAGE, "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def warn_once(text: str) -> None:
     """Issue a `UserWarning` once in this process, even if several threads do so at once."""
     mine = object()
     if _issued.setdefault(text, mine) is mine:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
+
+
+def check_number(argument: str, number: object) -> None:
+    """Raise an error for a number of replicas that is neither None nor an int of at least 1."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"expected {argument} as a number of replicas, but got {number!r}; pass an int or None")
+    if number < 1:
+        raise ValueError(f"expected {argument} of at least 1, but got {number}; pass None for all replicas")
 
 
 def check_module(module: object) -> None:
@@ -61,11 +81,11 @@ def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
     """Warn if a module that has nothing that could synchronize trains batch norms."""
     plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
     if plain:
-        first = plain[0] or "the module itself"
+        layers = "1 BatchNorm layer" if len(plain) == 1 else f"{len(plain)} BatchNorm layers"
         warn_once(
-            f"expected batch norms that synchronize in the replicas of a {type(wrapper).__name__}, but got "
-            f"{len(plain)} in training mode, none of which does, from {first!r} on; call convert_model(model), or "
-            "filter this warning if every replica is meant to normalize with its own chunk of the batch"
+            f"{layers} in training mode (first: {plain[0] or 'the module itself'!r}) not synchronized by the "
+            f"{type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
+            "convert_model(model), or filter this warning if that is intended"
         )
 
 
@@ -78,9 +98,9 @@ def raise_foreign_layer(foreign: nn.Module) -> None:
     who = run.coordinator.who(run.replica_id)
     names = [name for name, module in run.original.named_modules() if module is foreign]
     which = names[0] if names and names[0] else type(foreign).__name__
-    whose = "the wrapped module itself" if names else "no replica"
+    whose = "of the original module instead of its own copy" if names else "which belongs to no replica"
     raise RuntimeError(
-        f"expected a layer or wrapper that belongs to {who}, but got {which} of {whose}, which every replica would "
-        "train with its own chunk of the batch; let the forward reach it through attributes of self that are modules "
-        "(nn.ModuleList instead of a list), and wrap the forward of the DataParallel instead of that of the module"
+        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
+        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
+        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
     )

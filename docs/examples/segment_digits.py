@@ -226,7 +226,7 @@ def three_ways(start: nn.Module, devices: list[torch.device]) -> dict[str, tuple
     convert_model(nets[SYNCHRONIZED])
     # A plain nn.BatchNorm2d has no replication callback, so to it the wrapper is an ordinary nn.DataParallel. There is
     # a warning of that, which is what the unsynchronized run is there to show.
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     return {
         ONE_DEVICE: (nets[ONE_DEVICE], nets[ONE_DEVICE]),
         UNSYNCHRONIZED: (nets[UNSYNCHRONIZED], DataParallelWithCallback(nets[UNSYNCHRONIZED], devices)),

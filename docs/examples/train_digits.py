@@ -177,7 +177,7 @@ def train_three_ways(options: Options) -> dict[str, Curve]:
     convert_model(nets[SYNCHRONIZED])
     # A plain nn.BatchNorm2d has no replication callback, so to it the wrapper is an ordinary nn.DataParallel. There is
     # a warning of that, which is what the unsynchronized run is there to show.
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     forwards = {
         ONE_DEVICE: nets[ONE_DEVICE],
         UNSYNCHRONIZED: DataParallelWithCallback(nets[UNSYNCHRONIZED], options.devices),

@@ -176,7 +176,7 @@ def make_pairs(options: Options) -> dict[str, Pair]:
     synchronized = [convert_model(copy.deepcopy(net)) for net in nets]
     # A plain nn.BatchNorm1d has no replication callback, so to it the wrapper is an ordinary nn.DataParallel. There is
     # a warning of that, which is what the unsynchronized run is there to show.
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     return {
         UNSYNCHRONIZED: Pair(*copy.deepcopy(nets), options.devices),
         SYNCHRONIZED: Pair(*synchronized, options.devices),

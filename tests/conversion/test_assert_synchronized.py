@@ -5,6 +5,7 @@ import pickle
 import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +58,8 @@ def test_synchronized_model_passes(model):
 @pytest.mark.parametrize("held", [nn.Linear(2, 2), InAList()], ids=["none", "in a list"])
 def test_model_without_batch_norms_that_torch_registers_fails(held):
     with pytest.raises(
-        RuntimeError, match=r"the model itself .*: it has no batch norm that torch registers; .* in a list"
+        RuntimeError,
+        match="expected a model with BatchNorm layers, but torch finds none in DataParallelWithCallback; is",
     ):
         assert_synchronized(_ours(held))
 
@@ -196,9 +198,9 @@ def test_warning_of_a_converted_model_has_the_number_of_its_layers_and_the_first
 
 
 PLAIN = (
-    r"expected batch norms that synchronize in the replicas of a DataParallelWithCallback, but got 2 in training mode, "
-    r"none of which does, from '1' on; call convert_model\(model\), or filter this warning if every replica is meant "
-    r"to normalize with its own chunk of the batch"
+    r"2 BatchNorm layers in training mode \(first: '1'\) not synchronized by the DataParallelWithCallback: each "
+    r"replica normalizes with its own chunk of the batch\. Call convert_model\(model\), or filter this warning if that "
+    r"is intended"
 )
 
 
@@ -214,6 +216,14 @@ def test_model_that_nobody_converted_warns_once(name, mode):
         (text,) = _caught(parallel)
     assert re.fullmatch(PLAIN.replace("DataParallelWithCallback", type(parallel).__name__), text)
     assert not _caught(pickle.loads(pickle.dumps(parallel)))
+
+
+def test_warning_names_the_line_of_the_user():
+    parallel = _ours(_plain_net())
+    with pytest.warns(UserWarning, match="2 BatchNorm layers in training mode") as caught:
+        parallel(torch.randn(4, 4))
+    source = Path(caught[0].filename).read_text().splitlines()[caught[0].lineno - 1]
+    assert (caught[0].filename, source.strip()) == (__file__, "parallel(torch.randn(4, 4))")
 
 
 def test_model_that_nobody_converted_warns_in_its_first_training_forward():

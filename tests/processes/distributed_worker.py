@@ -615,7 +615,7 @@ class OwnNorm(WithPipe):
 
 @check
 def several_replicas_in_a_process_are_refused_at_once() -> None:
-    text = r"one process for each device .*\(1\.0, replica \d\); run: torchrun --nproc-per-node="
+    text = r"use one process per device, .*\(1\.0, replica \d\); run: torchrun --nproc-per-node="
     for layer in (nn.BatchNorm2d(3), OwnNorm()):
         plain, model = twins(nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Sequential(layer)))
         parallel = DataParallelWithCallback(model, ["cpu"] * 2)

@@ -58,7 +58,7 @@ def test_copy_of_a_layer_that_is_made_in_a_forward_is_refused(copied, replica):
         def forward(self, input, number):
             return copied(self.bn)(input) if int(number[0]) == replica else input
 
-    message = r"belongs to replica \d .*, but got Sync\w+ of no replica|replica 1 on device cpu waits"
+    message = r"called Sync\w+, which belongs to no replica|replica 1 on device cpu waits"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         DataParallelWithCallback(Net(), ["cpu"] * 2)(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
 

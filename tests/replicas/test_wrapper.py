@@ -47,7 +47,12 @@ WRONG = {
     "revert": (revert_model, (None,), TypeError, "expected a torch.nn.Module, but got NoneType; pass the model itself"),
     "check": (assert_synchronized, ([nn.Identity()],), TypeError, "expected a torch.nn.Module, but got list"),
     "none": (lambda: assert_synchronized(OF_TWO, replicas=0), (), ValueError, "replicas of at least 1, but got 0"),
-    "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), (), TypeError, "replicas as a number, but got True"),
+    "bool": (
+        lambda: assert_synchronized(OF_TWO, replicas=True),
+        (),
+        TypeError,
+        "replicas as a number of replicas, but got True",
+    ),
     "classes": (
         lambda: convert_model(OF_TWO, classes=[1]),
         (),

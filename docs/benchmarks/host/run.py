@@ -282,7 +282,7 @@ def main() -> None:
         help="keep all threads on one core, where the system can: then they do not fight for the interpreter lock",
     )
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     torch.set_num_threads(1)
     use_streams_of_torch()
     if options.one_core:

@@ -118,7 +118,7 @@ class Contender:
 
 def serve(connection: Connection, *contender: Any) -> None:
     """Be the process of one contender: for each number of steps that arrives, run a block and send what it took."""
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     torch.set_num_threads(1)
     use_streams_of_torch()
     take_core(0)  # and so do the threads that will be started

@@ -68,7 +68,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     # Plain layers in the same wrapper are what ours are compared with.
-    warnings.filterwarnings("ignore", "expected batch norms that synchronize")
+    warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     if options.existing is not None and options.device != "cpu":
         parser.error("the existing library is compared on the CPU only")
     if options.allocator == "keeps":
