@@ -31,6 +31,10 @@ class Cuda(Backend):
         mean, invstd = torch.batch_norm_stats(input, eps)
         return (mean[None], invstd[None]), None
 
+    def empty_statistics(self, input: Tensor) -> Pair:
+        zeros, _ = super().empty_statistics(input)
+        return zeros, torch.ones_like(zeros)  # which the kernel that merges divides by
+
     def merge(
         self,
         statistics: Sequence[Pair],

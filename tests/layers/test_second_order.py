@@ -47,7 +47,11 @@ def test_gradgradcheck_passes(devices, options, rows, training):
     inputs = [doubles(rows, 2, devices=devices).requires_grad_(), *parallel.module.parameters()]
     batched = not are_distinct_gpus(devices)  # where torch's scatter and gather copy into slices, for which it has none
     assert torch.autograd.gradcheck(lambda input, *_: parallel(input), inputs, check_batched_grad=batched)
-    assert torch.autograd.gradgradcheck(lambda input, *_: parallel(input), inputs, check_batched_grad=batched)
+    # The threads of several devices add up gradients of gradients in any order, as those of PyTorch.
+    nondet_tol = 1e-12 if not batched else 0.0
+    assert torch.autograd.gradgradcheck(
+        lambda input, *_: parallel(input), inputs, check_batched_grad=batched, nondet_tol=nondet_tol
+    )
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (0, 3), (1, 0, 2)], ids=str)
