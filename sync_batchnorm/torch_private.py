@@ -76,7 +76,8 @@ def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
         if child is not None and child not in names:
             names[child] = name
             prefix = f"{name}." if name else ""
-            stack += [(prefix + key, own) for key, own in reversed(child._modules.items())]
+            for key, own in reversed(child._modules.items()):
+                stack.append((prefix + key, own))
     return names
 
 

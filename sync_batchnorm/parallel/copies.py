@@ -109,9 +109,13 @@ def _make(function: Callable[..., Any], originals: Sequence[Tensor], at: Tensors
     """Return for each device what `function` makes of the tensors which `at` has for the originals."""
     made: list[Tensors] = [{} for _ in devices]
     # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
-    alone = [has_hooks(tensor) or tensor.grad_fn is not None for tensor in originals]
-    together = [tensor for tensor, is_alone in zip(originals, alone, strict=True) if not is_alone]
-    for group in [together, *[[tensor] for tensor, is_alone in zip(originals, alone, strict=True) if is_alone]]:
+    groups: list[list[Tensor]] = [[]]
+    for tensor in originals:
+        if has_hooks(tensor) or tensor.grad_fn is not None:
+            groups.append([tensor])
+        else:
+            groups[0].append(tensor)
+    for group in groups:
         outputs = function(devices, *[at[id(tensor)] for tensor in group]) if group else ()
         for i, own in enumerate(made):
             own.update(zip(map(id, group), outputs[i * len(group) : (i + 1) * len(group)], strict=True))

@@ -20,10 +20,16 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree of tuples, lists and dicts, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for child in children for tensor in tensors_in(child)]
+    tensors, stack = [], [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Tensor):
+            tensors.append(node)
+        elif isinstance(node, dict):
+            stack += reversed(node.values())
+        elif isinstance(node, (list, tuple)):
+            stack += reversed(node)
+    return tensors
 
 
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
