@@ -17,8 +17,9 @@ call at the latest. A broken coordinator stays broken: the next forward makes it
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import copy
 from math import inf
 from queue import Empty, SimpleQueue
@@ -29,6 +30,7 @@ from traceback import format_stack
 from typing import Any
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
+from .turns import Item, Turns
 
 __all__: list[str] = []
 
@@ -40,9 +42,10 @@ LATE = 1.0  # seconds by which no wait is late unless the process was suspended
 MASTER = 0  # the identifier of every master
 
 Messages = list[tuple[Hashable, Any]]  # by identifier
-Mailbox = SimpleQueue[tuple[bool, Any]]
+Mailbox = SimpleQueue[Item]
 MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
+RUNS = "is still running"
 _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
@@ -95,6 +98,7 @@ class Coordinator:
         self._mailboxes: dict[int, Mailbox] = defaultdict(SimpleQueue)
         self._running: dict[int, int] = {}  # the replicas that run, with the threads in which they do
         self._waiting: dict[int, Rendezvous] = {}
+        self._turns: Turns | None = None
         self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
         self._end_of_patience = inf
@@ -124,17 +128,28 @@ class Coordinator:
             if replica_id not in replica_ids:
                 self._left[replica_id] = "was given no input"
 
-    def begin(self, replica_id: int) -> AbstractContextManager[Any]:
-        """Record that a replica runs, which it may once; return the span of its run in the profile."""
+    def take_turns(
+        self, replica_ids: Collection[int], save: Callable[[int], None], restore: Callable[[int], None]
+    ) -> None:
+        """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
-            if replica_id in self._left:
-                self._raise_if_broken(replica_id)
+            if self._broken is None:
+                self._turns = Turns(replica_ids, self._mailboxes, save, restore)
+
+    def begin(self, replica_id: int) -> AbstractContextManager[Any]:
+        """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
+        with self._lock:
+            self._raise_if_broken(replica_id)
             if replica_id in self._running or replica_id in self._left:
                 raise RuntimeError(
                     f"expected each replica to run once, but {self.who(replica_id)} was called twice; call replicate "
                     "again for each forward pass"
                 )
             self._running[replica_id] = get_ident()
+            takes_turns = self._turns is not None
+        if takes_turns:
+            _taking_turns.set((self, replica_id))
+            self._wait(replica_id)
         return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
 
     def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
@@ -151,6 +166,7 @@ class Coordinator:
             if failure is not None:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, type(failure))
+            self._end_turn(replica_id)
             if self._broken is not None and replica_id in self._released:
                 raise type(self._broken)(
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
@@ -206,7 +222,13 @@ class Coordinator:
                 self._deliver(members[MASTER], list(zip(members, map(messages.get, members), strict=True)))
             else:
                 self._find_deadlock(replica_id, rendezvous)
-        return self._wait(replica_id, rendezvous)
+            self._end_turn(replica_id)
+        with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, waiting"):
+            turn = _taking_turns.get()
+            if turn is None or turn[0] is self:
+                return self._wait(replica_id)
+            with turn[0]._pause(turn[1]):  # for pipes that do not belong to the forward pass of the wrapper
+                return self._wait(replica_id)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
         """Deliver the answers of the master to the slaves, which ends the call."""
@@ -233,28 +255,46 @@ class Coordinator:
             )
         return answers
 
-    def _wait(self, replica_id: int, rendezvous: Rendezvous) -> Any:
-        mailbox = self._mailboxes[replica_id]
-        with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, waiting"):
-            since = monotonic()
-            while True:
-                try:
-                    delivered, value = mailbox.get(timeout=max(0.0, since + self.timeout - monotonic()))
-                    break
-                except Empty:
-                    since = self._waited(replica_id, since)
+    @contextmanager
+    def _pause(self, replica_id: int) -> Iterator[None]:
+        """Let others have their turns inside the block."""
+        with self._lock:
+            self._end_turn(replica_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                takes_turns = self._turns is not None
+                if self._turns is not None:
+                    self._turns.add(replica_id, (True, None))
+            if takes_turns:
+                self._wait(replica_id)
+
+    def _wait(self, replica_id: int) -> Any:
+        mailbox, since = self._mailboxes[replica_id], monotonic()
+        while True:
+            try:
+                delivered, value = mailbox.get(timeout=max(0.0, since + self.timeout - monotonic()))
+                break
+            except Empty:
+                since = self._waited(replica_id, since)
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
+        turns = self._turns
+        if turns is not None:
+            turns.restore(replica_id)
         return value
 
     def _waited(self, replica_id: int, since: float) -> float:
         """Break if the wait of a replica `since` a time has lasted too long; return since when it waits now."""
         with self._lock:
             now = monotonic()
-            was_suspended = now > since + self.timeout + LATE  # with this process, and so were its peers
-            # An item may have been put after the wait ended and before the lock was taken.
-            if replica_id in self._waiting and not was_suspended:
-                self._break_by_timeout(self._waiting[replica_id])
+            if now > since + self.timeout + LATE:  # This process was suspended, and all replicas with it.
+                return now
+            if self._turns is not None and self._turns.since > since:  # Another replica runs than did at that time.
+                return self._turns.since
+            if self._mailboxes[replica_id].empty():  # Otherwise an item was put just now.
+                self._break_by_timeout(replica_id)
             return now
 
     # All methods below are called with the lock held.
@@ -263,7 +303,8 @@ class Coordinator:
         replica_id = rendezvous.members[identifier]
         self._raise_if_broken(replica_id)
         is_busy = replica_id in self._waiting or identifier in rendezvous.messages
-        if is_busy or not self._mailboxes[replica_id].empty():  # an answer that another thread has not taken yet
+        has_answer = not self._mailboxes[replica_id].empty() or (self._turns and replica_id in self._turns.pending)
+        if is_busy or has_answer:  # which another thread has not taken yet
             raise RuntimeError(
                 f"expected one thread of a replica to exchange at a time, but got {self.who(replica_id)} calling "
                 f"{rendezvous.name} while it waits in {self._waiting.get(replica_id, rendezvous)}; call synchronized "
@@ -272,8 +313,15 @@ class Coordinator:
         rendezvous.messages[identifier] = message
 
     def _deliver(self, replica_id: int, value: Any) -> None:
-        self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
+        if self._turns is None:
+            self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
+        else:
+            self._turns.add(replica_id, (True, value))
         del self._waiting[replica_id]
+
+    def _end_turn(self, replica_id: int) -> None:
+        if self._turns is not None:
+            self._turns.end(replica_id)
 
     def _raise_if_broken(self, replica_id: int) -> None:
         if self._broken is not None:
@@ -290,11 +338,15 @@ class Coordinator:
                 error.add_note(note)
             self._broken = error
             self._end_of_patience = monotonic() + (self.timeout if error_type is ReplicaSyncError else PATIENCE)
-        for replica_id, rendezvous in list(self._waiting.items()):
-            self._mailboxes[replica_id].put((False, None))
-            self._released.add(replica_id)
+        for rendezvous in self._waiting.values():
             rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
-            del self._waiting[replica_id]
+        pending = {} if self._turns is None else self._turns.pending
+        self._turns = None
+        for waits in (self._waiting, pending):
+            for replica_id in list(waits):
+                self._mailboxes[replica_id].put((False, None))
+                self._released.add(replica_id)
+                del waits[replica_id]
 
     def _find_deadlock(self, replica_id: int, rendezvous: Rendezvous) -> None:
         """Break if the wait that `replica_id` begins can never end."""
@@ -330,17 +382,24 @@ class Coordinator:
             "call every synchronized layer in every forward pass"
         )
 
-    def _break_by_timeout(self, rendezvous: Rendezvous) -> None:
-        peers = rendezvous.awaited()
-        late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in peers)
+    def _break_by_timeout(self, replica_id: int) -> None:
         remedy = "pass a longer timeout= if it is only slow"
-        if any(peer not in self._running for peer in peers):
-            remedy += ", and run each replica in a thread of its own: one after another, they can never exchange"
+        rendezvous = self._waiting.get(replica_id) or next(iter(self._waiting.values()), None)
+        if rendezvous is not None:
+            peers = rendezvous.awaited()
+            late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in peers)
+            text = f"{self._wait_text(rendezvous)} for {late} ({rendezvous})"
+            if any(peer not in self._running for peer in peers):
+                remedy += ", and run each replica in a thread of its own: one after another, they can never exchange"
+        else:
+            peers = [] if self._turns is None or self._turns.runs is None else [self._turns.runs]
+            late = " and ".join(f"{self.who(peer)} {self._state(peer)}" for peer in peers)
+            text = f"{self.who(replica_id)} waits for its turn while {late}"
+            remedy += "; replicas on one device run one at a time, and may wait for each other only in an exchange"
         self._break(
-            f"expected all replicas within {self.timeout:g} seconds, but {self._wait_text(rendezvous)} for {late} "
-            f"({rendezvous}); {remedy}",
+            f"expected all replicas within {self.timeout:g} seconds, but {text}; {remedy}",
             ReplicaTimeoutError,
-            [self._stack(peer) for peer in peers if peer in self._running and peer not in self._waiting],
+            [self._stack(peer) for peer in peers if self._state(peer) == RUNS],
         )
 
     def _stack(self, replica_id: int) -> str:
@@ -352,8 +411,14 @@ class Coordinator:
             return self._left[replica_id]
         if replica_id in self._waiting:
             return f"waits in {self._waiting[replica_id]}"
-        return "is still running" if replica_id in self._running else "has not started"
+        if replica_id not in self._running:
+            return "has not started"
+        return "waits for its turn" if self._turns and replica_id in self._turns.pending else RUNS
 
     def _wait_text(self, rendezvous: Rendezvous) -> str:
         waiting = sorted(replica for replica, other in self._waiting.items() if other is rendezvous)
         return f"{' and '.join(map(self.who, waiting))} {'wait' if len(waiting) > 1 else 'waits'}"
+
+
+# The forward pass and the replica whose turns this thread takes.
+_taking_turns: ContextVar[tuple[Coordinator, int] | None] = ContextVar("sync_batchnorm_turn", default=None)

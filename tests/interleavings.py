@@ -18,13 +18,14 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import Context
+from dataclasses import dataclass, field, replace
 from queue import Empty
 from typing import Any
 
 import pytest
 
-from sync_batchnorm import ReplicaSyncError, SyncMaster, comm, coordinator
+from sync_batchnorm import ReplicaSyncError, SyncMaster, comm, coordinator, turns
 from sync_batchnorm.coordinator import Coordinator
 
 _run: Run | None = None  # the one that is being executed
@@ -185,6 +186,7 @@ def cooperative() -> Iterator[Executor]:
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
         patch.setattr(coordinator, "monotonic", lambda: 0.0)
+        patch.setattr(turns, "monotonic", lambda: 0.0)
         with ThreadPoolExecutor(16) as pool:
             yield pool
 
@@ -207,6 +209,7 @@ class Scenario:
     abort: bool = False  # whether the caller gives up, at any moment
     cuts: int = 0  # how many waits are cut short, at any moment
     cut: type[BaseException] = Empty  # by a timeout, or by Ctrl-C
+    turns: bool = False  # whether replicas run one at a time
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
@@ -244,13 +247,20 @@ class _Scene:
                 self.pipes[here.name] = {members[0]: master}
                 for here.replica_id in members[1:]:
                     self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
-        for replica, script in enumerate(scenario.scripts):
-            if script != "-":
-                self.coordinator.begin(replica)
+        if scenario.turns:
+            self.coordinator.take_turns(range(self.number), self._check_turn, self._check_turn)
+        else:
+            for replica, script in enumerate(scenario.scripts):
+                if script != "-":
+                    self.coordinator.begin(replica)
+
+    def _check_turn(self, replica: int) -> None:
+        turns = self.coordinator._turns
+        assert turns is None or turns.runs == replica, f"replica {replica} runs in the turn of another"
 
     def bodies(self) -> list[Callable[[], Any]]:
         bodies: list[Callable[[], Any]] = [
-            lambda replica=replica, script=script: self._forward(replica, script)
+            lambda replica=replica, script=script: Context().run(self._forward, replica, script)
             for replica, script in enumerate(self.scenario.scripts)
         ]
         if self.scenario.abort:
@@ -268,6 +278,8 @@ class _Scene:
             return
         error: BaseException | None = None
         try:
+            if self.scenario.turns:
+                self.coordinator.begin(replica)
             self._play(replica, script)
         except BaseException as raised:
             error = raised
@@ -282,6 +294,7 @@ class _Scene:
     def _play(self, replica: int, script: str) -> None:
         try:
             for token in script.rstrip("?"):
+                self._check_turn(replica)
                 if token == "!":
                     raise Failing
                 call = (token, sum(layer == token for layer, _ in self.completed[replica]) + 1)
@@ -316,7 +329,10 @@ class _Scene:
             assert self.coordinator._broken is None, "broken, although everybody got by"
         for name, members in scenario.layers.items():
             numbers = {sum(layer == name for layer, _ in self.completed[replica]) for replica in members}
-            assert len(numbers) == 1 or scenario.cut is KeyboardInterrupt, f"{name} was completed by some only"
+            some = (
+                scenario.turns or scenario.cut is KeyboardInterrupt
+            )  # A break in another's turn may come before one's own.
+            assert len(numbers) == 1 or some, f"{name} was completed by some only"
         given = {str(o).rpartition("it caught: ")[2] for o in outcomes if isinstance(o, ReplicaSyncError)}
         assert len(given) <= 1, f"two reasons: {given}"
         for text in given:
@@ -325,7 +341,7 @@ class _Scene:
             script, calls = scenario.scripts[replica], scenario.calls()[replica]
             completed, possible = len(self.completed[replica]), completing[replica]
             assert completed <= possible, f"replica {replica} completed {completed} calls of {possible}"
-            if not is_cut_off and not scenario.merge_fails and not scenario.members:
+            if not is_cut_off and not scenario.merge_fails and not scenario.members and not scenario.turns:
                 assert completed == possible, f"replica {replica} was stopped after {completed} calls of {possible}"
                 assert isinstance(outcome, Failing) == (script == calls[:possible] + "!"), "failed, or should have"
             if outcome is None:
@@ -404,6 +420,12 @@ def everything(
     ]
     for scripts in itertools.product(*possible):
         yield Scenario(scripts, members)
+
+
+def in_turns(scenarios: Iterable[Scenario]) -> Iterator[Scenario]:
+    """Yield each with replicas that run one at a time."""
+    for scenario in scenarios:
+        yield replace(scenario, turns=True)
 
 
 def interrupted(scenarios: Iterable[Scenario]) -> Iterator[Scenario]:

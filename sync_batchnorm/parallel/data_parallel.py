@@ -13,6 +13,7 @@ from ..backends.streams import current_stream, entered
 from ..refusals import check_module, warn_once
 from ..torch_private import names_of_modules, plain_tensors
 from .copies import replicate
+from .random_states import RandomStates
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
 
 __all__: list[str] = []
@@ -117,14 +118,22 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(replicas) == 1:
             work(0)
             return outputs
+        run, states = getattr(replicas[0], "_sync_run", None), None
+        if run is not None and len(streams) < len(devices):
+            ids = [replica._sync_run.replica_id for replica in replicas]
+            states = RandomStates(dict(zip(ids, devices, strict=True)))
+            run.coordinator.take_turns(ids, states.save, states.restore)
         # After Ctrl-C in the caller, a daemon that is busy does not keep the process alive.
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
-        for thread in threads:
-            thread.start()
-        run = getattr(replicas[0], "_sync_run", None)
-        for thread in threads:
-            while thread.is_alive() and not (run and run.coordinator.has_given_up):
-                thread.join(1.0)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive() and not (run and run.coordinator.has_given_up):
+                    thread.join(1.0)
+        finally:
+            if states is not None:
+                states.restore_caller()
         if len(streams) < len(devices):
             _watch_shared_parameters(self.module, replicas, tensors_in((inputs, kwargs)), outputs)
         return outputs

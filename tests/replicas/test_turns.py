@@ -1,0 +1,307 @@
+"""Replicas that share a device run one at a time, each with a random state of its own."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import CUDA_COUNT
+from forks import forked, needs_fork
+from helpers import TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster, convert_model
+from sync_batchnorm.parallel.random_states import RandomStates
+
+SHARED = [pytest.param(["cpu"] * 4, id="cpu-4")]
+if CUDA_COUNT:
+    SHARED += [pytest.param([0, 0], id="cuda0-2", marks=pytest.mark.cuda)]
+if CUDA_COUNT > 1:
+    SHARED += [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)]
+shared_devices = pytest.mark.parametrize("devices", SHARED)
+
+
+def stochastic_depth(x: Tensor) -> Tensor:
+    return x if torch.rand((), device=x.device) < 0.5 else 3 * x
+
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "module": nn.Dropout(0.4),
+    "function": F.dropout,
+    "stochastic depth": stochastic_depth,
+    "rrelu": lambda x: F.rrelu(x * 1, training=True, inplace=True),  # else wrong in any checkpoint (torch 2.13)
+    "generator of the CPU": lambda x: x * torch.rand(x.shape[0], 1).to(x),
+}
+
+
+class Random(nn.Module):
+    """Draws random numbers before, between and after two layers, in checkpoints or not."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.how = draw, "plain"
+        self.first, self.bn1, self.bn2 = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.draw(self.bn2(self.draw(self.inner(x))))
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.how == "nested":
+            return checkpoint(lambda x: self.bn1(self.draw(x)).tanh(), x, use_reentrant=False)
+        return self.bn1(self.draw(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autograd.graph.save_on_cpu() if self.how == "save_on_cpu" else contextlib.nullcontext():
+            return self.body(x) if self.how == "plain" else checkpoint(self.body, x, use_reentrant=False)
+
+
+def seeded_step(parallel: nn.DataParallel, how: str, data: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return output and gradients of a step, and a number that the caller draws after it."""
+    parallel.zero_grad()
+    parallel.module.how = how
+    torch.manual_seed(3)
+    output = parallel(data)
+    output.backward(grad)
+    return [output.detach(), *(p.grad for p in parallel.parameters()), torch.rand(3), torch.rand(3).to(data)]
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "nested", "save_on_cpu"])
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=list(RANDOM))
+@pytest.mark.parametrize("devices", SHARED[:2])  # Of several devices, autograd runs recomputations at the same time.
+def test_recomputation_draws_what_its_forward_pass_has_drawn(devices, draw, how):
+    _, parallel = twins(Random(draw).double(), devices)
+    data, grad = doubles(16, 6, devices=devices), doubles(16, 5, devices=devices)
+    plain, recomputed = (seeded_step(parallel, each, data, grad) for each in ("plain", how))
+    for ours, expected in zip(recomputed, plain, strict=True):
+        assert_equal(ours, expected, tolerance=1e-12)
+
+
+@pytest.fixture
+def _many_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("_many_switches")
+@shared_devices
+def test_one_seed_gives_one_result(devices):
+    _, parallel = twins(Random(F.dropout), devices)
+    data, grad = torch.randn(16, 6).to(devices[0]), torch.randn(16, 5).to(devices[0])
+    # The first backward pass of a thread may add up in another order: autograd numbers the nodes of each thread anew.
+    _, first = (seeded_step(parallel, "plain", data, grad) for _ in range(2))
+    for _ in range(30):
+        assert all(map(torch.equal, seeded_step(parallel, "plain", data, grad), first))
+    masks = (first[0] == 0).float().view(len(devices), -1)
+    assert not any(torch.equal(masks[0], other) for other in masks[1:])
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        torch.rand(int(number[0]))
+        return x
+
+
+@shared_devices
+def test_generator_of_the_caller_moves_on_alike_however_much_replicas_draw_and_not_if_none_draws(devices):
+    number = len(devices)
+    parallel = DataParallelWithCallback(Drawing().to(as_devices(devices)[0]), devices)
+
+    def state_after(numbers: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        parallel(torch.ones(number, 1), numbers)
+        return torch.get_rng_state()
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    states = [state_after(numbers) for numbers in (torch.arange(number), torch.full((number,), 1000))]
+    assert torch.equal(*states)
+    assert not torch.equal(states[0], before)
+    assert torch.equal(state_after(torch.zeros(number, dtype=torch.int64)), before)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+def test_distinct_accelerators_take_no_turns(monkeypatch):
+    monkeypatch.delattr(RandomStates, "__init__")
+    plain, parallel = twins(TwoLayers().double(), [0, 1])
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=[0, 1]))
+
+
+class Logging(nn.Module):
+    """Notes which replica begins and ends to run between exchanges; a step may do something else in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.log, self.steps, self.running = nn.BatchNorm1d(3), [], {}, set()
+
+    def runs(self, replica: int, place: int) -> None:
+        self.log.append((place, replica))
+        self.running.add(replica)
+        assert self.running == {replica}, self.running
+        torch.ones(2000).sum()  # gives up the interpreter lock
+        self.steps.get((replica, place), lambda: None)()
+        assert self.running == {replica}, self.running
+        self.running.discard(replica)
+
+    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
+        for place in range(3):
+            self.runs(int(replica[0]), place)
+            x = self.bn(x)
+        self.runs(int(replica[0]), 3)
+        return x
+
+
+def logging(timeout: float = 5.0, **steps: Any) -> tuple[DataParallelWithCallback, tuple[Tensor, Tensor]]:
+    _, parallel = twins(Logging(), ["cpu"] * 3, timeout)
+    return parallel, (torch.randn(6, 3), torch.arange(3).repeat_interleave(2))
+
+
+def test_one_replica_runs_at_a_time_the_lowest_that_can_first():
+    parallel, inputs = logging()
+    parallel(*inputs)
+    assert parallel.module.log == [(place, replica) for place in range(4) for replica in range(3)]
+
+
+@pytest.mark.parametrize("replica", range(3))
+def test_replica_that_raises_ends_the_turns_and_nobody_waits_for_one(replica):
+    def fail() -> None:
+        parallel.module.steps.clear()
+        parallel.module.running.clear()
+        raise LookupError("the cause")
+
+    parallel, inputs = logging()
+    parallel.module.steps[replica, 1] = fail
+    with pytest.raises(LookupError, match="the cause"):
+        parallel(*inputs)
+    assert [entry for entry in parallel.module.log if entry[0] > 1] == []
+    parallel.module.log.clear()
+    parallel(*inputs)
+    assert len(parallel.module.log) == 12
+
+
+def test_replica_that_fails_before_others_begin_keeps_them_from_it():
+    def fail() -> None:
+        raise LookupError("the cause")
+
+    parallel, inputs = logging()
+    parallel.module.steps[0, 0] = fail
+    with pytest.raises(LookupError, match="the cause"):
+        parallel(*inputs)
+    assert parallel.module.log == [(0, 0)]
+
+
+def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
+    release = threading.Event()
+    parallel, inputs = logging(timeout=0.2)
+    parallel.module.steps[0, 0] = release.wait
+    text = (
+        r"expected all replicas within 0\.2 seconds, but replica \d on device cpu waits for its turn while replica 0 "
+        "on device cpu is still running; pass a longer timeout= if it is only slow; replicas on one device run one at"
+    )
+    with pytest.raises(ReplicaSyncError, match=text) as caught:
+        parallel(*inputs)
+    assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
+    release.set()
+
+
+def test_barrier_of_the_user_ends_in_a_timeout_that_names_both():
+    barrier = threading.Barrier(2, timeout=5.0)
+    parallel, inputs = logging(timeout=0.2)
+    parallel.module.steps.update({(i, 3): barrier.wait for i in (1, 2)})
+    with pytest.raises(ReplicaSyncError, match=r"replica 2 .* waits for its turn while replica 1 .* is still running"):
+        parallel(*inputs)
+    barrier.abort()
+
+
+class Inside(nn.Module):
+    """Runs a wrapper in each replica."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.bn, self.inner = nn.BatchNorm1d(3), [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.bn(F.dropout(self.inner[0](self.bn(x)))))
+
+
+def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
+    inner = DataParallelWithCallback(
+        convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Tanh())), ["cpu"] * 2
+    )
+    inner.module[0].eval()
+    _, parallel = twins(Inside(inner), ["cpu"] * 2)
+    results = []
+    for _ in range(5):
+        torch.manual_seed(0)
+        results.append(parallel(torch.linspace(-1, 1, 24).view(8, 3)))
+        results[-1].sum().backward()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_two_wrappers_in_two_threads_take_turns_of_their_own():
+    plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
+    _, other = logging(), twins(TwoLayers().double(), ["cpu"] * 2)
+    steps = [
+        lambda each=each: [assert_same_step(*each, doubles(6, 3, 6, 6)) for _ in range(10)]
+        for each in ((plain, parallel), other)
+    ]
+    in_threads(*steps)
+
+
+class Older(nn.Module):
+    """Exchanges by pipes that belong to no forward pass, made by hand and kept."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
+        self.pipes, self.log = [master, *(master.register_slave(i) for i in range(1, number))], []
+
+    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
+        for _ in range(3):
+            self.log.append(int(replica[0]))
+            x = x + self.pipes[int(replica[0])].run(x.mean())
+        return x
+
+
+def test_pipes_of_no_forward_pass_let_others_have_their_turns():
+    model, x = Older(3), torch.randn(6, 2)
+    output = DataParallelWithCallback(model, ["cpu"] * 3, timeout=5.0)(x, torch.arange(3).repeat_interleave(2))
+    expected = x
+    for _ in range(3):
+        expected = expected + expected.mean() * 3
+    assert_equal(output, expected)
+    assert sorted(model.log) == [0] * 3 + [1] * 3 + [2] * 3
+
+
+@needs_fork
+@pytest.mark.watchdog(120)
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn(times):
+    def interrupt_often() -> None:
+        plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
+        interrupted = 0
+        for _ in range(times):
+            timer = threading.Timer(random.uniform(1e-4, 4e-3), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                parallel(doubles(6, 3, 6, 6))
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+        plain.load_state_dict(parallel.module.state_dict())
+        assert_same_step(plain, parallel, doubles(6, 3, 6, 6))
+        print("interrupted" if interrupted == times else interrupted, threading.active_count())
+
+    status, output = forked(interrupt_often)
+    assert (status, output) == (0, "interrupted 1\n")
