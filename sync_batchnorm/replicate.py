@@ -19,7 +19,7 @@ from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
 from .dynamic_subclass import make_subclass, swap_class
 from .errors import without_frames
-from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device
+from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device, check_copies
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
 from .torch_private import names_of_modules, uncompiled
@@ -120,6 +120,7 @@ class _Callbacks(DataParallel[Any]):
             return [module]
         _refuse_training_in_replica(self, module)
         check_replicable(self, module)
+        check_copies(frozenset(map(as_device, device_ids)))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = Coordinator(list(map(str, map(as_device, device_ids))), self._sync_timeout, spans_of_forward())
         try:
@@ -188,8 +189,9 @@ class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, if a replica trains a synchronized layer that does not belong to it, also in another wrapper,
-            or if `torch.distributed` has several processes and a replica trains a layer that synchronizes them.
+            replicated, if copies from one device to another lose data, if a replica trains a synchronized layer that
+            does not belong to it, also in another wrapper, or if `torch.distributed` has several processes and a
+            replica trains a layer that synchronizes them.
         ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:

@@ -1,6 +1,7 @@
 """A `torch.nn.DataParallel` for any devices, with the four steps of this folder."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -44,6 +45,35 @@ def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
     """Return whether torch's own scatter and gather refuse replicas on `devices`."""
     distinct = set(devices)
     return torch.device("cpu") in distinct or len(distinct) < len(devices)
+
+
+@functools.lru_cache(maxsize=256)
+def check_copies(devices: frozenset[torch.device]) -> None:
+    """Raise an error if what one of several accelerators copies to another one does not arrive; asked once for a set.
+
+    With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
+    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
+    """
+    if len(devices) < 2:
+        return
+    mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
+    try:
+        for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
+            numbers = torch.arange(
+                i, 65536 + i, dtype=torch.int32, device="cpu"
+            )  # not those that memory may still hold
+            sent = numbers.to(source)
+            if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
+                raise RuntimeError(
+                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU, so that "
+                    "training on both would go wrong without an error; let peer-to-peer copies work, for example by "
+                    "the kernel parameter iommu=pt, or by disabling the IOMMU and PCI ACS, or use one of these devices"
+                )
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):

@@ -25,11 +25,13 @@ from helpers import (
     run_parts,
     twins,
 )
+from simulated_gpus import recording
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.comm import SlavePipe, SyncMaster
+from sync_batchnorm.parallel.data_parallel import check_copies
 
 pytestmark = [
     pytest.mark.cuda,
@@ -416,3 +418,51 @@ def test_replicas_of_which_one_normalizes_on_the_cpu_are_told(on_cpu):
     text = rf"inputs with the same dtype, device type.* {places[0]} in replica 0.* {places[1]} in replica 1; give"
     with pytest.raises(ValueError, match=text):
         parallel(torch.randn(4, 3).cuda(), torch.arange(2).repeat_interleave(2).cuda())
+
+
+@pytest.fixture
+def copies_are_not_checked_yet():
+    check_copies.cache_clear()
+    yield
+    check_copies.cache_clear()
+
+
+def losing_copies(source, target):
+    """Return a `Tensor.to` whose copies from one device to another leave zeros."""
+    right = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        copied = right(self, *args, **kwargs)
+        return copied.zero_() if (self.device.index, copied.device.index) == (source, target) else copied
+
+    return to
+
+
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.usefixtures("copies_are_not_checked_yet")
+def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
+    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
+    before = copy.deepcopy(parallel.state_dict())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(torch.Tensor, "to", losing_copies(*pair))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"a copy from cuda:{pair[0]} to cuda:{pair[1]} does not arrive"):
+                parallel(torch.randn(4, 3, device="cuda"))
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(value, before[name])
+    parallel(torch.randn(4, 3, device="cuda"))
+
+
+@pytest.mark.simulated
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("copies_are_not_checked_yet")
+def test_copies_are_checked_once_for_each_set_of_devices():
+    syncs = []
+    for devices in ([0, 1], [0, 1], [1, 0], [0, 0]):
+        parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(devices[0]), devices)
+        with recording() as ran:
+            parallel(torch.randn(4, 3, device=f"cuda:{devices[0]}"))
+        syncs.append(ran.host_syncs)
+    assert syncs[0] > 0
+    assert syncs[1:] == [0, 0, 0]

@@ -133,6 +133,7 @@ def install() -> None:
     c._cuda_getDevice = lambda: torch.accelerator.current_device_index()
     c._cuda_setDevice = lambda index: torch.accelerator.set_device_index(index)
     c._cuda_getCurrentRawStream = lambda index: current_stream(index).stream_id
+    c._cuda_get_sync_debug_mode, c._cuda_set_sync_debug_mode = lambda: 0, lambda mode: None
     c._cuda_synchronize = lambda: simulator.synchronize(torch.accelerator.current_device_index())
     c._cuda_isCurrentStreamCapturing = lambda: False
 
