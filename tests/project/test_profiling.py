@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import TwoLayers, doubles, twins
+from helpers import TwoLayers, as_devices, doubles, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
@@ -67,7 +67,7 @@ def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
     if len(devs) == 1:  # The module itself runs, without an exchange.
         assert not names
         return
-    replicas = {f"replica {i} on device {device}": 1 for i, device in enumerate(parallel.device_ids)}
+    replicas = {f"replica {i} on device {device}": 1 for i, device in enumerate(as_devices(parallel.device_ids))}
     expected = dict(replicas)
     for layer, calls in {"features.0.1": 2, "head": 1}.items():
         expected |= {f"{layer}, waiting": calls * len(devs), f"{layer}, merging": calls}
