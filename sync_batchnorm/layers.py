@@ -204,13 +204,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def _warn_if_replica(self) -> None:
         if getattr(self, "_is_replica", False):
-            names = self._sync_layer[1]
-            which = f"{len(names)} from {names[0]!r} on" if names else type(self).__name__
+            names = self._sync_layer[1] or [type(self).__name__]
             warn_once(
-                f"expected synchronized batch norms in connected replicas, but got {which} in replicas that were never "
-                "connected to their peers, so the statistics are those of one replica; wrap the model with "
-                "DataParallelWithCallback alone, or call patch_replication_callback(data_parallel) on the DataParallel "
-                "object around it"
+                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) in replicas that are not connected "
+                "normalize with their own chunks of the batch; use DataParallelWithCallback alone, or call "
+                "patch_replication_callback(data_parallel) on the DataParallel around it"
             )
 
     def extra_repr(self) -> str:

@@ -49,9 +49,9 @@ def check_module(module: object) -> None:
 
 
 def in_transform_error(what: str) -> RuntimeError:
-    """Return the error for a call of `what` inside of a transform of `torch.func`, which other threads do not know."""
+    """Return the error for a call of `what` inside a transform of `torch.func`, which other threads do not know."""
     return RuntimeError(
-        f"expected replicas outside of the transforms of torch.func, but got a call of {what} inside of one, such as "
+        f"expected replicas outside the transforms of torch.func, but got a call of {what} inside one, such as "
         "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
         "module itself"
     )
@@ -63,7 +63,7 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
         raise in_transform_error(type(wrapper).__name__)
     if type(torch.empty(0)).__name__ == "FakeTensor":
         raise RuntimeError(
-            "expected replicas outside of torch.export and FakeTensorMode, which their threads do not know, but got a "
+            "expected replicas outside torch.export and FakeTensorMode, which their threads do not know, but got a "
             f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
         )
     compiled_type = compiled_module_type()
@@ -81,10 +81,10 @@ def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
     """Warn if a module that has nothing that could synchronize trains batch norms."""
     plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
     if plain:
-        layers = "1 BatchNorm layer" if len(plain) == 1 else f"{len(plain)} BatchNorm layers"
+        layers, do = ("layer", "does") if len(plain) == 1 else ("layers", "do")
         warn_once(
-            f"{layers} in training mode (first: {plain[0] or 'the module itself'!r}) not synchronized by the "
-            f"{type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
+            f"{len(plain)} BatchNorm {layers} in training mode (first: {plain[0] or 'the module itself'!r}) {do} not "
+            f"synchronize in a {type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
             "convert_model(model), or filter this warning if that is intended"
         )
 

@@ -165,10 +165,8 @@ def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_o
 
 
 WARNING = (
-    r"expected synchronized batch norms in connected replicas, but got %s in replicas that were never connected to "
-    r"their peers, so the statistics are those of one replica; wrap the model with "
-    r"DataParallelWithCallback alone, or call "
-    r"patch_replication_callback\(data_parallel\) on the DataParallel object around it"
+    r"synchronized BatchNorm layers \(%s\) in replicas that are not connected normalize with their own chunks of the "
+    r"batch; use DataParallelWithCallback alone, or call patch_replication_callback\(data_parallel\)"
 )
 
 
@@ -184,21 +182,21 @@ def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]
     (text,) = _caught(TorchStyle(model, 3))
-    assert re.match(WARNING % "SynchronizedBatchNorm1d", text)
+    assert re.match(WARNING % "1, first: 'SynchronizedBatchNorm1d'", text)
     assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
 
 
 def test_warning_of_a_converted_model_has_the_number_of_its_layers_and_the_first():
     (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
-    assert re.match(WARNING % "2 from '1' on", text)
+    assert re.match(WARNING % "2, first: '1'", text)
 
 
 # Models that nobody has converted
 
 
 PLAIN = (
-    r"2 BatchNorm layers in training mode \(first: '1'\) not synchronized by the DataParallelWithCallback: each "
+    r"2 BatchNorm layers in training mode \(first: '1'\) do not synchronize in a DataParallelWithCallback: each "
     r"replica normalizes with its own chunk of the batch\. Call convert_model\(model\), or filter this warning if that "
     r"is intended"
 )

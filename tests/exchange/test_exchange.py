@@ -190,7 +190,7 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
     data = doubles(6, 3, devices=devices)
     plain(data)
     with pytest.raises(
-        RuntimeError, match=r"got a call of SynchronizedBatchNorm1d inside of one, such as grad or vmap; use"
+        RuntimeError, match=r"got a call of SynchronizedBatchNorm1d inside one, such as grad or vmap; use"
     ):
         parallel(data)
     plain.bn, parallel.module.bn = (nn.BatchNorm1d(3).to(data).eval() for _ in range(2))

@@ -322,7 +322,7 @@ def test_error_that_a_forward_swallows_reaches_the_caller(wrap, replica, instead
 def test_wrapper_inside_of_a_transform_is_refused_with_the_remedy(transform):
     _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * 2)
     data = torch.randn(2, 4, 3) if transform is torch.func.vmap else torch.randn(4, 3)
-    with pytest.raises(RuntimeError, match="expected replicas outside of the transforms") as error:
+    with pytest.raises(RuntimeError, match="expected replicas outside the transforms") as error:
         transform(lambda x: parallel(x).square().sum())(data)
     assert "use torch.autograd.grad" in str(error.value)
     assert parallel.module.num_batches_tracked == 0

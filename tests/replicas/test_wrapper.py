@@ -71,9 +71,7 @@ def test_arguments_that_cannot_be_right_are_refused_in_words(function, arguments
 
 def test_fake_tensors_are_refused_and_leave_nothing_behind():
     plain, parallel = twins(TwoLayers().double(), ["cpu"] * 2)
-    text = (
-        "outside of torch.export and FakeTensorMode, which their threads do not know, but got a call of DataParallelW"
-    )
+    text = "outside torch.export and FakeTensorMode, which their threads do not know, but got a call of DataParallelW"
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
         parallel(torch.randn(4, 3, 6, 6))
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
