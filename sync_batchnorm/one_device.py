@@ -80,9 +80,10 @@ def assert_matches_one_device(
         finally:
             set_random_states(states)
         text = next(_differences(one, many, sizes, model, failure), None)
-    if text is not None:
         off = " (dropout is switched off in both copies)" if one.records[0].is_dropout_off else ""
-        raise AssertionError(text + off) from failure
+    del one, many, parallel, chunks  # which the error would keep alive
+    if text is not None:
+        raise AssertionError(text + off) from failure and failure.with_traceback(None)
 
 
 def _differences(
@@ -168,7 +169,7 @@ def _cause(module: nn.Module, key: tuple[str, int], one: Record, record: Record)
         if left:
             reason = str(left[-1].message).partition(f": {type(module).__name__} ")[2]
             return f"a batch norm that convert_model has left alone, because it {reason}"
-    where, size = "times on one device", "look for a branch or a loop that depends on the size of the batch"
+    where, size = "times on one device", "look for a branch, a loop or a cache that depends on the batch or its size"
     for child, number in one.numbers.items():
         if child.startswith(key[0]) and record.numbers[child] != number:
             return f"it calls {child} {number} {where}, {record.numbers[child]} times there; {size}"
@@ -176,7 +177,7 @@ def _cause(module: nn.Module, key: tuple[str, int], one: Record, record: Record)
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
     for function in sorted((expected - functions) | (functions - expected)):
         return f"it calls {function} {expected[function]} {where}, {functions[function]} times there; {size}"
-    return "it mixes samples, as x.mean(0) does, or computes with the size of the batch"
+    return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a place in it"
 
 
 def _gap_of_rows(

@@ -71,8 +71,10 @@ class Record(torch.overrides.TorchFunctionMode):
 
     def _copied(self, tree: Any) -> list[Tensor]:
         """Return copies of the tensors, of each the same copy until it is changed in place."""
+        running, self._running = self._running, []  # What this calls is not called by a module.
         found = {(id(tensor), tensor.is_inference() or tensor._version): tensor for tensor in tensors_in(tree)}
         self._copies |= {key: (t, t.detach().clone()) for key, t in found.items() if key not in self._copies}
+        self._running = running
         return [self._copies[key][1] for key in found]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,12 +109,14 @@ class RecordedCopy(nn.Module):
         attributes = [value for module in model.modules() for value in vars(module).values()]
         computed = {id(t): t.detach() for t in attributes if isinstance(t, Tensor) and not t.is_leaf}
         try:  # What was computed, as by `nn.utils.weight_norm`, refuses to be copied.
-            self.module, self.given = copy.deepcopy(model, computed).cpu().double(), _double(given, is_copy=True)
+            with torch.no_grad():  # as copies of scripted modules are no leaves
+                self.module = copy.deepcopy(model, computed).cpu().double()
+            self.given = _double(given, is_copy=True)
             self.leaves = {f"input {i}": tensor for i, tensor in enumerate(tensors_in(self.given))}
             self.leaves |= dict(self.module.named_parameters())
             for name, leaf in self.leaves.items():
                 if leaf.requires_grad:
-                    hook = partial(lambda name, _: self.order.append(name), name)
+                    hook = partial(lambda order, name, _: order.append(name), self.order, name)  # no reference to this
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
@@ -121,6 +125,8 @@ class RecordedCopy(nn.Module):
                 self.records[0].is_dropout_off, module.dropout = True, 0.0
             if isinstance(module, nn.DataParallel):
                 module.device_ids = []  # It runs its module.
+            if isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+                continue
             module.register_forward_pre_hook(lambda m, *args, name=name: m._record.begin(name, args), with_kwargs=True)
             module.register_forward_hook(lambda m, _, output: m._record.end(output), always_call=True)
         self.__data_parallel_replicate__(None, 0)

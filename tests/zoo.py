@@ -3,10 +3,11 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.regnet import BlockParams
 from torchvision.ops import StochasticDepth
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
 
 OLD_INITIALIZATION = ("googlenet", "inception_v3", "quantized_googlenet", "quantized_inception_v3")
 
@@ -74,6 +75,22 @@ TIMM = [
 # fmt: on
 
 
+# Twenty small ones, of which some draw random numbers.
+TIMM_COMPARED = [
+    *("cpubone_b0_bfrobust", "cs3darknet_focus_s", "efficientnet_b0", "efficientvit_b0", "fbnetv3_b", "ghostnet_050"),
+    *("hardcorenas_a", "lcnet_050", "mobilenetv3_small_050", "mobilevit_xxs", "regnety_002", "repghostnet_050"),
+    *(
+        "resnet18",
+        "resnetv2_18",
+        "rexnet_100",
+        "skresnet18",
+        "starnet_s1",
+        "mnasnet_small",
+        "spnasnet_100",
+        "convnext_atto",
+    ),
+]
+
 TIMM_TRAINED = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50", "resnet18", "densenet121"]
 
 
@@ -100,6 +117,14 @@ def without_chance(model: nn.Module) -> nn.Module:
     return model
 
 
+def assert_matches_or_draws(model: nn.Module, input: Tensor) -> None:
+    """Compare three replicas with one device; models with stochastic depth are named for that."""
+    paths = [module for module in model.modules() if type(module).__name__ in ("StochasticDepth", "DropPath")]
+    may_draw = any(getattr(path, "p", getattr(path, "drop_prob", 0.0)) for path in paths)
+    with pytest.raises(AssertionError, match="draws random") if may_draw else nullcontext():
+        assert_matches_one_device(convert_model(model), input, replicas=3)
+
+
 def _classifier(name: str, size: int, **options: Any) -> Callable[[], tuple[nn.Module, Tensor]]:
     return lambda: (build(name, num_classes=3, **options), torch.randn(5, 3, size, size, dtype=torch.float64))
 
@@ -124,6 +149,7 @@ CLASSIFIERS = [
     *("shufflenet_v2_x0_5", "mnasnet0_5", "googlenet"),
 ]
 SEGMENTATION = ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"]
+COMPARED = ["mobilenet_v3_large", "resnext50_32x4d", "squeezenet1_1", "swin_t"]  # which the others do not train
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     **{name: _classifier(name, 33) for name in CLASSIFIERS + SEGMENTATION},
     "vgg11_bn": _vgg,

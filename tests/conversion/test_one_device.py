@@ -106,8 +106,8 @@ def loss_with_state(output, calls=[]):  # noqa: B006
     return output.sum() + len(calls)
 
 
-MIXES = ": it mixes samples, as x.mean(0) does, or computes with the size of the batch"
-SIZE = "; look for a branch or a loop that depends on the size of the batch"
+MIXES = ": it mixes samples, as x.mean(0) does, or depends on the size of the batch or a place in it"
+SIZE = "; look for a branch, a loop or a cache that depends on the batch or its size"
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
 )
@@ -282,6 +282,7 @@ RIGHT = {
     "complex": (lambda: Apply(lambda self, x: torch.fft.rfft(x)), VECTORS),
     "siamese": (Siamese, VECTORS, {"kwargs": {"right": VECTORS.roll(1, 0)}}),
     "experts": (lambda: Apply(experts, nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(16, 3)),
+    "script": (lambda: nn.Sequential(quietly(torch.jit.script, nn.Linear(3, 3)), nn.ReLU()), VECTORS),
     "weight norm": (lambda: quietly(nn.utils.weight_norm, nn.Linear(3, 3)), VECTORS),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), VECTORS),
     "means of replicas": (lambda: Apply(lambda self, x: x.square().mean()), VECTORS.clone().requires_grad_()),

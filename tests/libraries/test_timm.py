@@ -66,6 +66,12 @@ def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(name):
     assert max(largest.values()) < 1e-8, largest  # see `TOLERANCE` in test_torchvision.py
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.TIMM_COMPARED)
+def test_a_family_matches_one_device_or_is_named_for_what_it_draws(name):
+    zoo.assert_matches_or_draws(zoo.small_timm(name)[0], torch.randn(5, 3, 64, 64))
+
+
 @pytest.mark.parametrize("name", ["mobilenetv3_small_050", pytest.param("efficientnet_b0", marks=pytest.mark.slow)])
 def test_a_net_built_in_the_context_is_the_converted_one(name):
     import timm

@@ -68,3 +68,10 @@ QUICK = {"mobilenet_v3_small"}
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
     assert max(largest.values()) < TOLERANCE, largest
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(120.0)
+@pytest.mark.parametrize("name", [*zoo.FAMILIES, *zoo.COMPARED])
+def test_a_family_matches_one_device_or_is_named_for_what_it_draws(name):
+    zoo.assert_matches_or_draws(*zoo.FAMILIES.get(name, zoo._classifier(name, 33))())
