@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel
 
 from .layers import _SynchronizedBatchNorm
 from .refusals import check_module, check_number
-from .replicate import _Callbacks
+from .replicate import _ReplicationMixin
 from .torch_private import BatchNormBase
 
 __all__ = ["assert_synchronized"]
@@ -65,7 +65,7 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
     # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
     for wrapper in wrappers:
-        if not isinstance(wrapper, _Callbacks):
+        if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
     among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:

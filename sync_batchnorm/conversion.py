@@ -25,9 +25,9 @@ from .layers import (
     SyncOptions,
     _SynchronizedBatchNorm,
 )
-from .parallel.data_parallel import as_device, needs_own_parallel
+from .parallel.data_parallel import as_device, unsupported_by_torch
 from .refusals import check_module, warn
-from .replicate import DataParallelWithCallback, _Callbacks, patch
+from .replicate import DataParallelWithCallback, _ReplicationMixin, patch
 from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -126,7 +126,7 @@ def revert_model(module: ModuleT) -> ModuleT:
     check_module(module)
     for name, child in list(module.named_modules()):
         reason = None
-        if isinstance(child, (_SynchronizedBatchNorm, _Callbacks)):
+        if isinstance(child, (_SynchronizedBatchNorm, _ReplicationMixin)):
             reason = _revert(child)
         if reason is not None:
             skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
@@ -293,7 +293,7 @@ def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
     return make_subclass(f"Synchronized{cls.__name__}", base, cls, _mixed, **names)  # type: ignore[no-any-return]
 
 
-def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:
+def _revert(module: _SynchronizedBatchNorm | _ReplicationMixin) -> str | None:
     """Give a module its former class; return why if that is not possible."""
     cls = type(module)
     plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_original")
@@ -308,7 +308,7 @@ def _revert(module: _SynchronizedBatchNorm | _Callbacks) -> str | None:
     if isinstance(module, nn.DataParallel):
         state.pop("_sync_timeout", None)
         devices = [as_device(device) for device in module.device_ids]
-        if needs_own_parallel(devices):
+        if unsupported_by_torch(devices):
             module.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
         return None
     group = state.get("_former_process_group", state.get("process_group"))

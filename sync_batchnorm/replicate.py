@@ -97,7 +97,7 @@ def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
         raise_foreign_layer(wrapper)
 
 
-class _Callbacks(DataParallel[Any]):
+class _ReplicationMixin(DataParallel[Any]):
     """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
@@ -167,7 +167,7 @@ class _Callbacks(DataParallel[Any]):
             del failed  # Its traceback refers to this frame.
 
 
-class DataParallelWithCallback(_Callbacks, AnyDeviceDataParallel):
+class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
     It calls the callbacks of all replicas, see `execute_replication_callbacks`. If a replica fails or ends while others
@@ -229,7 +229,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
     """
     if not isinstance(data_parallel, DataParallel):
         raise TypeError(
-            f"expected an instance of torch.nn.DataParallel, but got {type(data_parallel).__name__}; "
+            f"data_parallel must be a torch.nn.DataParallel, got {type(data_parallel).__name__}; "
             "wrap the module with DataParallelWithCallback"
         )
     timeout = _checked_timeout(timeout)
@@ -240,7 +240,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 
 def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
-    if not isinstance(data_parallel, _Callbacks):
+    if not isinstance(data_parallel, _ReplicationMixin):
         cls = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]
         swap_class(data_parallel, patched)
@@ -250,15 +250,14 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
 
 @functools.lru_cache(maxsize=256)
 def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    return make_subclass(cls.__name__, _Callbacks, cls, _patched)  # type: ignore[no-any-return]
+    return make_subclass(cls.__name__, _ReplicationMixin, cls, _patched)  # type: ignore[no-any-return]
 
 
 def _checked_timeout(timeout: float) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"expected timeout as a number of seconds, but got {timeout!r}; pass for example 300.0")
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
     if not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ValueError(
-            f"expected timeout between 0 and {threading.TIMEOUT_MAX:g} seconds, but got {timeout!r}; "
-            "pass for example 300.0"
+            f"timeout must be between 0 and {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
         )
     return float(timeout)

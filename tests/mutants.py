@@ -56,7 +56,7 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
-    "replicate.py: _Callbacks.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
+    "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
 }
 
 # The mutants.

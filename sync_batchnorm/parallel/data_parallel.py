@@ -22,8 +22,8 @@ __all__: list[str] = []
 DeviceId = int | str | torch.device
 
 NO_ACCELERATOR = (
-    "expected devices for the replicas, but got none, since torch finds no accelerator; the module runs by itself, or "
-    "in replicas on the CPU: DataParallelWithCallback(module, ['cpu'] * 2)"
+    "PyTorch finds no accelerator, so there are no devices for replicas and the module runs by itself; for replicas on "
+    "the CPU write DataParallelWithCallback(module, ['cpu'] * 2)"
 )
 
 
@@ -41,7 +41,7 @@ def as_device(device: DeviceId) -> torch.device:
     return device if device.index is not None else torch.device(device.type, 0)
 
 
-def needs_own_parallel(devices: Sequence[torch.device]) -> bool:
+def unsupported_by_torch(devices: Sequence[torch.device]) -> bool:
     """Return whether torch's own scatter and gather refuse replicas on `devices`."""
     distinct = set(devices)
     return torch.device("cpu") in distinct or len(distinct) < len(devices)
@@ -88,11 +88,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     ) -> None:
         check_module(module)
         if isinstance(device_ids, str) or not isinstance(device_ids, (Sequence, type(None))):
-            raise TypeError(
-                f"expected device_ids as a list, but got {device_ids!r}; pass for example ['cpu'] * 2 or [0, 1]"
-            )
+            raise TypeError(f"device_ids must be a list, got {device_ids!r}; pass for example ['cpu'] * 2 or [0, 1]")
         devices = list(map(as_device, device_ids or ()))
-        if not needs_own_parallel(devices):
+        if not unsupported_by_torch(devices):
             if output_device is not None and as_device(output_device).type == "cpu":
                 output_device = -1
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
@@ -103,8 +101,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return
         if len({device.type for device in devices}) > 1:
             raise ValueError(
-                f"expected device_ids of one kind, but got {[str(device) for device in devices]}; "
-                "use accelerators or the CPU, not both"
+                f"device_ids must be accelerators or the CPU, not both, got {[str(device) for device in devices]}; "
+                "leave out the devices of one kind"
             )
         nn.Module.__init__(self)
         self.module = module
@@ -123,7 +121,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         has_scalar = any(not tensor.dim() for tensor in tensors_in((inputs, kwargs)))  # which PyTorch cannot cut
-        if not has_scalar and not needs_own_parallel(devices):
+        if not has_scalar and not unsupported_by_torch(devices):
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         with plain_tensors():  # as those that torch makes
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
@@ -153,7 +151,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             ids = [replica._sync_run.replica_id for replica in replicas]
             states = RandomStates(dict(zip(ids, devices, strict=True)))
             run.coordinator.take_turns(ids, states.save, states.restore)
-        # After Ctrl-C in the caller, a daemon that is busy does not keep the process alive.
+        # After Ctrl-C in the caller, a busy daemon thread does not block exit.
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
         try:
             for thread in threads:
@@ -171,7 +169,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
         device = as_device(output_device)
-        if not needs_own_parallel(list(map(as_device, self.device_ids))):
+        if not unsupported_by_torch(list(map(as_device, self.device_ids))):
             return super().gather(outputs, str(device))  # type: ignore[arg-type]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), plain_tensors():
@@ -217,6 +215,6 @@ def _watch_shared_parameters(
         node.register_prehook(watch)  # gradients that a replica gives to them may be differentiated again
     if changed:
         warn_once(
-            f"forward() has changed the parameters {sorted(changed)} in place, and each of {len(replicas)} replicas, "
-            "which share their memory, repeated the change; make it a buffer, or change it outside of the forward"
+            f"forward() modified parameters {sorted(changed)} in place; each of the {len(replicas)} replicas, which "
+            "share their memory, repeated the change; make it a buffer, or change it outside of the forward"
         )

@@ -59,9 +59,9 @@ def check_sizes(tree: Any, dim: int, most: int) -> None:
     numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
     if 0 in numbers or len(set(numbers)) > 1:
         raise ValueError(
-            f"expected tensors that make equally many chunks along dimension {dim}, but got {shapes}, which make "
-            f"{numbers} of {most}; give every tensor a row for each sample, and pass what every replica "
-            "needs as a whole as a buffer of the module"
+            f"tensors of shapes {shapes} make {numbers} chunks along dimension {dim} for {most} devices, but must all "
+            "make the same number; give every tensor a row for each sample, and pass what every replica needs as a "
+            "whole as a buffer of the module"
         )
 
 
@@ -76,9 +76,8 @@ def check_structures(outputs: Sequence[Any]) -> None:
     for i, structure in enumerate(structures):
         if structure != structures[0]:
             raise ValueError(
-                f"expected replicas to return one structure, but got {structures[0]} from replica 0 and {structure} "
-                f"from replica {i}; return the same keys, lengths and types in every replica, for example an empty "
-                "tensor where one has nothing"
+                f"replica 0 returned {structures[0]}, but replica {i} returned {structure}; return the same keys, "
+                "lengths and types in every replica, for example an empty tensor where one has nothing"
             )
 
 
@@ -94,8 +93,7 @@ def _structure(tree: Any) -> str:
     if isinstance(tree, Iterable) and not isinstance(tree, (str, bytes, Set, Iterator)):
         return type(tree).__name__  # which `gather` builds from an iterable, as torch
     raise TypeError(
-        f"expected the replicas to return tensors, tuples, lists, dicts or None, but got {type(tree).__name__}; "
-        "return tensors"
+        f"replicas must return tensors, tuples, lists, dicts or None, got {type(tree).__name__}; return tensors"
     )
 
 

@@ -95,7 +95,7 @@ def test_groups_that_are_smaller_than_the_batch_are_named(size, groups):
     ids=["patched cpu", "patched gpus", "wrapper"],
 )
 def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for(wrap):
-    with pytest.warns(UserWarning, match=r"expected devices for the replicas, but got none, .*\['cpu'\] \* 2\)"):
+    with pytest.warns(UserWarning, match=r"PyTorch finds no accelerator, .*\['cpu'\] \* 2\)"):
         model = wrap(_net())
     assert_synchronized(model)
     with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):

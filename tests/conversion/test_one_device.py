@@ -197,7 +197,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         f"outputs, loss and gradients agree; seen{STATE}from its own chunk",
     ),
     "queue": (lambda: Apply(enqueue, queue=[[0.0] * 3]), VECTORS, f"gradients agree; queue{STATE}from its own chunk"),
-    "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: expected replicas to return one"),
+    "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: replica 0 returned"),
     "error": (lambda: Apply(lambda self, x: x.view(4, 3)), VECTORS, f"{FAILS}RuntimeError: "),
     "similarities": (
         *(lambda: Apply(lambda self, x: x @ x.T), VECTORS),
@@ -330,7 +330,7 @@ def test_nothing_is_left_behind(raised):
         (nn.Linear(3, 3), {"replicas": "a"}, TypeError, "'str'"),
         (nn.Linear(3, 3), {"replicas": 0}, ValueError, "at least two chunks"),
         (nn.Linear(3, 3), {"replicas": 1}, ValueError, "at least two chunks"),
-        (nn.Linear(3, 3), {"kwargs": {"other": torch.ones(1)}}, ValueError, "equally many chunks"),
+        (nn.Linear(3, 3), {"kwargs": {"other": torch.ones(1)}}, ValueError, "must all make the same number"),
         (nn.Linear(3, 3), {"loss": 1.0}, TypeError, "callable"),
         (nn.Linear(3, 3), {"loss": lambda output: output}, TypeError, r"returns a scalar tensor, but got \(4, 3\)"),
         (nn.LazyLinear(3), {}, RuntimeError, "LazyLinear cannot be copied.*LazyModule"),

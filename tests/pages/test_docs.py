@@ -81,7 +81,7 @@ OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a pa
 
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.watchdog(60)
-@pytest.mark.filterwarnings("ignore:expected devices for the replicas, but got none")  # what a page says for GPUs
+@pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name in ELSEWHERE:
         pytest.skip("needs the frameworks that it is about")

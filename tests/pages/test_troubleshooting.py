@@ -59,8 +59,8 @@ def test_words_of_an_entry_are_those_of_one_message(phrase):
 
 
 def test_there_are_messages_to_compare():
-    assert len(MESSAGES) >= 40
-    assert len(OURS) >= 25
+    assert len(MESSAGES) >= 30
+    assert len(OURS) >= 20
 
 
 def test_reasons_of_the_check_are_those_of_the_page():

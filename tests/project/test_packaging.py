@@ -125,7 +125,7 @@ def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_
     assert "Success" in output_of([*mypy, code], tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:expected devices for the replicas, but got none")
+@pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
 def test_code_of_a_user_runs():
     runpy.run_path(str(USER), run_name="__main__")
 

@@ -307,7 +307,7 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(
                 assert_equal(parallel(input), plain(input))
 
     with pytest.warns(
-        UserWarning, match=rf"parameters \['{name}'\] in place, and each of {len(devices)} rep"
+        UserWarning, match=rf"parameters \['{name}'\] in place; each of the {len(devices)} rep"
     ) as caught:
         train_and_evaluate()
     assert len(caught) == 1

@@ -163,17 +163,17 @@ def test_object_is_patched_once():
 
 
 def test_only_data_parallel_objects_can_be_patched():
-    with pytest.raises(TypeError, match=r"expected an instance of torch.nn.DataParallel, but got Linear; wrap"):
+    with pytest.raises(TypeError, match=r"data_parallel must be a torch.nn.DataParallel, got Linear; wrap"):
         patch_replication_callback(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 def test_timeouts_out_of_range_are_refused(timeout):
-    with pytest.raises(ValueError, match="expected timeout between 0 and"):
+    with pytest.raises(ValueError, match="timeout must be between 0 and"):
         DataParallelWithCallback(nn.Linear(2, 2), timeout=timeout)
 
 
 @pytest.mark.parametrize("timeout", [None, "5", True])
 def test_timeouts_that_are_no_numbers_are_refused(timeout):
-    with pytest.raises(TypeError, match="expected timeout as a number of seconds"):
+    with pytest.raises(TypeError, match="timeout must be a number of seconds"):
         patch_replication_callback(nn.DataParallel(nn.Linear(2, 2)), timeout=timeout)

@@ -146,14 +146,22 @@ def test_wrapper_passes_trees_in_and_out(devs, kind):
 
 
 STRUCTURES = {  # what two replicas return, and how an error names it
-    "none": (lambda x: x, lambda x: None, "Tensor from replica 0 and None from"),
-    "tuple": (lambda x: x, lambda x: (x, x), "Tensor from replica 0 and (Tensor, Tensor) from"),
-    "none-inside": (lambda x: (x, [None, x]), lambda x: (x, x), "(Tensor, (None, Tensor)) from replica 0 and (Tensor"),
-    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "{'a': Tensor} from replica 0 and {'b': Tensor} from"),
-    "fewer-keys": (lambda x: {"a": x}, lambda x: {}, "{'a': Tensor} from replica 0 and {} from"),
-    "lengths": (lambda x: [x, x], lambda x: [x], "(Tensor, Tensor) from replica 0 and (Tensor) from"),
-    "fields": (lambda x: Pair(x, x), lambda x: {"left": x, "right": x}, "(Tensor, Tensor) from replica 0 and {'left':"),
-    "scalar": (lambda x: x, lambda x: x.sum(), "Tensor from replica 0 and scalar Tensor from"),
+    "none": (lambda x: x, lambda x: None, "Tensor, but replica 1 returned None"),
+    "tuple": (lambda x: x, lambda x: (x, x), "Tensor, but replica 1 returned (Tensor, Tensor)"),
+    "none-inside": (
+        lambda x: (x, [None, x]),
+        lambda x: (x, x),
+        "(Tensor, (None, Tensor)), but replica 1 returned (Tensor",
+    ),
+    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "{'a': Tensor}, but replica 1 returned {'b': Tensor}"),
+    "fewer-keys": (lambda x: {"a": x}, lambda x: {}, "{'a': Tensor}, but replica 1 returned {}"),
+    "lengths": (lambda x: [x, x], lambda x: [x], "(Tensor, Tensor), but replica 1 returned (Tensor)"),
+    "fields": (
+        lambda x: Pair(x, x),
+        lambda x: {"left": x, "right": x},
+        "(Tensor, Tensor), but replica 1 returned {'left':",
+    ),
+    "scalar": (lambda x: x, lambda x: x.sum(), "Tensor, but replica 1 returned scalar Tensor"),
 }
 
 
@@ -171,7 +179,7 @@ class Returning(nn.Module):
 def test_replicas_that_return_different_structures_are_named(devices, kind):
     *outputs, found = STRUCTURES[kind]
     parallel = DataParallelWithCallback(Returning(*outputs), devices)
-    message = f"expected replicas to return one structure, but got {re.escape(found)}.* replica 1; return the same"
+    message = f"replica 0 returned {re.escape(found)}.*; return the same"
     with pytest.raises(ValueError, match=message):
         parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
 
@@ -182,7 +190,7 @@ def test_replicas_that_return_different_structures_are_named(devices, kind):
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     parallel = DataParallelWithCallback(Returning(*[lambda x: (x, output)] * 2), devices)
-    with pytest.raises(TypeError, match=f"lists, dicts or None, but got {type(output).__name__}; return tensors"):
+    with pytest.raises(TypeError, match=f"lists, dicts or None, got {type(output).__name__}; return tensors"):
         parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
 
 

@@ -34,9 +34,9 @@ WRONG = {
         DataParallelWithCallback,
         (nn.Identity(), "cpu"),
         TypeError,
-        r"device_ids as a list, but got 'cpu'; pass",
+        r"device_ids must be a list, got 'cpu'; pass",
     ),
-    "number": (DataParallelWithCallback, (nn.Identity(), 0), TypeError, "device_ids as a list, but got 0; pass"),
+    "number": (DataParallelWithCallback, (nn.Identity(), 0), TypeError, "device_ids must be a list, got 0; pass"),
     "module": (DataParallelWithCallback, ([nn.Identity()], ["cpu"]), TypeError, r"torch.nn.Module, but got list"),
     "convert": (
         convert_model,
