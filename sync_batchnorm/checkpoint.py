@@ -57,6 +57,8 @@ def _source() -> Tensor:
 class Saved:
     """The input and weight that one replica has saved: cheaper than by an autograd node, and without hooks."""
 
+    __slots__ = ("_input", "_input_version", "_weight", "_weight_version", "device", "input_node")
+
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         self.device, self.input_node = input.device, input.grad_fn  # None for an input that needs no gradient
         self._input: Tensor | None = input
@@ -78,11 +80,13 @@ class Saved:
 
     def drop(self) -> None:
         """Let go of the tensors."""
-        self._input = None
+        self._input = self._weight = None
 
 
 class SavedByHooks(Saved):
     """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
+
+    __slots__ = ("_output", "_stream")
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         self.device, self.input_node = input.device, input.grad_fn
