@@ -353,6 +353,29 @@ def test_backward_in_the_forward_of_each_replica_is_that_of_the_sum_of_their_los
         assert_same_state(parallel, plain)
 
 
+class FreeingInside(TrainingInside):
+    """Frees the graph of all replicas by the backward pass in its forward."""
+
+    def forward(self, input, weights):
+        (self.net(input) * weights).sum().backward()
+
+
+@pytest.mark.watchdog(60)
+@pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices, times):
+    _, parallel = twins(FreeingInside().double(), devices)
+    data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(times):
+            with pytest.raises(RuntimeError, match=SECOND_TIME):
+                parallel(data, weights)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 class Outputs:
     """The outputs of raw replicas, each of a part of its own, whose layer saves a tensor between the two."""
 
