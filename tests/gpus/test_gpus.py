@@ -368,7 +368,7 @@ class DifferentiatesFirst(nn.Module):
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("devices", gpu_lists(2, 4))
+@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(2, 4) if are_distinct_gpus(*devices.values)])
 def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchange(
     devices, first, create_graph, monkeypatch
 ):
