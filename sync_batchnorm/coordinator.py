@@ -30,7 +30,7 @@ from traceback import format_stack
 from typing import Any
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .turns import Item, Turns
+from .turns import Item, Keep, Turns
 
 __all__: list[str] = []
 
@@ -128,9 +128,7 @@ class Coordinator:
             if replica_id not in replica_ids:
                 self._left[replica_id] = "was given no input"
 
-    def take_turns(
-        self, replica_ids: Collection[int], save: Callable[[int], None], restore: Callable[[int], None]
-    ) -> None:
+    def take_turns(self, replica_ids: Collection[int], save: Keep, restore: Keep) -> None:
         """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
             if self._broken is None:
@@ -139,14 +137,16 @@ class Coordinator:
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
         with self._lock:
-            self._raise_if_broken(replica_id)
+            if replica_id in self._left:
+                self._raise_if_broken(replica_id)
             if replica_id in self._running or replica_id in self._left:
                 raise RuntimeError(
                     f"expected each replica to run once, but {self.who(replica_id)} was called twice; call replicate "
                     "again for each forward pass"
                 )
             self._running[replica_id] = get_ident()
-            takes_turns = self._turns is not None
+            # The break that ends the turns leaves an item for those that have not begun.
+            takes_turns = self._turns is not None or not self._mailboxes[replica_id].empty()
         if takes_turns:
             _taking_turns.set((self, replica_id))
             self._wait(replica_id)
@@ -203,10 +203,8 @@ class Coordinator:
         def rank(replica_id: int) -> tuple[bool, bool, int]:
             return replica_id in self._released, isinstance(failures[replica_id], ReplicaSyncError), replica_id
 
-        if not failures:
-            return None
-        first = min(failures, key=rank)
-        return self.who(first), failures[first]
+        first = min(failures, key=rank, default=None)
+        return None if first is None else (self.who(first), failures[first])
 
     # One call of a layer.
 
@@ -264,10 +262,9 @@ class Coordinator:
             yield
         finally:
             with self._lock:
-                takes_turns = self._turns is not None
-                if self._turns is not None:
-                    self._turns.add(replica_id, (True, None))
-            if takes_turns:
+                if (turns := self._turns) is not None:
+                    turns.add(replica_id, (True, None))
+            if turns is not None:
                 self._wait(replica_id)
 
     def _wait(self, replica_id: int) -> Any:
@@ -280,8 +277,7 @@ class Coordinator:
                 since = self._waited(replica_id, since)
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
-        turns = self._turns
-        if turns is not None:
+        if (turns := self._turns) is not None:
             turns.restore(replica_id)
         return value
 
@@ -328,16 +324,14 @@ class Coordinator:
             self._released.add(replica_id)
             raise copy(self._broken)
 
-    def _break(
-        self, text: str, error_type: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()
-    ) -> None:
+    def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.
         if self._broken is None:
-            error = error_type(text)
+            error = kind(text)
             for note in notes:
                 error.add_note(note)
             self._broken = error
-            self._end_of_patience = monotonic() + (self.timeout if error_type is ReplicaSyncError else PATIENCE)
+            self._end_of_patience = monotonic() + (self.timeout if kind is ReplicaSyncError else PATIENCE)
         for rendezvous in self._waiting.values():
             rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
         pending = {} if self._turns is None else self._turns.pending

@@ -7,6 +7,7 @@ from typing import Any
 __all__: list[str] = []
 
 Item = tuple[bool, Any]
+Keep = Callable[[int], None]  # of a random state
 BEGIN: Item = (True, None)  # what each replica gets first
 
 
@@ -27,8 +28,8 @@ class Turns:
         self,
         replica_ids: Collection[int],
         mailboxes: Mapping[int, Any],
-        save: Callable[[int], None],
-        restore: Callable[[int], None],
+        save: Keep,
+        restore: Keep,
     ) -> None:
         self._mailboxes, self._save, self.restore = mailboxes, save, restore
         self.pending = dict.fromkeys(replica_ids, BEGIN)  # the replicas that can run, with their items

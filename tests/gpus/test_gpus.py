@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.comm import SlavePipe, SyncMaster
+from sync_batchnorm.coordinator import Coordinator
 from sync_batchnorm.parallel.data_parallel import check_copies
 
 pytestmark = [
@@ -391,6 +392,7 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
 
     for end in (SlavePipe, SyncMaster):
         monkeypatch.setattr(end, "run", with_wait(end.run))
+    monkeypatch.setattr(Coordinator, "take_turns", lambda *args: None)
     batch = doubles(2 * len(devices), 3, 4, 5, devices=devices).requires_grad_()
     parts = [part.to(device) for part, device in zip(batch.chunk(len(devices)), as_devices(devices), strict=True)]
     grads = [torch.randn_like(part) if i == first else None for i, part in enumerate(parts)]
