@@ -10,6 +10,7 @@ import torch
 from conftest import device_lists
 from helpers import (
     TwoLayers,
+    are_distinct_gpus,
     assert_equal,
     assert_same_gradient,
     assert_same_results,
@@ -413,6 +414,9 @@ REFUSED = [
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_recomputation_of_something_else_is_refused_with_the_remedy(devices, path, message):
     _, parallel = checkpointed_twins(path, devices)
+    if path is with_forces_inside and are_distinct_gpus(devices):
+        # Replicas recompute the segments of each other at the same time, which PyTorch may notice first.
+        message += "|A different number of tensors was saved"
     input = doubles(6, 3, 4, 5, devices=devices).requires_grad_()
     with pytest.raises(RuntimeError, match=message):  # in the forward if that takes the gradient
         parallel(input).square().sum().backward()
