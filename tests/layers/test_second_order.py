@@ -6,6 +6,7 @@ from conftest import device_lists, usual_kernels
 from helpers import (
     WITHOUT_BIAS,
     are_distinct_gpus,
+    as_devices,
     assert_equal,
     assert_same_results,
     assert_same_state,
@@ -16,7 +17,7 @@ from helpers import (
 )
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 
 pytestmark = usual_kernels
 
@@ -245,3 +246,15 @@ def test_penalty_on_low_precision_inputs_is_near_that_of_float32(dtype):
         results.append((grad.float(), second.float()))
     for actual, expected in zip(*reversed(results), strict=True):
         assert_equal(actual, expected, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_variance_that_equals_eps_is_not_clamped(devices):
+    layer = SynchronizedBatchNorm1d(1, eps=1.0, eps_mode="clamp").double()
+    parallel = DataParallelWithCallback(layer.to(as_devices(devices)[0]), devices)
+    data = torch.tensor([[-1.0], [1.0]], dtype=torch.float64, device=as_devices(devices)[0])  # of variance one
+    input, leaf, grad = data.clone().requires_grad_(), data.clone().requires_grad_(), data * 3 + 1
+    parallel(input).backward(grad)
+    invstd = leaf.var(0, correction=0).clamp(min=1.0).rsqrt()
+    ((leaf - leaf.mean(0)) * invstd).backward(grad)
+    assert_equal(input.grad, leaf.grad)
