@@ -589,8 +589,12 @@ torch.save(train(ResNetForImageClassification(config).double(), data, 12).state_
 def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path):
     pytest.importorskip("transformers")
     assert f"`{TORCHRUN} program.py`" in PAGE.read_text(encoding="utf-8")
-    (tmp_path / "program.py").write_text(code_of("transformers in processes") + TRAIN, encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = (
+        "from common import import_torchvision\nimport_torchvision()\n" + code_of("transformers in processes") + TRAIN
+    )
+    (tmp_path / "program.py").write_text(code, encoding="utf-8")
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "docs" / "examples")))
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     states = []
     for processes in ("1", "2"):
         command = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], processes, "program.py"]
