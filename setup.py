@@ -1,5 +1,6 @@
 """Build the distribution `synchronized-batchnorm`, which is imported as `sync_batchnorm`."""
 
+import os
 import re
 from pathlib import Path
 
@@ -8,6 +9,25 @@ from setuptools import setup
 HERE = Path(__file__).parent
 # Read, not imported: a build has no torch.
 VERSION = re.findall(r'^__version__ = "(.+)"$', (HERE / "sync_batchnorm/__init__.py").read_text(), re.MULTILINE)[0]
+
+
+def without_relative_links(page: str) -> str:
+    """Return a page for the package index, where relative links lead nowhere.
+
+    They become links to the repository on GitHub that builds this release. Built elsewhere, they become plain text.
+    """
+    repository = os.environ.get("GITHUB_REPOSITORY")
+
+    def replacement(link: re.Match[str]) -> str:
+        image, text, path = link.groups()
+        if repository:
+            kind = "raw" if image else "blob"
+            path = f"README.md{path}" if path.startswith("#") else path
+            return f"{image}[{text}](https://github.com/{repository}/{kind}/v{VERSION}/{path})"
+        return "" if image else text
+
+    return re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)]*)\)", replacement, page)
+
 
 # Pinned: one torch for everybody who runs examples and tests, and the torchvision that belongs to it.
 EXAMPLES = [
@@ -22,13 +42,13 @@ setup(
     name="synchronized-batchnorm",
     version=VERSION,
     description="Synchronized batch norm for torch.nn.DataParallel: N devices train to the same numbers as one",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=without_relative_links((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
     license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],
     packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.parallel"],
-    package_data={"sync_batchnorm": ["py.typed"]},
+    package_data={"sync_batchnorm": ["LICENSE", "py.typed"]},
     python_requires=">=3.11",
     # The lower bound is the oldest torch that the whole test suite has passed on.
     install_requires=["torch>=2.8.0"],
@@ -67,7 +87,7 @@ setup(
         ],
     },
     classifiers=[
-        "Development Status :: 5 - Production/Stable",
+        "Development Status :: 4 - Beta",  # until it has run on a real GPU
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",  # what was run; docs/usage.md says what is known of others

@@ -1,4 +1,8 @@
-"""Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one."""
+"""Synchronized batch normalization for `torch.nn.DataParallel`: N devices train to the same numbers as one.
+
+This folder is all of the distribution `synchronized-batchnorm`, under the MIT licence in the file LICENSE, which a copy
+of the folder keeps.
+"""
 
 import sys
 

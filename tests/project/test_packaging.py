@@ -83,7 +83,8 @@ def test_wheel_has_the_package_its_types_and_the_licence_and_nothing_else(wheel)
     information = {name for name in names if ".dist-info/" in name}
     files = [path for path in (ROOT / "sync_batchnorm").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert names - information == {str(path.relative_to(ROOT)) for path in files}
-    assert "sync_batchnorm/py.typed" in names
+    assert {"sync_batchnorm/py.typed", "sync_batchnorm/LICENSE"} <= names
+    assert (ROOT / "sync_batchnorm/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert [name for name in information if name.endswith("/LICENSE")]
     assert wheel.name.endswith("-py3-none-any.whl")
 
@@ -93,7 +94,20 @@ def test_metadata_says_what_the_package_is(metadata):
     assert metadata["License-Expression"] == "MIT"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert "](docs/" not in metadata.get_payload()
+
+
+def test_description_links_to_the_repository_that_builds_or_nowhere(monkeypatch):
+    described = []
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: described.append(arguments["long_description"]))
+    for repository in ("someone/fork", ""):
+        monkeypatch.setenv("GITHUB_REPOSITORY", repository)
+        runpy.run_path(str(ROOT / "setup.py"))
+    page = f"https://github.com/someone/fork/{{}}/v{sync_batchnorm.__version__}/docs/"
+    assert f"[extending]({page.format('blob')}extending.md)" in described[0]
+    assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]
+    for text in described:  # neither relative, nor to a section of no file
+        assert not re.search(r"\]\((?!https:)|v[\d.]+/#", text)
 
 
 def test_version_is_that_of_the_package_and_the_newest_of_the_changelog(metadata):
@@ -131,7 +145,7 @@ def test_code_of_a_user_runs():
 
 
 TOP_LEVEL = {
-    *(".ci", ".github", ".gitignore", "CITATION.cff", "LICENSE", "README.md"),
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "LICENSE", "README.md"),
     *("docs", "pyproject.toml", "setup.py", "sync_batchnorm", "tests"),
 }
 PICTURES = {".png", ".svg", ".gif", ".jpg"}

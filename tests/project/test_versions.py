@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import versions
@@ -36,6 +37,12 @@ def test_every_python_of_the_classifiers_has_passed():
     claimed = {line.removeprefix(prefix) for line in classifiers if line.startswith(prefix)}
     assert claimed == {row["Python"].split(".")[1] for row in rows()}
     assert not [line for line in classifiers if ":: Free Threading ::" in line]
+
+
+def test_workflow_has_the_oldest_torch_and_every_python_of_the_table():
+    workflow = (PAGE.parents[1] / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert f"torch=={versions.oldest_torch()} " in workflow
+    assert {row["Python"].rpartition(".")[0] for row in rows()} == set(re.findall(r'"(3\.\d+)"', workflow))
 
 
 def test_python_that_runs_the_command_gets_the_oldest_and_the_pinned_torch(monkeypatch):
