@@ -241,12 +241,16 @@ def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
     )
     inner.module[0].eval()
     _, parallel = twins(Inside(inner), ["cpu"] * 2)
+    input = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
     results = []
     for _ in range(5):
         torch.manual_seed(0)
-        results.append(parallel(torch.linspace(-1, 1, 24).view(8, 3)))
-        results[-1].sum().backward()
-    assert all(torch.equal(result, results[0]) for result in results)
+        output = parallel(input)
+        results.append((output, *torch.autograd.grad(output, input, torch.cos(output.detach()))))
+    for output, gradient in results:
+        assert torch.equal(output, results[0][0])
+        assert_equal(gradient, results[0][1], "input gradient")
+        assert gradient.abs().max() > 1e-3
 
 
 def test_two_wrappers_in_two_threads_take_turns_of_their_own():
