@@ -19,8 +19,8 @@ Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the orig
 
 
 def _alias(_: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors over the same memory, each with a version counter of its own."""
-    return tuple([tensor.data for tensor in tensors])
+    """Return tensors over the same memory, which share the version counters."""
+    return tuple([tensor.detach() for tensor in tensors])
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:

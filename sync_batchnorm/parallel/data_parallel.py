@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from ..backends.streams import current_stream, entered
 from ..refusals import check_module, warn_once
-from ..torch_private import names_of_modules, plain_tensors
+from ..torch_private import plain_tensors
 from .copies import replicate
 from .random_states import RandomStates
 from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
@@ -146,8 +145,9 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(replicas) == 1:
             work(0)
             return outputs
-        run, states = getattr(replicas[0], "_sync_run", None), None
-        if run is not None and len(streams) < len(devices):
+        run, states, shares = getattr(replicas[0], "_sync_run", None), None, len(streams) < len(devices)
+        versions = _versions(self.module) if shares else {}
+        if run is not None and shares:
             ids = [replica._sync_run.replica_id for replica in replicas]
             states = RandomStates(dict(zip(ids, devices, strict=True)))
             run.coordinator.take_turns(ids, states.save, states.restore)
@@ -162,8 +162,12 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         finally:
             if states is not None:
                 states.restore_caller()
-        if len(streams) < len(devices):
-            _watch_shared_parameters(self.module, replicas, tensors_in((inputs, kwargs)), outputs)
+        if shares and versions != (now := _versions(self.module)):
+            warn_once(
+                f"forward() modified parameters {[name for name in now if now[name] != versions[name]]} in place; each "
+                f"of the {len(replicas)} replicas, which share their memory, repeated the change; make it a buffer, or "
+                "change it outside of the forward"
+            )
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
@@ -176,45 +180,6 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return gather(outputs, device, self.dim)
 
 
-def _watch_shared_parameters(
-    original: nn.Module, replicas: Sequence[Any], inputs: Sequence[torch.Tensor], outputs: Sequence[Any]
-) -> None:
-    """Warn of parameters that a forward pass has changed in place, and let backward passes notice later changes.
-
-    Replicas on one device alias the same memory but have separate version counters.
-    """
-    modules = {name: module for module, name in names_of_modules(original).items()}
-    changed, shared, sources = set(), [], list(inputs)
-    for replica in replicas:
-        for module, prefix in names_of_modules(getattr(replica, "_sync_replica", replica)).items():
-            for name, alias in module.__dict__.get("_sync_parameters", {}).items():
-                parameter = modules[prefix]._parameters[name]
-                if (
-                    parameter is None
-                    or alias.is_inference()
-                    or parameter.is_inference()
-                    or alias.device != parameter.device
-                ):
-                    continue
-                if alias._version:
-                    changed.add(f"{prefix}.{name}".strip("."))
-                # Detached, with the same counter: a replica may return an alias, whose hook must not refer to its node.
-                shared.append((alias.detach(), parameter, parameter._version))
-                sources.append(alias)
-
-    def notice(_: Any) -> None:
-        increment_version([alias for alias, parameter, version in shared if parameter._version != version])
-
-    def watch(tensors: Sequence[torch.Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(notice)  # type: ignore[no-untyped-call]
-
-    watch(tensors_in(outputs))
-    for node in {tensor.grad_fn for tensor in sources if tensor.grad_fn is not None}:
-        node.register_prehook(watch)  # gradients that a replica gives to them may be differentiated again
-    if changed:
-        warn_once(
-            f"forward() modified parameters {sorted(changed)} in place; each of the {len(replicas)} replicas, which "
-            "share their memory, repeated the change; make it a buffer, or change it outside of the forward"
-        )
+def _versions(module: nn.Module) -> dict[str, int]:
+    """Return the version of each parameter, which all that share its memory move on when they change it in place."""
+    return {name: 0 if own.is_inference() else own._version for name, own in module.named_parameters()}
