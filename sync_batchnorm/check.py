@@ -20,6 +20,9 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
     Call it on the wrapped model, in training mode. The error also names layers that are in eval mode on purpose, like
     those of a frozen backbone. A wrapper of one device is fine: one replica has the whole batch.
 
+    Example:
+        >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
+
     Args:
         model: the wrapper, or whatever contains it.
         replicas: the minimum number of replicas that a wrapper must make of a large batch; None for any.

@@ -66,6 +66,11 @@ def convert_model(
     modules, parameters, buffers, hooks, flags and attributes are the same objects as before, also in an optimizer.
     Layers that are already synchronized do not change, nor do their options. `revert_model` is the inverse.
 
+    Example:
+        >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> type(model[1]).__name__
+        'SynchronizedBatchNorm2d'
+
     Args:
         module: the model, or a single layer.
         classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it, such

@@ -228,6 +228,10 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     statistics and the counter of the wrapped module are updated in place, once for each call, with the unbiased
     variance.
 
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
+        >>> output = DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3, 5, 5))
+
     Args:
         num_features: C.
         eps: added to the variance.

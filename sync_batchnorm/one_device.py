@@ -38,6 +38,10 @@ def assert_matches_one_device(
     Two copies of the model, in its modes, run a forward and a backward pass on the CPU, in float64 and without dropout.
     The model and all random states stay as they are. A hook that writes elsewhere also does so for the copies.
 
+    Example:
+        >>> model = convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8)))
+        >>> assert_matches_one_device(model, torch.randn(6, 3), loss=lambda output: output.square().mean())
+
     Args:
         model: the model, converted or not. Of a wrapper, its module.
         inputs: the whole batch, in trees of tensors, which are cut into chunks as by a `DataParallel`.

@@ -175,6 +175,10 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     replica's traceback as text. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
     runs: no replicas, no threads, no callbacks.
 
+    Example:
+        >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
+        >>> output = parallel(torch.randn(4, 8, 5, 5))
+
     Args:
         module: the module to run in parallel. It must live on the first of `device_ids`.
         device_ids: one entry for each replica, as integers, strings or `torch.device`. They may name the CPU and repeat
@@ -218,6 +222,9 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
     Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
     subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
     changes nothing, not even the timeout.
+
+    Example:
+        >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
     Args:
         data_parallel: the object to patch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import re
@@ -98,6 +99,21 @@ def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch
                 if str(error.name).partition(".")[0] not in OPTIONAL:
                     raise
                 pytest.skip(f"the code of line {block.line} needs {error.name}, which is not installed")
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SynchronizedBatchNorm", "convert_model", "DataParallelWithCallback", "patch_replication_callback"),
+        *("assert_synchronized", "assert_matches_one_device"),
+    ],
+)
+def test_example_of_a_docstring_runs(name: str):
+    names = {"torch": torch, "nn": torch.nn, **vars(sync_batchnorm)}
+    (example,) = doctest.DocTestFinder(recurse=False).find(getattr(sync_batchnorm, name), name, globs=names)
+    assert example.examples
+    assert not doctest.DocTestRunner().run(example).failed
 
 
 def test_blocks_of_a_page_say_what_they_are(page: Path):
