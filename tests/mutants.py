@@ -2,21 +2,15 @@
 
 A mutant is a small change that a test should notice: another comparison, operator or constant, an exchange of
 arguments, a condition that always or never holds, a statement or lock that is gone; never in texts and annotations.
-Each mutant of a random sample is tried in a copy of the repository, with the tests that run its statement, on the CPU
-and on simulated GPUs. Prints each mutant and how it ended; exits with 1 if fewer than 95 of 100 have died.
-
-Which tests run what is recorded before, by this file as a plugin of pytest, in a copy whose bytecode notes each
-statement before it runs, so that all threads are seen, also those of autograd. What other processes run counts for all
-tests of the file that has started them, and what runs at import for all that run something of the same file.
+Each mutant of a random sample is tried in a copy of the repository, on the CPU and on simulated GPUs: first with all
+tests of the files and folders that are named like its file, then with the quick tests of the others. Prints each mutant
+and how it ended; exits with 1 if fewer than 95 of 100 have died.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib._bootstrap_external as bootstrap
-import importlib.util
-import json
 import os
 import random
 import shutil
@@ -24,11 +18,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "out", "venv")  # is not part of a copy
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4")}  # with the options of pytest
 JOBS = os.cpu_count() or 1
-BUDGET = 200.0  # seconds of tests for a mutant, in each place, after those of its own file
+LIMIT = 1200.0  # seconds, after which tests that hang are killed
 # Mutants that were read, as they are printed but for the line, and why no test can notice them.
 EQUIVALENT: dict[str, str] = {
     "layers.py: _SynchronizedBatchNorm._check_input: `1` -> `2`": "any number of rows makes torch raise the error",
@@ -81,7 +75,6 @@ class Mutant(NamedTuple):
     line: int
     change: str
     source: str  # of the file, with the change
-    statement: str  # as "file:line", or "file:" if it runs at import
 
     def __str__(self) -> str:
         return f"{self.file}: {self.change}"
@@ -153,11 +146,8 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
             known.add(changed)
             outer = (parent, *around)
             names = [part.name for part in reversed(outer) if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
-            statement = next(i for i, part in enumerate(outer) if isinstance(part, ast.stmt))
-            in_function = any(isinstance(part, ast.FunctionDef) for part in outer[statement + 1 :])
-            covered = f"{file}:{outer[statement].lineno if in_function else ''}"
             change = f"{'.'.join(names) or 'module'}: `{' '.join(before.split())}` -> `{text}`"
-            yield Mutant(file, node.lineno, change, changed, covered)
+            yield Mutant(file, node.lineno, change, changed)
 
 
 def all_mutants() -> list[Mutant]:
@@ -167,149 +157,51 @@ def all_mutants() -> list[Mutant]:
     return [mutant for file, source in files.items() for mutant in mutants_of(file, source)]
 
 
-# The plugin of pytest, in a copy of the repository.
-
-CHOSEN = ROOT / "chosen.json"  # the tests to run, in this order; without this file, all run and are recorded
-_own_process = 0 if "PYTEST_CURRENT_TEST" in os.environ else os.getpid()  # not that of a program that a test starts
-_seen: set[str] = set()
-_test = ""
+# The tests.
 
 
-def _write(*entry: Any) -> None:
-    with (ROOT / f"recorded.{os.getpid()}").open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+def tests_for(file: str) -> tuple[list[str], list[str]]:
+    """Return the files of tests that are, or whose folder is, named like a file of the package; and the others."""
+    names = {part.strip("_") for part in Path(file).with_suffix("").parts}
+    near: list[str] = []
+    far: list[str] = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        is_near = names & {path.parent.name, path.stem.removeprefix("test_")}
+        (near if is_near else far).append(str(path.relative_to(ROOT)))
+    return near, far
 
 
-def ran(statement: str) -> None:
-    """Note that a statement runs, the first time in each test: at once, as a process may end in any way."""
-    global _test
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # which pytest sets, and processes inherit
-    if test != _test:
-        _test = test
-        _seen.clear()
-    if test and statement not in _seen:
-        _seen.add(statement)
-        _write(statement, test if os.getpid() == _own_process else test.partition("::")[0])
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    if not CHOSEN.exists():
-        _write(report.nodeid, report.when, report.outcome == "passed", report.duration)
-
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    if CHOSEN.exists():
-        order = {test: number for number, test in enumerate(json.loads(CHOSEN.read_text()))}
-        items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
-
-
-def note_statements(root: Path) -> None:
-    """Give the package of a copy the bytecode that calls `ran` in front of each statement."""
-    for path in (root / "sync_batchnorm").rglob("*.py"):
-        source, file = path.read_bytes(), path.relative_to(root / "sync_batchnorm").as_posix()
-        tree = ast.parse(source)
-        for node in list(ast.walk(tree)):
-            for field, value in ast.iter_fields(node):
-                if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                    setattr(node, field, [new for statement in value for new in _noted(statement, file)])
-        code = compile(tree, str(path), "exec", dont_inherit=True)
-        target = Path(importlib.util.cache_from_source(str(path)))
-        target.parent.mkdir(exist_ok=True)
-        hashed = importlib.util.source_hash(source)
-        target.write_bytes(bootstrap._code_to_hash_pyc(code, hashed, checked=False))
-
-
-def _noted(statement: ast.stmt, file: str) -> list[ast.stmt]:
-    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    if is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
-        return [statement]
-    call = ast.parse(f"__import__('mutants').ran('{file}:{statement.lineno}')").body[0]
-    for part in ast.walk(call):
-        ast.copy_location(part, statement)
-    return [call, statement]
-
-
-class Record(NamedTuple):
-    """What the tests of one place have run."""
-
-    seconds: dict[str, float]  # by test that has passed
-    tests: dict[str, set[str]]  # by statement; also whole files of tests
-
-    def covering(self, statement: str) -> tuple[list[str], list[str]]:
-        """Return the tests to try: those of the file and the folder of the statement, and some of the others."""
-        reached = [
-            key for key in self.tests if key == statement or (statement[-1] == ":" and key.startswith(statement))
-        ]
-        names = set().union(*(self.tests[key] for key in reached))
-        found = [test for test in self.seconds if test in names or test.partition("::")[0] in names]
-        found.sort(key=lambda test: (self.seconds[test], test))
-        cases = defaultdict[str, Iterator[int]](count)
-        found.sort(key=lambda test: next(cases[test.partition("[")[0]]))  # one case of each function before the next
-        files = [f"/test_{part.removesuffix('.py')}.py::" for part in statement.partition(":")[0].split("/")]
-        nearest = [test for test in found if any(file in test for file in files)]
-        others = [test for test in found if test not in nearest]
-        sums = accumulate(self.seconds[test] for test in others)
-        return nearest, [test for test, total in zip(others, sums, strict=True) if total <= BUDGET or test == others[0]]
-
-
-def run_pytest(root: Path, *arguments: str, limit: float | None = None) -> tuple[int, str]:
-    """Run pytest in a copy, with this plugin; return its exit status and output. At the limit, in seconds, kill it."""
-    env = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", *arguments]
+def run_pytest(root: Path, *arguments: str) -> str:
+    """Run pytest in a copy up to the first failure; return its line, or an empty text if there is none."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *arguments]
+    env = os.environ | {"PYTHONPATH": str(root)}
     with (root / "output").open("w") as file:
         process = subprocess.Popen(command, cwd=root, env=env, stdout=file, stderr=file, start_new_session=True)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(limit)
+        process.wait(LIMIT)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # with the programs that tests have started
-    return process.wait(), (root / "output").read_text()
+    if process.wait() in (0, 5):  # 5 if no test is for this place
+        return ""
+    lines = (root / "output").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"status {process.returncode}")
 
 
-def record(place: str, marks: str) -> Record:
-    """Run all tests, and return which of them run what."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT, folder, ignore=IGNORED, dirs_exist_ok=True)
-        note_statements(Path(folder))
-        status, output = run_pytest(Path(folder), "-n", str(JOBS), "-m", marks, *PLACES[place])
-        if status not in (0, 1):
-            sys.exit(f"The tests cannot be recorded:\n{output[-3000:]}")
-        entries = [json.loads(line) for path in Path(folder).glob("recorded.*") for line in path.open()]
-    tests, reports = defaultdict[str, set[str]](set), defaultdict[str, dict[str, Any]](dict)
-    for name, key, *report in entries:
-        if report:
-            reports[name][key] = report
-        else:
-            tests[name].add(key)
-    ended = {test: [sum(column) for column in zip(*phases.values(), strict=True)] for test, phases in reports.items()}
-    seconds = {test: duration for test, (passed, duration) in ended.items() if passed == 3}  # set up, called, torn down
-    print(
-        f"{place}: {len(seconds)} tests have passed and are recorded, {len(ended) - len(seconds)} have not", flush=True
-    )
-    return Record(seconds, tests)
-
-
-def end_of(mutant: Mutant, records: dict[str, Record], base: Path) -> tuple[str, str]:
-    """Try a mutant; return how it ended, and by which test or after how many."""
+def end_of(mutant: Mutant, base: Path) -> tuple[str, str]:
+    """Try a mutant; return how it ended, and why."""
     if str(mutant) in EQUIVALENT:
         return "equivalent", EQUIVALENT[str(mutant)]
-    passed = []
-    for place, found in records.items():
-        # The nearest are enough for most mutants, and each further file takes time to import.
-        for tests in filter(None, found.covering(mutant.statement)):
-            tests.sort(key=lambda test: test.partition("::")[0])
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                root = Path(folder) / "copy"
-                shutil.copytree(base, root)
-                (root / "sync_batchnorm" / mutant.file).write_text(mutant.source)
-                (root / CHOSEN.name).write_text(json.dumps(tests))
-                options = ["-m", "slow or not slow", "-x", "-n", "0", *PLACES[place]]
-                limit = 60 + 10 * sum(found.seconds[test] for test in tests)
-                status, output = run_pytest(root, *options, *{test.partition("::")[0] for test in tests}, limit=limit)
-            if status:
-                failures = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return "killed", f"by {[*failures, f'status {status}'][0]} ({place})"
-            passed.append(f"{len(tests)} tests passed ({place})")
-    return ("survived" if passed else "not covered"), "; ".join(passed)
+    near, far = tests_for(mutant.file)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        root = Path(folder) / "copy"
+        shutil.copytree(base, root)
+        (root / "sync_batchnorm" / mutant.file).write_text(mutant.source)
+        for marks, files in (("slow or not slow", near), ("not slow", far)):
+            for place, options in PLACES.items():
+                failure = run_pytest(root, "-m", marks, *options, *files) if files else ""
+                if failure:
+                    return "killed", f"by {failure} ({place})"
+    return "survived", ""
 
 
 def main() -> int:
@@ -317,20 +209,18 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=100, metavar="N", help="how many mutants to try (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the choice (default: 1)")
     parser.add_argument("--file", default="", help="only mutants whose file, function or change contains this")
-    parser.add_argument("--quick", action="store_true", help="with the tests of the quick suite only")
     options = parser.parse_args()
     mutants = [mutant for mutant in all_mutants() if options.file in str(mutant)]
     chosen = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
     print(f"{len(mutants)} mutants, of which {len(chosen)} are tried, with seed {options.seed}", flush=True)
-    marks = "not slow" if options.quick else "slow or not slow"
-    records = {place: record(place, marks) for place in PLACES}
     counts = Counter[str]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         base = Path(folder)
         shutil.copytree(ROOT, base, ignore=IGNORED, dirs_exist_ok=True)
-        run_pytest(base, "-n", "0", "--collect-only")  # makes the bytecode of all tests
-        ends = pool.map(lambda mutant: end_of(mutant, records, base), chosen)
-        for mutant, (end, detail) in zip(chosen, ends, strict=True):
+        for place in PLACES.values():
+            if failure := run_pytest(base, *place):
+                sys.exit(f"The tests fail without a mutant: {failure}")
+        for mutant, (end, detail) in zip(chosen, pool.map(lambda mutant: end_of(mutant, base), chosen), strict=True):
             counts[end] += 1
             print(f"{end:11} {mutant.file}:{mutant.line}: {mutant.change}\n            {detail}", flush=True)
     print(f"{counts['killed']} of {len(chosen) - counts['equivalent']} that are not equivalent died: {dict(counts)}")

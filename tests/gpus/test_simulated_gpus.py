@@ -9,7 +9,6 @@ import pytest
 import simulated_gpus
 import torch
 from simulated_gpus import recording, reports
-from simulated_gpus.free import costing_nothing
 from torch import nn
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
@@ -275,30 +274,6 @@ def test_operator_that_has_no_kernel_is_named():
     with pytest.raises(NotImplementedError, match="simulated GPUs have no kernel for aten::_thnn_fused_lstm_cell"):
         nn.LSTMCell(3, 4).cuda()(x)
     assert nn.RNN(3, 4).cuda()(x.unsqueeze(0))[0].is_cuda
-
-
-# Kernels that cost nothing, for benchmarks
-
-
-def results_of(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return values, views, lists, sizes and copies."""
-    views = [x.transpose(0, 1)[1:], x.view(-1).add_(2), *x.unbind(), *x.split(1, 1)]
-    values = [x + 1, x.double() + x, x > 0, torch.stack([x, x], 1), torch.cat([x, x])]
-    sizes = [x.sum((0, 2)), *torch.var_mean(x, 1), torch.empty_like(x), x.to(torch.float16)]
-    return [*views, *values, *sizes, x.to(f"cuda:{DEVICES - 1}"), x.cpu(), torch.ones(3).to("cuda")]
-
-
-def test_kernels_that_cost_nothing_return_tensors_of_the_same_kind():
-    def kinds() -> list[tuple[object, ...]]:
-        return [(t.device, t.dtype, t.shape, t.stride(), t.storage_offset()) for t in results_of(x)]
-
-    x = torch.randn(2, 3, 4, device="cuda")
-    expected = kinds()
-    with costing_nothing(), recording() as ran:
-        for _ in range(2):  # as it is run first, and then as it is known
-            assert kinds() == expected
-    assert ran.launches == 0
-    assert torch.equal((torch.ones(3, device="cuda") + 1).cpu(), torch.full((3,), 2.0))
 
 
 @two_devices

@@ -174,34 +174,14 @@ def test_signatures_in_the_reference_are_those_of_the_code(name: str):
     assert all(signature.startswith((f"{name}(", f"{name}.")) for signature in signatures)
 
 
-def drawn_calls(drawing: str, column: slice) -> list[str]:
-    """Return the calls in one column of a drawing, as patterns of stacks: each with those above that are indented less.
-
-    The drawing may leave out callers in between.
-    """
-    stacks: list[list[str]] = []
-    for line in drawing.splitlines():
-        file, name = re.search(r"[\w/]+\.py", line), re.search(r"[a-zA-Z_][\w.]*", line[column])
-        if file and name and name[0] != file[0]:
-            above = stacks[-1][: name.start() // 2] if stacks else []
-            stacks.append([*above, rf"<{file[0]}:([^>]*\.)?{re.escape(name[0])}>"])
-    return [".*".join(stack) + "$" for stack in stacks]
-
-
-def stacks_of_a_step() -> list[list[str]]:
-    """Return the calls inside of the package in a training step: in this thread, of the master, and of the slave."""
-    calls: dict[threading.Thread, list[str]] = {}
-    package = Path(sync_batchnorm.__file__).parent
+def calls_of_a_step() -> set[str]:
+    """Return which functions of the package a training step on two replicas calls, as "file:name"."""
+    calls, package = set(), Path(sync_batchnorm.__file__).parent
 
     def note(frame: Any, event: str, _: Any) -> None:
-        stack = ""
-        while frame is not None and event == "call":
-            path = Path(frame.f_code.co_filename)
-            if package in path.parents:
-                stack = f"<{path.relative_to(package).as_posix()}:{frame.f_code.co_qualname}>{stack}"
-            frame = frame.f_back
-        if stack:
-            calls.setdefault(threading.current_thread(), []).append(stack)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and package in path.parents:
+            calls.add(f"{path.relative_to(package).as_posix()}:{frame.f_code.co_qualname}")
 
     parallel = sync_batchnorm.DataParallelWithCallback(sync_batchnorm.SynchronizedBatchNorm2d(3), ["cpu"] * 2)
     threading.setprofile(note)
@@ -211,28 +191,23 @@ def stacks_of_a_step() -> list[list[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    own = calls.pop(threading.current_thread())
-    return [own, *sorted(calls.values(), key=lambda stacks: "run_slave" in str(stacks))]
+    return calls
 
 
-def test_drawings_of_a_step_are_what_runs_on_two_replicas():
+def test_drawings_of_a_step_name_what_runs_on_two_replicas():
+    called = calls_of_a_step()
     drawings = [block.code for block in blocks_of(ROOT / "docs" / "how-it-works.md") if ".py" in block.code]
-    forward, replicas, backward = drawings
-    right = replicas.index("replica 1")
-    master, slave = (drawn_calls(replicas, column) for column in (slice(right), slice(right, replicas.index("file"))))
-    own = [call for drawing in (forward, backward) for call in drawn_calls(drawing, slice(None))]
-    assert sum(drawing.count(".py") for drawing in drawings) == len(own) + len(master)
-    assert len(slave) == 9
-    for drawn, met in zip((own, master, slave), stacks_of_a_step(), strict=True):
-        rest = iter(met)
-        for call in drawn:
-            assert any(re.search(call, stack) for stack in rest), f"the code has no call {call}, or has it earlier"
+    drawn = re.findall(r"^(.+) ([\w/]+\.py)", "".join(drawings), re.MULTILINE)
+    assert len(drawn) > 30
+    for names, file in drawn:
+        for name in re.findall(r"(?:^|  )(\w[\w.]*)", names):
+            assert any(re.fullmatch(rf"{file}:(.*\.)?{re.escape(name)}", call) for call in called), f"{name} in {file}"
 
 
 def test_files_that_the_inner_pages_name_exist():
-    files = {file.name for folder in ("sync_batchnorm", "tests", "docs") for file in (ROOT / folder).rglob("*.py")}
+    files = {file.name for pattern in ("*.py", "*/**/*.py") for file in ROOT.glob(pattern)}
     for page in (ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "contributing.md"):
-        named = set(re.findall(r"\b(\w+\.py)\b", page.read_text(encoding="utf-8"))) - {"setup.py"}
+        named = set(re.findall(r"\b(\w+\.py)\b", page.read_text(encoding="utf-8")))
         assert named <= files, f"{relative(page)}: no such files {sorted(named - files)}"
 
 

@@ -145,7 +145,7 @@ def test_code_of_a_user_runs():
 
 
 TOP_LEVEL = {
-    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "LICENSE", "README.md"),
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "LICENSE", "README.md", "noxfile.py"),
     *("docs", "pyproject.toml", "setup.py", "sync_batchnorm", "tests"),
 }
 PICTURES = {".png", ".svg", ".gif", ".jpg"}

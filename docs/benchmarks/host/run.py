@@ -29,9 +29,9 @@ simulated_gpus.simulate(8)  # before torch is imported, and so before what is im
 
 import torch
 from common import import_torchvision
+from free import costing_nothing, use_streams_of_torch
 from harness import environment, take_core
 from simulated_gpus import recording
-from simulated_gpus.free import costing_nothing, use_streams_of_torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import run  # simulates GPUs, so it comes before torch
 import torch
 from common import import_torchvision
+from free import costing_nothing, use_streams_of_torch
 from harness import environment, take_core
-from simulated_gpus.free import costing_nothing, use_streams_of_torch
 from torch import nn
 
 LAYERS = "a layer"  # of several in a row, without the making of replicas

@@ -1,4 +1,4 @@
-"""Kernels, copies and streams that cost nothing, under torch's own Python for streams: for benchmarks, not for tests.
+"""Kernels, copies and streams that cost nothing on simulated GPUs, under torch's own Python for streams.
 
 What is left is what the host pays on real GPUs apart from the driver: Python, the dispatcher and autograd of torch.
 """
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
 from simulated_gpus import devices
 from simulated_gpus.install import native
 
