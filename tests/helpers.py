@@ -96,6 +96,19 @@ def saved_bytes(output: Tensor) -> int:
     return sum(sizes.values())
 
 
+class Net(nn.Module):
+    """A module of the given attributes, whose forward is a function of itself and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class WithPipe(nn.Module):
     """A module of a user's own whose replicas are connected, for `sync_moments` in its forward."""
 

@@ -6,25 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import FORMATS, as_devices, assert_equal, assert_same_step, doubles, randomize, twins
+from helpers import FORMATS, Net, as_devices, assert_equal, assert_same_step, doubles, randomize, twins
 from torch import nn
 from torch.autograd import forward_ad
 
 from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
 
 
-class Conditional(nn.Module):
+def conditional(net, input):
     """Makes a parameter of its layer from the first row of the input, where that begins with a positive number."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.bn, self.name = nn.BatchNorm1d(3), name
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, input):
-        if input[0, 0] > 0:
-            setattr(self.bn, self.name, getattr(self.bn, self.name) * (self.scale * input[0]).exp())
-        return self.bn(input)
+    if input[0, 0] > 0:
+        setattr(net.bn, net.name, getattr(net.bn, net.name) * (net.scale * input[0]).exp())
+    return net.bn(input)
 
 
 @pytest.mark.parametrize("own", ["weight", "bias", None])
@@ -47,21 +40,15 @@ def test_copies_of_ones_own_may_share_some_parameters(own):
         assert_equal(one, other)
 
 
-class FastWeight(nn.Module):
+def fast_weight(net, input):
     """Trains a weight of each replica, which begins as that of the layer, in its memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        self.bn.weight = self.bn.weight.detach().requires_grad_()
-        return self.bn(input)
+    net.bn.weight = net.bn.weight.detach().requires_grad_()
+    return net.bn(input)
 
 
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
-    _, parallel = twins(FastWeight().double(), devices)
+    _, parallel = twins(Net(fast_weight, bn=nn.BatchNorm1d(3)).double(), devices)
     data, grad = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
     parts = [(part.to(device),) for part, device in zip(data.chunk(3), as_devices(devices), strict=True)]
@@ -79,7 +66,9 @@ def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
 @pytest.mark.parametrize("devices", device_lists(2, 4))
 def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
     # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
-    plain, parallel = twins(Conditional(name).double(), devices)
+    plain, parallel = twins(
+        Net(conditional, bn=nn.BatchNorm1d(3), name=name, scale=nn.Parameter(torch.randn(3))).double(), devices
+    )
     rows = 3
     data = doubles(len(devices) * rows, 3, devices=devices).abs()
     data[:rows] *= -1 if makers == "others" else 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal
+from helpers import Net, assert_equal
 from scripted import (
     WRAPPERS,
     OneThread,
@@ -238,16 +238,9 @@ def test_replicas_that_diverge_are_named_with_their_layers(wrap, what, replica):
     assert_next_forward_is_right(parallel, calls)
 
 
-class Disagreeing(nn.Module):
+def disagreeing(net, x: Tensor, replica: Tensor) -> Tensor:
     """Changes a layer without parameters, or its input, in the last replica."""
-
-    def __init__(self, change: Callable[[SynchronizedBatchNorm, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.bn = SynchronizedBatchNorm(4, affine=False, track_running_stats=False)
-        self.change = change
-
-    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
-        return self.bn(self.change(self.bn, x) if int(replica[0]) == R - 1 else x)
+    return net.bn(net.change(net.bn, x) if int(replica[0]) == R - 1 else x)
 
 
 def _sets(name: str, value: Any) -> Callable[[SynchronizedBatchNorm, Tensor], Tensor]:
@@ -270,7 +263,9 @@ def _sets(name: str, value: Any) -> Callable[[SynchronizedBatchNorm, Tensor], Te
     ids=["channels", "dimensions", "dtype", "eps", "eps_mode"],
 )
 def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
-    parallel = wrap(Disagreeing(change))
+    parallel = wrap(
+        Net(disagreeing, bn=SynchronizedBatchNorm(4, affine=False, track_running_stats=False), change=change)
+    )
     text = (
         r"(?s)inputs with the same dtype, device type.*but got \(2, 4\) of torch.float64 \(eps=1e-05\) on cpu "
         rf"in replica 0.*{odd} on cpu in replica 2; give"

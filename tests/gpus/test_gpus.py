@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
 from helpers import (
+    Net,
     TwoLayers,
     are_distinct_gpus,
     as_devices,
@@ -128,22 +129,18 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=r
     assert_same_state(parallel, plain)
 
 
-class Checkpointed(nn.Module):
+def checkpointed(self, input):
     """Recomputes its net in the backward, or does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.recomputes = TwoLayers(), True
-
-    def forward(self, input):
-        return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
+    return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "both", "penalty", "checkpoint"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(2, 4))
 def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
-    plain, parallel = twins((Checkpointed() if what == "checkpoint" else TwoLayers()).double(), devices)
+    plain, parallel = twins(
+        (Net(checkpointed, net=TwoLayers(), recomputes=True) if what == "checkpoint" else TwoLayers()).double(), devices
+    )
     plain.recomputes = False  # A plain layer would count its statistics twice.
     where = what if what in ("forward", "backward") else "both"
     streams = side_streams(devices, side)
@@ -252,21 +249,15 @@ def test_outputs_on_side_streams_are_those_of_one_gpu(devices, side, records):
             assert_same_state(wrapper, plain)
 
 
-class Stateless(nn.Module):
+def stateless(net, input):
     """Keeps no running statistics, so that several calls of it may run at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3, track_running_stats=False)
-
-    def forward(self, input):
-        return torch.tanh(self.bn(input))
+    return torch.tanh(net.bn(input))
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))
 def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
-    plain, parallel = twins(Stateless().double(), devices)
+    plain, parallel = twins(Net(stateless, bn=nn.BatchNorm2d(3, track_running_stats=False)).double(), devices)
     batches = [doubles(9, 3, 4, 5, devices=devices) for _ in range(2)]
     sides = [side_streams(devices, "all") for _ in batches]
     outputs = [None, None]
@@ -299,15 +290,14 @@ class Bag:
         return iter(self.items)
 
 
-class InBag(nn.Module):
-    def forward(self, input):
-        return Bag([input + 1])
+def in_bag(net, input):
+    return Bag([input + 1])
 
 
 @pytest.mark.parametrize("devices", gpu_lists(2))
 def test_outputs_in_a_class_of_the_users_own_are_gathered(devices):
     data = torch.randn(4, 3, device="cuda:0")
-    output = DataParallelWithCallback(InBag(), devices)(data)
+    output = DataParallelWithCallback(Net(in_bag), devices)(data)
     assert type(output) is Bag
     assert torch.equal(output.items[0].cpu(), data.cpu() + 1)
 
@@ -352,19 +342,13 @@ def test_groups_are_normalized_apart(devices):
     assert_equal(model.running_var, plain.running_var, "running variance")
 
 
-class DifferentiatesFirst(nn.Module):
+def differentiates_first(net, input, batch, grad):
     """Takes a gradient in the forward of one replica, by a batch from which all replicas have their parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-
-    def forward(self, input, batch, grad):
-        output = self.bn(input)
-        if grad is not None:
-            self.found += torch.autograd.grad(output, batch, grad, create_graph=self.create_graph)
-            self.differentiated.set()
-        return output.detach()
+    output = net.bn(input)
+    if grad is not None:
+        net.found += torch.autograd.grad(output, batch, grad, create_graph=net.create_graph)
+        net.differentiated.set()
+    return output.detach()
 
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
@@ -378,7 +362,7 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
     So what the backward needs at the place of a replica must not be left to the thread of that replica, which here does
     not go on before another one has differentiated.
     """
-    plain, parallel = twins(DifferentiatesFirst().double(), devices)
+    plain, parallel = twins(Net(differentiates_first, bn=nn.BatchNorm2d(3)).double(), devices)
     module = parallel.module
     module.create_graph, module.differentiated, module.found = create_graph, threading.Event(), []
 
@@ -407,15 +391,12 @@ def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchang
 
 @pytest.mark.parametrize("on_cpu", [0, 1])
 def test_replicas_of_which_one_normalizes_on_the_cpu_are_told(on_cpu):
-    class Moves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    def moves(net, input, replica):
+        return net.bn(input.cpu() if replica[0] == on_cpu else input)
 
-        def forward(self, input, replica):
-            return self.bn(input.cpu() if replica[0] == on_cpu else input)
-
-    parallel = DataParallelWithCallback(convert_model(Moves()), [0, 0])
+    parallel = DataParallelWithCallback(
+        convert_model(Net(moves, bn=nn.BatchNorm1d(3, affine=False, track_running_stats=False))), [0, 0]
+    )
     places = ["cpu", "cuda:0"] if on_cpu == 0 else ["cuda:0", "cpu"]
     text = rf"inputs with the same dtype, device type.* {places[0]} in replica 0.* {places[1]} in replica 1; give"
     with pytest.raises(ValueError, match=text):

@@ -10,6 +10,7 @@ import torch
 from conftest import device_lists, usual_kernels
 from helpers import (
     FORMATS,
+    Net,
     TwoLayers,
     WithPipe,
     as_devices,
@@ -241,19 +242,14 @@ def test_batched_gradients_are_those_of_torch(devices):
     assert_equal(actual, expected)
 
 
-class Offloading(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input):
-        with torch.autograd.graph.save_on_cpu():
-            return self.inner(input)
+def offloading(net, input):
+    with torch.autograd.graph.save_on_cpu():
+        return net.inner(input)
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_saved_tensors_may_be_kept_elsewhere(devs, where):
-    plain, parallel = twins((Offloading(TwoLayers()) if where == "inside" else TwoLayers()).double(), devs)
+    plain, parallel = twins((Net(offloading, inner=TwoLayers()) if where == "inside" else TwoLayers()).double(), devs)
     with torch.autograd.graph.save_on_cpu() if where == "around" else nullcontext():
         assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
 
@@ -265,25 +261,18 @@ def test_anomaly_mode_has_nothing_to_say(devs):
         assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
 
 
-class Differentiating(nn.Module):
+def differentiating(net, input):
     """Takes a gradient through its layer in the forward of each replica, all of them at once."""
-
-    def __init__(self, create_graph):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-        self.create_graph = create_graph
-
-    def forward(self, input):
-        input = input.detach().requires_grad_()
-        output = self.bn(input)
-        (grad,) = torch.autograd.grad(output, input, torch.cos(input.detach()), create_graph=self.create_graph)
-        return output + grad
+    input = input.detach().requires_grad_()
+    output = net.bn(input)
+    (grad,) = torch.autograd.grad(output, input, torch.cos(input.detach()), create_graph=net.create_graph)
+    return output + grad
 
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
-    plain, parallel = twins(Differentiating(create_graph).double(), devices)
+    plain, parallel = twins(Net(differentiating, bn=nn.BatchNorm2d(3), create_graph=create_graph).double(), devices)
     data = doubles(6, 3, 4, 5, devices=devices)
     size, grads = 6 // len(devices), []
     input = data.clone().requires_grad_()
@@ -295,24 +284,18 @@ def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
         assert_equal(parallel(data).detach(), (output + torch.cat(grads)).detach())
 
 
-class DifferentiatingTwice(nn.Module):
+def differentiating_twice(net, input):
     """Takes the gradient of a gradient through its layer in the forward of each replica, all of them at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-
-    def forward(self, input):
-        input = input.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(self.bn(input), input, torch.cos(input.detach()), create_graph=True)
-        return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
+    input = input.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(net.bn(input), input, torch.cos(input.detach()), create_graph=True)
+    return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
 
 
 @pytest.mark.watchdog(120)
 @pytest.mark.parametrize("times", [50, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, times):
-    plain, parallel = twins(DifferentiatingTwice().double(), devices)
+    plain, parallel = twins(Net(differentiating_twice, bn=nn.BatchNorm2d(3)).double(), devices)
     data = doubles(4, 3, 2, 3, devices=devices)
     input, expected = data.clone().requires_grad_(), []
     output = plain.bn(input)

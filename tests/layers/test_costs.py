@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from conftest import KERNELS, device_lists
-from helpers import FORMATS, as_devices, run_parts, saved_bytes, twins
+from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -116,23 +116,16 @@ def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     assert sorted(layers) == ["0"] * replicas + ["1"] * replicas
 
 
-class Offset(nn.Module):
+def offset_forward(net, input, offset):
     """Adds to its input what it is told, in each replica another number; keeps the number of its thread."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(4)
-        self.threads = {}
-
-    def forward(self, input, offset):
-        self.threads[threading.get_ident()] = float(offset[0])
-        return self.bn(input + float(offset[0]))
+    net.threads[threading.get_ident()] = float(offset[0])
+    return net.bn(input + float(offset[0]))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("offsets", [(0, 0), (1000, 0), (0, 1000), (1000, 1000)], ids=str)
 def test_each_replica_whose_mean_is_large_makes_exact_statistics_in_its_thread(offsets, kind, monkeypatch):
-    _, parallel = twins(Offset(), ["cpu"] * 2)
+    _, parallel = twins(Net(offset_forward, bn=nn.BatchNorm2d(4), threads={}), ["cpu"] * 2)
     made, exact_moments = [], cpu.exact_moments
 
     def note_and_make(*args):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import usual_kernels
-from helpers import assert_equal, doubles, randomize, run_parts
+from helpers import Net, assert_equal, doubles, randomize, run_parts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,18 +67,13 @@ def test_failure_in_one_group_reaches_the_caller_and_releases_the_other(group):
     assert parallel(doubles(8, 3)).shape == (8, 3)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))
-        self.checkpoints = True
-
-    def forward(self, input):
-        return checkpoint(self.body, input, use_reentrant=False) if self.checkpoints else self.body(input)
+def block(net, input):
+    return checkpoint(net.body, input, use_reentrant=False) if net.checkpoints else net.body(input)
 
 
 def test_groups_work_under_checkpoints_and_gradient_penalties():
-    groups, parallel = grouped(Block().double(), ["cpu"] * 4, 2)
+    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    groups, parallel = grouped(Net(block, body=body, checkpoints=True).double(), ["cpu"] * 4, 2)
     data, weights = doubles(8, 3, 4, 2), doubles(8, 3, 4, 2)
 
     def loss(model, rows, weight):

@@ -7,26 +7,20 @@ import sys
 import pytest
 import torch
 from conftest import device_lists, usual_kernels
-from helpers import TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
 pytestmark = usual_kernels
 
 
-class Pyramid(nn.Module):
+def pyramid(net, input):
     """One layer for feature levels of three sizes, as detection heads share it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-    def forward(self, input):
-        levels = [input, input[..., ::2], input[..., 1:, ::3]]
-        return torch.cat([self.bn(self.conv(level)).flatten(1) for level in levels], 1)
+    levels = [input, input[..., ::2], input[..., 1:, ::3]]
+    return torch.cat([net.bn(net.conv(level)).flatten(1) for level in levels], 1)
 
 
 def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
-    plain, parallel = twins(Pyramid().double(), devs)
+    plain, parallel = twins(Net(pyramid, conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3)).double(), devs)
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(6, 3, 5, 7, devices=devs))
     assert parallel.module.bn.num_batches_tracked == 6
@@ -66,20 +60,14 @@ def test_training_forward_between_an_eval_forward_and_its_backward_is_no_error(d
     assert parallel.module.bn1.weight.grad is not None
 
 
-class Branching(nn.Module):
+def branching(net, input):
     """Takes another branch by content, but calls its layer equally often in each."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        return self.bn(self.linear(input)) if input[0, 0] > 0 else -self.bn(self.linear(input) * 2)
+    return net.bn(net.linear(input)) if input[0, 0] > 0 else -net.bn(net.linear(input) * 2)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_may_take_different_branches_with_equal_calls(devices):
-    net = Branching().double()
+    net = Net(branching, linear=nn.Linear(3, 3), bn=nn.BatchNorm1d(3)).double()
     _, parallel = twins(net, devices)
     data = doubles(6, 3, devices=devices)
     data[0, 0], data[3, 0] = 1.0, -1.0
@@ -92,20 +80,18 @@ def test_replicas_may_take_different_branches_with_equal_calls(devices):
     assert_same_state(parallel, net)
 
 
-class Yielding(nn.Module):
+def yielding(net, input):
     """Lets other threads run first, a random number of times."""
-
-    def forward(self, input):
-        for _ in range(random.randrange(4)):
-            getattr(os, "sched_yield", lambda: None)()
-        return input
+    for _ in range(random.randrange(4)):
+        getattr(os, "sched_yield", lambda: None)()
+    return input
 
 
 @pytest.mark.watchdog(60)
 @pytest.mark.once("kernel")
 @pytest.mark.parametrize("forwards", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_many_forwards_under_frequent_thread_switches_stay_equal(forwards):
-    net = nn.Sequential(*[layer for _ in range(3) for layer in (Yielding(), nn.BatchNorm1d(3), nn.Linear(3, 3))])
+    net = nn.Sequential(*[layer for _ in range(3) for layer in (Net(yielding), nn.BatchNorm1d(3), nn.Linear(3, 3))])
     plain, parallel = twins(net.double(), ["cpu"] * 4)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

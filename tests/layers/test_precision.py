@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import device_lists, every_kernel
-from helpers import FORMATS, TOLERANCES, as_devices, assert_equal, run_parts, twins
+from helpers import FORMATS, TOLERANCES, Net, as_devices, assert_equal, run_parts, twins
 from torch import nn
 
 from sync_batchnorm.backends import cpu
@@ -218,14 +218,9 @@ class TestEveryKernel:
             torch.testing.assert_close(parallel.module.running_var[channel], plain.running_var[channel])
 
 
-class InTurn(nn.Module):
-    def __init__(self, wait_for_turn):
-        super().__init__()
-        self.bn, self.wait_for_turn = nn.BatchNorm2d(3), wait_for_turn
-
-    def forward(self, input, replica):
-        self.wait_for_turn(int(replica[0]))
-        return self.bn(input)
+def in_turn(net, input, replica):
+    net.wait_for_turn(int(replica[0]))
+    return net.bn(input)
 
 
 @on_the_cpu
@@ -245,7 +240,7 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monke
 
     monkeypatch.setattr(Coordinator, "_arrive", arrive_and_tell)
     monkeypatch.setattr(Coordinator, "take_turns", lambda *args: None)
-    _, parallel = twins(InTurn(wait_for_turn), ["cpu"] * 4)
+    _, parallel = twins(Net(in_turn, bn=nn.BatchNorm2d(3), wait_for_turn=wait_for_turn), ["cpu"] * 4)
     data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 6, 5), []
     for chosen in ([0, 1, 2, 3], order):
         arrived.clear()

@@ -8,6 +8,7 @@ from conftest import device_lists, usual_kernels
 from helpers import (
     FORMATS,
     TOLERANCES,
+    Net,
     as_devices,
     assert_equal,
     assert_same_parts,
@@ -192,19 +193,16 @@ def test_replicas_may_differ_in_their_formats(devices, formats, sizes):
 # Layers that are frozen, for all or some of the time.
 
 
-class Freezing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.frozen, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, input):
-        self.frozen.eval()
-        return self.bn(torch.tanh(self.frozen(self.conv(input))))
+def freezing(net, input):
+    net.frozen.eval()
+    return net.bn(torch.tanh(net.frozen(net.conv(input))))
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
-    plain, parallel = twins(Freezing().double(), devices)
+    plain, parallel = twins(
+        Net(freezing, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4)).double(), devices
+    )
     for _ in range(2):
         assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
     assert parallel.module.frozen.num_batches_tracked == 0
@@ -223,18 +221,13 @@ def test_model_may_change_its_mode_at_every_step(devices):
 # Models that do more than one thing in their forward.
 
 
-class LossInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input, target):
-        return ((self.bn(input) - target) ** 3).sum()
+def loss_inside(net, input, target):
+    return ((net.bn(input) - target) ** 3).sum()
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
-    plain, parallel = twins(LossInside().double(), devices)
+    plain, parallel = twins(Net(loss_inside, bn=nn.BatchNorm1d(3)).double(), devices)
     data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
         losses = parallel(data, target)
@@ -297,20 +290,14 @@ def test_clamped_variance_is_that_of_the_formula(devices, eps):
     assert_equal(bn.running_var, plain.running_var, "running variance")
 
 
-class TrainsAndEvaluates(nn.Module):
+def trains_and_evaluates(net, input):
     """Calls one layer in both modes in one forward: a batch to learn from, and one to look at."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3, momentum=0.3)
-
-    def forward(self, input):
-        return torch.cat((self.bn.train()(input), self.bn.eval()(input)), 1)
+    return torch.cat((net.bn.train()(input), net.bn.eval()(input)), 1)
 
 
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_call_in_eval_mode_sees_the_buffers_from_before_the_forward_in_all_replicas_but_the_first(devices):
-    plain, parallel = twins(TrainsAndEvaluates().double(), devices)
+    plain, parallel = twins(Net(trains_and_evaluates, bn=nn.BatchNorm2d(3, momentum=0.3)).double(), devices)
     for _ in range(2):
         before = copy.deepcopy(plain.bn).eval()
         data = doubles(7, 3, 4, 5, devices=devices)
@@ -356,18 +343,13 @@ def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_defaults_for_new_tensors_decide_nothing(kind, dtype):
-    class Surrounded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.device = nn.BatchNorm2d(3), "cpu"
-
-        def forward(self, input):
-            with torch.device(self.device):
-                return self.bn(input)
+    def surrounded(net, input):
+        with torch.device(net.device):
+            return net.bn(input)
 
     sizes = (4, 3, 7, 5) if kind == "contiguous" else (4, 3, 5, 9)
     data, grad = (torch.randn(sizes).to(dtype).contiguous(memory_format=FORMATS[kind]) for _ in range(2))
-    _, parallel = twins(Surrounded(), ["cpu"] * 2)
+    _, parallel = twins(Net(surrounded, bn=nn.BatchNorm2d(3), device="cpu"), ["cpu"] * 2)
     results = []
     for default, device in ((torch.float64, "meta"), (torch.float32, "cpu")):
         net = copy.deepcopy(parallel)
@@ -394,24 +376,24 @@ ONES = {
 }
 
 
-class Transposing(nn.Module):
+def transposing(net, input):
     """Normalizes rows as images with a size of one, and goes on with them as rows."""
-
-    def __init__(self, view):
-        super().__init__()
-        self.bn = (nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d)(6)
-        self.linear = nn.Linear(6, 4)
-        self.view = view
-
-    def forward(self, input):
-        return self.linear(self.bn(ONES[self.view](input)).flatten(2).transpose(1, 2))
+    return net.linear(net.bn(ONES[net.view](input)).flatten(2).transpose(1, 2))
 
 
 @pytest.mark.parametrize("view", ONES)
 @pytest.mark.parametrize("size", [7, 700], ids=["small", "large"])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
-    plain, parallel = twins(Transposing(view).double(), devices)
+    plain, parallel = twins(
+        Net(
+            transposing,
+            bn=(nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d)(6),
+            linear=nn.Linear(6, 4),
+            view=view,
+        ).double(),
+        devices,
+    )
     data, grad = doubles(6, size, 6, devices=devices), doubles(6, size, 4, devices=devices)
     results = []
     for model, layer in ((plain, plain), (parallel, parallel.module)):
@@ -439,22 +421,18 @@ def test_strides_of_sizes_of_one_change_no_number_in_half_precision(devices, dty
     assert_equal(parallel(ONES[view](data)), expected)
 
 
-class Probe(nn.Module):
+def probe(net, input):
     """Trains on features that are computed in inference mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.bn, self.head = nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)
-
-    def forward(self, input):
-        with torch.inference_mode():
-            features = self.backbone(input)
-        return self.head(self.bn(features))
+    with torch.inference_mode():
+        features = net.backbone(input)
+    return net.head(net.bn(features))
 
 
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_features_of_inference_mode_can_be_normalized(devices):
-    plain, parallel = twins(Probe().double(), devices)
+    plain, parallel = twins(
+        Net(probe, backbone=nn.Linear(3, 4), bn=nn.BatchNorm1d(4, affine=False), head=nn.Linear(4, 2)).double(), devices
+    )
     data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
 
     def step(model):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from simulated_gpus import is_simulated
 from torch import nn
 
@@ -259,21 +259,15 @@ def test_hooks_of_parameters_are_called_once_and_not_for_those_that_no_replica_u
         parallel.zero_grad()
 
 
-class UsedInPart(nn.Module):
+def used_in_part(net, input):
     """Uses a parameter where the first number is positive, so not in every replica."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-    def forward(self, input):
-        return input.sin() * (self.weight if input[0, 0] > 0 else self.bias)
+    return input.sin() * (net.weight if input[0, 0] > 0 else net.bias)
 
 
 @pytest.mark.parametrize("positive", [(0,), (1,), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_parameters_that_some_replicas_use_have_first_and_second_derivatives(devices, positive):
-    module = UsedInPart().double()
+    module = Net(used_in_part, weight=nn.Parameter(torch.randn(3)), bias=nn.Parameter(torch.randn(3))).double()
     input = doubles(3, 3, devices=devices)
     for i in range(3):
         input[i, 0] = 1 if i in positive else -1
@@ -306,17 +300,12 @@ def test_sparse_gradients_stay_sparse_and_add_up(devices):
 
 
 def test_zero_grad_in_a_replica_warns():
-    class Clearing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, input):
-            self.zero_grad()
-            return input
+    def clearing(net, input):
+        net.zero_grad()
+        return input
 
     with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
-        DataParallelWithCallback(Clearing(), ["cpu"] * 2)(torch.zeros(2))
+        DataParallelWithCallback(Net(clearing, weight=nn.Parameter(torch.ones(1))), ["cpu"] * 2)(torch.zeros(2))
 
 
 def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
@@ -325,22 +314,16 @@ def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():
         parallel(torch.zeros(4, 2))
 
 
-class Mixed(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.first = make(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))).double())
-        self.bn = nn.BatchNorm1d(4).double()
-
-    def forward(self, input):
-        return self.bn(self.first(input))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 4).double())], ids=["script", "trace"]
 )
 def test_scripted_submodules_equal_one_device(devs, make):
-    plain, net = (Mixed(make).to(as_devices(devs)[0]) for _ in range(2))  # A copy's parameters are no leaves.
+    def build() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+        return nn.Sequential(make(inner.double()), nn.BatchNorm1d(4).double()).to(as_devices(devs)[0])
+
+    plain, net = build(), build()  # A copy's parameters are no leaves.
     net.load_state_dict(plain.state_dict())
     parallel = DataParallelWithCallback(convert_model(net), devs)
     for _ in range(2):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
@@ -66,20 +66,15 @@ def test_scalar_alone_is_refused():
         DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input, factors):
-        assert all(factor.device == input.device for factor in factors.values())
-        return self.bn(input) * factors["trained"] / factors["number"]
+def scaled(net, input, factors):
+    assert all(factor.device == input.device for factor in factors.values())
+    return net.bn(input) * factors["trained"] / factors["number"]
 
 
 @pytest.mark.parametrize("rows", [5, 6])
 @pytest.mark.parametrize("devices", device_lists(1, 4))
 def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
-    plain, parallel = twins(Scaled().double(), devices)
+    plain, parallel = twins(Net(scaled, bn=nn.BatchNorm1d(3)).double(), devices)
     input, factor = doubles(rows, 3, devices=devices), doubles(1, devices=devices)[0].requires_grad_()
     number = torch.tensor(6, device=input.device)
     outputs = [model(input, {"trained": factor, "number": number}) for model in (plain, parallel)]
@@ -88,41 +83,32 @@ def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
     assert_equal(*[torch.autograd.grad(output, factor, grad)[0] for output in outputs])
 
 
-class Summing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, images, labels):
-        return self.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)
+def summing(net, images, labels):
+    return net.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)
 
 
 @pytest.mark.parametrize("sizes", [(8, 16), (8, 7), (5, 3)], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 4))
 def test_tensors_that_torch_cuts_into_equally_many_chunks_are_taken(devices, sizes):
-    plain, parallel = twins(Summing().double(), devices)
+    plain, parallel = twins(Net(summing, bn=nn.BatchNorm1d(3)).double(), devices)
     inputs = doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices)
     assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
 
 
-class Failing(nn.Module):
+def failing_forward(net, input):
     """Raises a `KeyError` in the replicas whose numbers, which are its input, it is told."""
-
-    def __init__(self, failing):
-        super().__init__()
-        self.failing = failing
-
-    def forward(self, input):
-        if int(input[0]) in self.failing:
-            raise KeyError("no such key")
-        return input
+    if int(input[0]) in net.failing:
+        raise KeyError("no such key")
+    return input
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
     with pytest.raises(KeyError, match="no such key") as caught:
-        DataParallelWithCallback(Failing(failing), devices)(torch.arange(2.0, device=as_devices(devices)[0]))
+        DataParallelWithCallback(Net(failing_forward, failing=failing), devices)(
+            torch.arange(2.0, device=as_devices(devices)[0])
+        )
     (note,) = caught.value.__notes__
     who = f"replica {min(failing)} on device {as_devices(devices)[min(failing)]}"
     assert note.startswith(f"Caught KeyError in {who}.\nTraceback (most recent call last):\n")

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from scripted import OwnForward, Scripted, TorchStyle, batch
 from torch import nn
 
@@ -181,14 +181,8 @@ def test_devices_that_a_wrapper_merely_lists_are_not_asked_for_anything():
 # Operations in place
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((4,), 1.5))
-        self.bn = nn.BatchNorm1d(4)
-
-    def forward(self, input):
-        return self.bn(input.mul_(self.scale).relu_())
+def in_place(net, input):
+    return net.bn(input.mul_(net.scale).relu_())
 
 
 # On distinct GPUs inputs are cut, and parameters copied, by torch, which then refuses operations in place.
@@ -210,7 +204,9 @@ def test_data_that_a_model_changes_in_place_are_those_of_the_replica_alone(devic
 
 @replicas
 def test_inputs_that_the_caller_has_saved_or_that_are_leaves_may_change_in_place_in_replicas(devices):
-    plain, parallel = twins(InPlace().double(), devices)
+    plain, parallel = twins(
+        Net(in_place, scale=nn.Parameter(torch.full((4,), 1.5)), bn=nn.BatchNorm1d(4)).double(), devices
+    )
     data, grad = doubles(7, 4, devices=devices), doubles(7, 4, devices=devices)
     leaves = [data.clone().requires_grad_() for _ in range(2)]
     for model, leaf, own in ((plain, leaves[0], torch.clone), (parallel, leaves[1], lambda tensor: tensor)):

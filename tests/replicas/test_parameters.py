@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists, usual_kernels
-from helpers import as_devices, assert_equal, doubles, twins
+from helpers import Net, as_devices, assert_equal, doubles, twins
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
@@ -21,24 +21,17 @@ several = pytest.mark.parametrize("devices", device_lists(2, 3))
 local = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
 
 
-class Showing(nn.Module):
+def showing(net, input: Tensor, replica: Tensor) -> Tensor:
     """Hands its layer to `look` before the call, with the number of the replica, which is that of its first row."""
-
-    def __init__(self, look: Any) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(4)
-        self.look = look
-
-    def forward(self, input: Tensor, replica: Tensor) -> Tensor:
-        self.look(self.bn, int(replica[0]))
-        return self.bn(input)
+    net.look(net.bn, int(replica[0]))
+    return net.bn(input)
 
 
 class Case:
     """A model in replicas, with its batch, and the part of each replica of the gradients of weight and bias."""
 
     def __init__(self, devices: list[Any], look: Any = lambda bn, replica: None) -> None:
-        _, self.parallel = twins(Showing(look).double(), devices)
+        _, self.parallel = twins(Net(showing, bn=nn.BatchNorm1d(4), look=look).double(), devices)
         self.layer: Any = self.parallel.module.bn
         self.number = len(devices)
         self.input = doubles(3 * self.number - 1, 4, devices=devices).requires_grad_()

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_equal, in_threads
+from helpers import Net, assert_equal, in_threads
 from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
@@ -21,19 +21,13 @@ def test_replica_that_is_given_no_input_is_named_at_once():
         parallel.parallel_apply(replicas[:2], parts[:2], [{}] * 2)
 
 
-class Recursive(nn.Module):
+def recursive(net, x: Tensor, depth: int = 2) -> Tensor:
     """Calls itself, as some models do at test time to average over a flipped input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = SynchronizedBatchNorm1d(4)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        return self.bn(x + self(x, depth - 1)) if depth else self.bn(x)
+    return net.bn(x + net(x, depth - 1)) if depth else net.bn(x)
 
 
 def test_module_that_calls_itself_has_left_only_at_the_end(wrap):
-    module = Recursive().double()
+    module = Net(recursive, bn=SynchronizedBatchNorm1d(4)).double()
     x, _ = batch()
     expected = copy.deepcopy(module)(x)
     assert_equal(wrap(module)(x), expected, "output")

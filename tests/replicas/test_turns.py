@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT
 from forks import forked, needs_fork
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
+from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,16 +106,15 @@ def test_one_seed_gives_one_result(devices):
     assert not any(torch.equal(masks[0], other) for other in masks[1:])
 
 
-class Drawing(nn.Module):
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        torch.rand(int(number[0]))
-        return x
+def drawing(net, x: Tensor, number: Tensor) -> Tensor:
+    torch.rand(int(number[0]))
+    return x
 
 
 @shared_devices
 def test_generator_of_the_caller_moves_on_alike_however_much_replicas_draw_and_not_if_none_draws(devices):
     number = len(devices)
-    parallel = DataParallelWithCallback(Drawing().to(as_devices(devices)[0]), devices)
+    parallel = DataParallelWithCallback(Net(drawing).to(as_devices(devices)[0]), devices)
 
     def state_after(numbers: Tensor) -> Tensor:
         torch.manual_seed(5)
@@ -224,15 +223,9 @@ def test_barrier_of_the_user_ends_in_a_timeout_that_names_both():
     barrier.abort()
 
 
-class Inside(nn.Module):
+def inside(net, x: Tensor) -> Tensor:
     """Runs a wrapper in each replica."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.bn, self.inner = nn.BatchNorm1d(3), [inner]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.bn(F.dropout(self.inner[0](self.bn(x)))))
+    return F.dropout(net.bn(F.dropout(net.inner[0](net.bn(x)))))
 
 
 def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
@@ -240,7 +233,7 @@ def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
         convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Tanh())), ["cpu"] * 2
     )
     inner.module[0].eval()
-    _, parallel = twins(Inside(inner), ["cpu"] * 2)
+    _, parallel = twins(Net(inside, bn=nn.BatchNorm1d(3), inner=[inner]), ["cpu"] * 2)
     input = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
     results = []
     for _ in range(5):

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from conftest import device_lists
-from helpers import TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -166,17 +166,12 @@ def test_wrapper_behaves_as_a_module():
     assert parallel.module.bn1.num_batches_tracked.dtype == torch.int64
 
 
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, *, input, inputs, kwargs, module, replicas, device_ids):
-        return self.bn(input) + inputs + kwargs + module + replicas + device_ids
+def named(net, *, input, inputs, kwargs, module, replicas, device_ids):
+    return net.bn(input) + inputs + kwargs + module + replicas + device_ids
 
 
 def test_keyword_arguments_may_have_any_names():
-    plain, parallel = twins(Named().double(), ["cpu"] * 2)
+    plain, parallel = twins(Net(named, bn=nn.BatchNorm1d(3)).double(), ["cpu"] * 2)
     names = ("input", "inputs", "kwargs", "module", "replicas", "device_ids")
     given = {name: doubles(5, 3) for name in names}
     assert_equal(parallel(**given), plain(**given))
