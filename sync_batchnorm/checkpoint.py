@@ -25,13 +25,13 @@ __all__: list[str] = []
 
 REFUSED = (
     "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
-    "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint, and take "
-    "gradients of your own through the layer outside of the checkpoint"
+    "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you call "
+    "torch.autograd.grad through the layer yourself, do it outside the checkpoint"
 )
 
 FREED = (
     "Trying to backward through the graph a second time, where a synchronized batch norm has dropped its input; pass "
-    "retain_graph=True to the first backward, and take no gradients in the forward of replicas"
+    "retain_graph=True to the first backward(), and compute gradients outside the forward() of replicas"
 )
 
 
@@ -149,17 +149,16 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where
     same = [call for call in remembered if _are_equal(call.statistics, statistics)]
     if not same:
         raise RuntimeError(
-            "expected the recomputation of a checkpoint to call the synchronized batch norms that its forward has "
-            f"called, with the same inputs to the last bit, but got another call of {where}; call the same layers in "
-            "both, and where the checkpointed function is made in a loop, bind the loop variable: "
-            "lambda input, layer=layer: layer(input)"
+            "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
+            f"with bitwise equal inputs, but got another call of {where}; call the same layers in both. If the "
+            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input)"
         )
     first = same[0]
     if not all(_are_equal(call.mean_invstd, first.mean_invstd) for call in same):
         raise RuntimeError(
-            f"expected one answer for the recomputed input of {where}, but got {len(same)} calls in which this replica "
-            "had inputs with equal statistics, and its peers had different ones; leave one of these calls out of the "
-            "checkpoint, or use a layer for each of them"
+            f"expected one answer for the recomputed input of {where}, but got {len(same)} calls whose inputs had the "
+            "same statistics in this replica and different ones in its peers; leave one of these calls out of the "
+            "checkpoint, or use a separate layer for each"
         )
     return first
 

@@ -66,7 +66,7 @@ class Rendezvous:
         if identifier in self.members:
             raise ValueError(
                 f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
-                "register each slave once a forward, and leave 0 to the master"
+                "register each slave once per forward pass; 0 is reserved for the master"
             )
         self.members[identifier] = replica_id
 
@@ -384,7 +384,7 @@ class Coordinator:
             late = " and ".join(f"{self.who(peer)}, which {self._state(peer)}" for peer in peers)
             text = f"{self._wait_text(rendezvous)} for {late} ({rendezvous})"
             if any(peer not in self._running for peer in peers):
-                remedy += ", and run each replica in a thread of its own: one after another, they can never exchange"
+                remedy += ", and run each replica in its own thread: one after another in one thread, they deadlock"
         else:
             peers = [] if self._turns is None or self._turns.runs is None else [self._turns.runs]
             late = " and ".join(f"{self.who(peer)} {self._state(peer)}" for peer in peers)

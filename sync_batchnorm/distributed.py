@@ -70,14 +70,14 @@ def active_group(process_group: Group | None) -> Group | None:
     if dist.get_rank(group) < 0:
         raise ValueError(
             f"expected a process_group that this process belongs to, but got one without rank {dist.get_rank()}; "
-            "make every group in every process, and give each process the one that it is in"
+            "create every group in every process, and pass each process the group that it belongs to"
         )
     if dist.get_world_size(group) == 1:
         return None
     if dist.group.WORLD in _inherited:
         raise RuntimeError(
             "expected a synchronized batch norm in the process that trains, but got a call in training mode in a "
-            "process that was forked from it, such as a worker of a DataLoader, which no other process answers; call "
+            "process that was forked from it, such as a DataLoader worker, which no other process would answer; call "
             "eval() of the model there"
         )
     return group

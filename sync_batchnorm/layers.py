@@ -206,8 +206,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if getattr(self, "_is_replica", False):
             names = self._sync_layer[1] or [type(self).__name__]
             warn_once(
-                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) in replicas that are not connected "
-                "normalize with their own chunks of the batch; use DataParallelWithCallback alone, or call "
+                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are not connected: "
+                "each normalizes with its own chunk of the batch. Use DataParallelWithCallback alone, or call "
                 "patch_replication_callback(data_parallel) on the DataParallel around it"
             )
 

@@ -117,7 +117,9 @@ def _differences(
         elif len(set(sizes)) > 1:
             cause = f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these"
         else:
-            cause = "what each replica returns is no mean over its samples; take the loss of the gathered outputs"
+            cause = (
+                "each replica returns something else than a mean of its samples; take the loss of the gathered outputs"
+            )
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
     floor = FLOOR * max((_largest(leaf.grad) for leaf in one.leaves.values() if leaf.grad is not None), default=0.0)
@@ -138,7 +140,7 @@ def _differences(
             yield (
                 f"outputs, loss and gradients agree; {name} differs after the forward pass, by {gap:.1e} of its "
                 "largest value: only what replica 0 writes into it stays, which is from its own chunk; update it "
-                "outside of the forward pass"
+                "outside the forward pass"
             )
 
 
@@ -162,7 +164,7 @@ def _cause(module: nn.Module, key: tuple[str, int], one: Record, record: Record)
     expected, draws = one.calls[key][2:]
     functions = record.calls[key][2]
     if draws:
-        return "it draws random numbers, which are others in replicas; switch that off to compare the rest"
+        return "it draws random numbers, which differ in replicas; switch that off to compare the rest"
     if isinstance(module, _SynchronizedBatchNorm):
         return f"group_size={module.group_size} and eps_mode={module.eps_mode!r} make it differ in replicas"
     if not list(module.children()):
@@ -181,7 +183,7 @@ def _cause(module: nn.Module, key: tuple[str, int], one: Record, record: Record)
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
     for function in sorted((expected - functions) | (functions - expected)):
         return f"it calls {function} {expected[function]} {where}, {functions[function]} times there; {size}"
-    return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a place in it"
+    return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
 def _gap_of_rows(

@@ -20,7 +20,7 @@ _issued: dict[str, object] = {}  # the texts of `warn_once`
 def warn(text: str) -> None:
     """Issue a `UserWarning` that names the first line outside this library and torch."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith((_PACKAGE, "torch.")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
@@ -72,8 +72,8 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
             # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
             name = name or "the module itself"
             raise RuntimeError(
-                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the module, which "
-                "is its attribute _orig_mod, back in its place, and compile functions that its forward calls"
+                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the original module, "
+                "its attribute _orig_mod, back in its place, and compile functions that its forward calls"
             )
 
 

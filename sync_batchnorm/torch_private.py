@@ -87,7 +87,7 @@ def compiled_module_type() -> Any:
 
 
 REASON = (  # which the compiler shows with `fullgraph=True`
-    "expected a graph to end where a synchronized batch norm exchanges with other replicas or processes, but got "
+    "expected a graph break where a synchronized batch norm exchanges with other replicas or processes, but got "
     "fullgraph=True; leave that out, or compile the functions between these layers"
 )
 

@@ -21,8 +21,8 @@ __all__: list[str] = []
 DeviceId = int | str | torch.device
 
 NO_ACCELERATOR = (
-    "PyTorch finds no accelerator, so there are no devices for replicas and the module runs by itself; for replicas on "
-    "the CPU write DataParallelWithCallback(module, ['cpu'] * 2)"
+    "PyTorch finds no accelerator, so the module runs without replicas; for replicas on the CPU write "
+    "DataParallelWithCallback(module, ['cpu'] * 2)"
 )
 
 
@@ -66,9 +66,9 @@ def check_copies(devices: frozenset[torch.device]) -> None:
             sent = numbers.to(source)
             if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
                 raise RuntimeError(
-                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU, so that "
-                    "training on both would go wrong without an error; let peer-to-peer copies work, for example by "
-                    "the kernel parameter iommu=pt, or by disabling the IOMMU and PCI ACS, or use one of these devices"
+                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
+                    "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
+                    "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
                 )
     finally:
         if mode:
@@ -166,7 +166,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             warn_once(
                 f"forward() modified parameters {[name for name in now if now[name] != versions[name]]} in place; each "
                 f"of the {len(replicas)} replicas, which share their memory, repeated the change; make it a buffer, or "
-                "change it outside of the forward"
+                "change it outside forward()"
             )
         return outputs
 

@@ -1,11 +1,12 @@
 """Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..refusals import warn
 
 __all__: list[str] = []
 
@@ -60,8 +61,8 @@ def check_sizes(tree: Any, dim: int, most: int) -> None:
     if 0 in numbers or len(set(numbers)) > 1:
         raise ValueError(
             f"tensors of shapes {shapes} make {numbers} chunks along dimension {dim} for {most} devices, but must all "
-            "make the same number; give every tensor a row for each sample, and pass what every replica needs as a "
-            "whole as a buffer of the module"
+            "make the same number; give every tensor a row for each sample, and make what every replica "
+            "needs as a whole a buffer of the module"
         )
 
 
@@ -104,10 +105,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
         moved = [output.to(device) for output in outputs]
         if first.dim() or dim:
             return torch.cat(moved, dim)
-        warnings.warn(
+        warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector.",
-            stacklevel=2,
+            "and return a vector."
         )
         return torch.stack(moved)
     if first is None:

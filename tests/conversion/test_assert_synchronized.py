@@ -5,7 +5,7 @@ import pickle
 import re
 import threading
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from sync_batchnorm import (
     assert_synchronized,
     convert_model,
     patch_replication_callback,
+    revert_model,
 )
 
 
@@ -95,8 +96,9 @@ def test_groups_that_are_smaller_than_the_batch_are_named(size, groups):
     ids=["patched cpu", "patched gpus", "wrapper"],
 )
 def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for(wrap):
-    with pytest.warns(UserWarning, match=r"PyTorch finds no accelerator, .*\['cpu'\] \* 2\)"):
+    with pytest.warns(UserWarning, match=r"PyTorch finds no accelerator, .*\['cpu'\] \* 2\)") as caught:
         model = wrap(_net())
+    assert caught[0].filename == __file__
     assert_synchronized(model)
     with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):
         assert_synchronized(model, replicas=2)
@@ -165,8 +167,8 @@ def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_o
 
 
 WARNING = (
-    r"synchronized BatchNorm layers \(%s\) in replicas that are not connected normalize with their own chunks of the "
-    r"batch; use DataParallelWithCallback alone, or call patch_replication_callback\(data_parallel\)"
+    r"synchronized BatchNorm layers \(%s\) run in replicas that are not connected: each normalizes with its own chunk "
+    r"of the batch\. Use DataParallelWithCallback alone, or call patch_replication_callback\(data_parallel\)"
 )
 
 
@@ -216,12 +218,34 @@ def test_model_that_nobody_converted_warns_once(name, mode):
     assert not _caught(pickle.loads(pickle.dumps(parallel)))
 
 
-def test_warning_names_the_line_of_the_user():
-    parallel = _ours(_plain_net())
-    with pytest.warns(UserWarning, match="2 BatchNorm layers in training mode") as caught:
-        parallel(torch.randn(4, 4))
-    source = Path(caught[0].filename).read_text().splitlines()[caught[0].lineno - 1]
-    assert (caught[0].filename, source.strip()) == (__file__, "parallel(torch.randn(4, 4))")
+class Own(nn.Module):
+    """Has a layer, and the forward that it is given."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layer = forward, layer
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.function(self, input)
+
+
+X = torch.randn(4, 4)
+WARN_IN_THEIR_LINE: dict[str, Callable[[], object]] = {
+    "2 BatchNorm layers in training mode": lambda: _ours(_plain_net())(X),
+    "replicas that are not connected": lambda: TorchStyle(Own(lambda own, x: own.layer(x), _net()[1]), 2)(X),
+    "all input tensors were scalars": lambda: _ours(Own(lambda own, x: x.sum(), nn.ReLU()))(X),
+    "modified parameters": lambda: _ours(Own(lambda own, x: nn.init.ones_(own.layer.weight), nn.Linear(4, 4)))(X),
+    "convert_model left BatchNorm": lambda: convert_model(InAList()),
+    "revert_model left modules": lambda: revert_model(type("Sub", (SynchronizedBatchNorm1d,), {})(4)),
+}
+
+
+@pytest.mark.parametrize("text", WARN_IN_THEIR_LINE)
+def test_warning_names_the_line_of_the_user(text):
+    case = WARN_IN_THEIR_LINE[text]
+    with pytest.warns(UserWarning, match=text) as caught:
+        case()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, case.__code__.co_firstlineno)
 
 
 def test_model_that_nobody_converted_warns_in_its_first_training_forward():

@@ -106,7 +106,7 @@ def loss_with_state(output, calls=[]):  # noqa: B006
     return output.sum() + len(calls)
 
 
-MIXES = ": it mixes samples, as x.mean(0) does, or depends on the size of the batch or a place in it"
+MIXES = ": it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 SIZE = "; look for a branch, a loop or a cache that depends on the batch or its size"
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
@@ -133,7 +133,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "plain list": (with_hidden_norm, VECTORS, "it calls F.batch_norm, or a batch norm that is no submodule of it"),
     "torch's random numbers": (
         *(lambda: around(lambda self, x: x + torch.rand_like(x)), IMAGES),
-        "output of 2 (Apply), in replica ...: it draws random numbers, which are others in replicas",
+        "output of 2 (Apply), in replica ...: it draws random numbers, which differ in replicas",
     ),
     "Python's": (lambda: Apply(lambda self, x: x * random.random()), VECTORS, "it draws random numbers"),
     "NumPy's": (lambda: Apply(lambda self, x: x * numpy.random.rand()), VECTORS, "it draws random numbers"),
@@ -172,7 +172,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: Apply(lambda self, x: x.square().mean()), IMAGES),
         "each replica returns a mean over its own chunk, of [3, 2] rows; weight them by these",
     ),
-    "no mean over samples": (lambda: Apply(lambda self, x: x.std()), VECTORS, "is no mean over its samples"),
+    "no mean over samples": (lambda: Apply(lambda self, x: x.std()), VECTORS, "something else than a mean"),
     "norm in front of a loss": (
         *(lambda: nn.Sequential(nn.BatchNorm1d(3), Apply(lambda self, x: (x**3).mean())), VECTORS),
         "first difference: output of 0 (BatchNorm1d), in replica 0",

@@ -403,7 +403,7 @@ REFUSED = [
     (reentrant, "pass use_reentrant=False to torch"),
     (reentrant_inside, "pass use_reentrant=False to torch"),
     (reentrant_outside, "pass use_reentrant=False to torch"),
-    (with_forces_inside, "take gradients of your own through the layer outside of the checkpoint"),
+    (with_forces_inside, "If you call torch.autograd.grad through the layer yourself, do it outside the checkpoint"),
     (bound_late, BOUND_LATE),
 ]
 

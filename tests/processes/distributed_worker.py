@@ -760,7 +760,7 @@ def compiler_makes_graphs_of_what_is_between_layers_and_says_why_not_one_of_all(
     assert len(graphs) == 2
     whole = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(
-        Exception, match="a graph to end where a synchronized batch norm exchanges with other replicas or"
+        Exception, match="a graph break where a synchronized batch norm exchanges with other replicas or"
     ):
         whole(images())
 
