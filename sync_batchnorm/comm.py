@@ -95,7 +95,7 @@ class SyncMaster(_Member):
     def __init__(self, master_callback: MasterCallback) -> None:
         if not callable(master_callback):
             raise TypeError(
-                f"expected master_callback as a function, but got {master_callback!r}; pass one that answers all messages"
+                f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
             )
         self._master_callback = master_callback
         self._is_kept = _joining.get() is None  # by a module, across forward passes

@@ -206,9 +206,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if getattr(self, "_is_replica", False):
             names = self._sync_layer[1] or [type(self).__name__]
             warn_once(
-                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are not connected: "
-                "each normalizes with its own chunk of the batch. Use DataParallelWithCallback alone, or call "
-                "patch_replication_callback(data_parallel) on the DataParallel around it"
+                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are not "
+                "connected: each normalizes with its own chunk of the batch. Use DataParallelWithCallback alone, or "
+                "call patch_replication_callback(data_parallel) on the DataParallel around it"
             )
 
     def extra_repr(self) -> str:

@@ -72,8 +72,8 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
             # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
             name = name or "the module itself"
             raise RuntimeError(
-                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the original module, "
-                "its attribute _orig_mod, back in its place, and compile functions that its forward calls"
+                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the original "
+                "module, its attribute _orig_mod, back in its place, and compile functions that its forward calls"
             )
 
 

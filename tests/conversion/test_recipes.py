@@ -1,28 +1,38 @@
-"""The recipes of `docs/migrating.md` for edited copies of the older library train to the numbers of one device."""
+"""The recipes of `docs/migrating.md` for edited copies, and of `docs/extending.md`, equal one device."""
 
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_equal, assert_same_state, assert_same_step, blocks_of, doubles, twins
+from conftest import device_lists
+from helpers import assert_equal, assert_same_results, assert_same_state, assert_same_step, blocks_of, doubles, twins
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+DOCS = Path(__file__).parents[2] / "docs"
 CPUS = ["cpu"] * 2
+
+
+def code_of(page: Path, heading: str) -> types.ModuleType:
+    """Run the Python blocks of a page that come after a heading; return them as one module."""
+    module = types.ModuleType("recipes")
+    start = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[0].count("\n")
+    for block in blocks_of(page):
+        if block.language == "python" and block.line > start:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+    return module
 
 
 @pytest.fixture
 def recipes() -> types.ModuleType:
-    """Run the Python blocks of the page that come after the heading of the recipes; return them as one module."""
-    module = types.ModuleType("recipes")
-    start = PAGE.read_text(encoding="utf-8").partition("\n### Recipes")[0].count("\n")
-    for block in blocks_of(PAGE):
-        if block.language == "python" and block.line > start:
-            exec(compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec"), module.__dict__)
-    return module
+    return code_of(DOCS / "migrating.md", "### Recipes for edited copies")
+
+
+@pytest.fixture(scope="module")
+def extending() -> types.ModuleType:
+    return code_of(DOCS / "extending.md", "## Callbacks for modules of your own")
 
 
 class Conditional(nn.Module):
@@ -73,3 +83,33 @@ def test_uneven_chunks_equal_one_device(recipes, chunk_size):
     uneven = recipes.Uneven(parallel.module, CPUS, chunk_size)
     assert_same_step(plain, uneven, doubles(5, 3, 6, 6))
     assert sorted(sizes) == sorted(chunk_size)
+
+
+def _encoder() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+EXTENSIONS = {
+    "conditional": lambda page: (page.ConditionalBatchNorm2d(3, 10), doubles(5, 3, 4, 4), torch.randint(10, (5,))),
+    "renorm": lambda page: (page.BatchRenorm2d(3), doubles(5, 3, 4, 4)),
+    "contrastive": lambda page: (page.Contrastive(_encoder()), doubles(5, 6), doubles(5, 6)),
+    "dropout": lambda page: (nn.Sequential(_encoder(), page.WholeBatchDropout(0.5, seed=3)), doubles(5, 6)),
+}
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_module_of_ones_own_equals_one_device(extending, name, devices):
+    net, *inputs = EXTENSIONS[name](extending)
+    inputs = [input.to(devices[0]).requires_grad_(input.is_floating_point()) for input in inputs]
+    plain, parallel = twins(net.double(), devices)
+
+    def step(model: nn.Module) -> list[Tensor]:
+        output = model(*inputs)
+        floats = [input for input in inputs if input.requires_grad]
+        gradients = torch.autograd.grad(output, floats, output.detach().sin(), retain_graph=True)
+        output.backward(output.detach().sin(), inputs=list(model.parameters()))
+        return [output, *gradients]
+
+    for _ in range(3):
+        assert_same_results(plain, parallel, step, 1e-12)

@@ -293,7 +293,7 @@ def test_replicas_without_callback_are_local_and_warn():
     parallel = AnyDeviceDataParallel(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
     data = doubles(6, 3)
     assert_equal(parallel.eval()(data), copy.deepcopy(parallel.module)(data))  # without a warning
-    with pytest.warns(UserWarning, match=r"not connected .* call patch_replication_callback\(data_parallel\)"):
+    with pytest.warns(UserWarning, match=r"not connected: .* call patch_replication_callback\(data_parallel\)"):
         output = parallel.train()(data)
     assert_equal(output, torch.cat([plain(half) for half in data.chunk(2)]))
 
