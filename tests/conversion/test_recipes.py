@@ -9,7 +9,7 @@ from conftest import device_lists
 from helpers import assert_equal, assert_same_results, assert_same_state, assert_same_step, blocks_of, doubles, twins
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, revert_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 CPUS = ["cpu"] * 2
@@ -75,6 +75,13 @@ def test_layer_that_is_reverted_has_the_statistics_of_its_replica(recipes):
         assert_equal(DataParallelWithCallback(net[name], CPUS)(batch), expected)
 
 
+def test_layer_takes_a_name_and_model_is_converted_and_wrapped_at_once(recipes):
+    layer = recipes.NamedBatchNorm2d(3, name="stem")
+    assert (layer.name, layer.momentum) == ("stem", 3e-4)
+    plain, parallel = twins(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), CPUS)
+    assert_same_step(plain, recipes.convert_and_wrap(revert_model(parallel.module), CPUS), doubles(5, 3, 6, 6))
+
+
 @pytest.mark.parametrize("chunk_size", [[1, 4], [3, 2]])
 def test_uneven_chunks_equal_one_device(recipes, chunk_size):
     plain, parallel = twins(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), CPUS)
@@ -90,7 +97,6 @@ def _encoder() -> nn.Module:
 
 
 EXTENSIONS = {
-    "conditional": lambda page: (page.ConditionalBatchNorm2d(3, 10), doubles(5, 3, 4, 4), torch.randint(10, (5,))),
     "renorm": lambda page: (page.BatchRenorm2d(3), doubles(5, 3, 4, 4)),
     "contrastive": lambda page: (page.Contrastive(_encoder()), doubles(5, 6), doubles(5, 6)),
     "dropout": lambda page: (nn.Sequential(_encoder(), page.WholeBatchDropout(0.5, seed=3)), doubles(5, 6)),
@@ -101,13 +107,12 @@ EXTENSIONS = {
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_module_of_ones_own_equals_one_device(extending, name, devices):
     net, *inputs = EXTENSIONS[name](extending)
-    inputs = [input.to(devices[0]).requires_grad_(input.is_floating_point()) for input in inputs]
+    inputs = [input.to(devices[0]).requires_grad_() for input in inputs]
     plain, parallel = twins(net.double(), devices)
 
     def step(model: nn.Module) -> list[Tensor]:
         output = model(*inputs)
-        floats = [input for input in inputs if input.requires_grad]
-        gradients = torch.autograd.grad(output, floats, output.detach().sin(), retain_graph=True)
+        gradients = torch.autograd.grad(output, inputs, output.detach().sin(), retain_graph=True)
         output.backward(output.detach().sin(), inputs=list(model.parameters()))
         return [output, *gradients]
 

@@ -175,13 +175,14 @@ def test_signatures_in_the_reference_are_those_of_the_code(name: str):
 
 
 def calls_of_a_step() -> set[str]:
-    """Return which functions of the package a training step on two replicas calls, as "file:name"."""
-    calls, package = set(), Path(sync_batchnorm.__file__).parent
+    """Return which functions of the package and its base a training step on two replicas calls, as "file:name"."""
+    calls, package, base = set(), Path(sync_batchnorm.__file__).parent, Path(inspect.getfile(torch.nn.DataParallel))
 
     def note(frame: Any, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and package in path.parents:
-            calls.add(f"{path.relative_to(package).as_posix()}:{frame.f_code.co_qualname}")
+        if event == "call" and (package in path.parents or path == base):
+            folder = base.parents[3] if path == base else package
+            calls.add(f"{path.relative_to(folder).as_posix()}:{frame.f_code.co_qualname}")
 
     parallel = sync_batchnorm.DataParallelWithCallback(sync_batchnorm.SynchronizedBatchNorm2d(3), ["cpu"] * 2)
     threading.setprofile(note)
