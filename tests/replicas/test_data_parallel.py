@@ -5,27 +5,14 @@ import torch
 from conftest import CUDA_COUNT, device_lists
 from helpers import Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
 from sync_batchnorm.parallel.data_parallel import as_device
 
 
-class Shapes(nn.Module):
-    """Notes the arguments of each replica: tensors by their shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def forward(self, *args, **kwargs):
-        def shape(tree):
-            if isinstance(tree, torch.Tensor):
-                return tuple(tree.shape)
-            if isinstance(tree, dict):
-                return {key: shape(value) for key, value in tree.items()}
-            return tree
-
-        self.seen.append(([shape(arg) for arg in args], shape(kwargs)))
+def shapes_in(tree):
+    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each replica that runs gets of it
@@ -39,9 +26,10 @@ ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each rep
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_every_replica_gets_its_part_of_the_arguments(kind):
     number, args, kwargs, expected = ARGUMENTS[kind]
-    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * number)
-    assert parallel(*args, **kwargs) is None
-    assert parallel.module.seen == expected
+    seen = []
+    net = Net(lambda net, *args, **kwargs: seen.append(shapes_in(([*args], kwargs))))
+    assert DataParallelWithCallback(net, ["cpu"] * number)(*args, **kwargs) is None
+    assert seen == expected
 
 
 UNEVEN = {
@@ -53,7 +41,7 @@ UNEVEN = {
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_tensors_that_cannot_be_cut_together_are_refused(kind):
     first, second, found = UNEVEN[kind]
-    parallel = DataParallelWithCallback(Shapes(), ["cpu"] * 2)
+    parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
     message = f"tensors of shapes {found} chunks along dimension 0 for 2 devices, .*; give every tensor"
     with pytest.raises(ValueError, match=message):
         parallel(first, second)
@@ -63,7 +51,7 @@ def test_tensors_that_cannot_be_cut_together_are_refused(kind):
 
 def test_scalar_alone_is_refused():
     with pytest.raises(ValueError, match=r"shapes \[\(\)\] make \[0\] chunks"):
-        DataParallelWithCallback(Shapes(), ["cpu"] * 2)(torch.tensor(1.0))
+        DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(torch.tensor(1.0))
 
 
 def scaled(net, input, factors):

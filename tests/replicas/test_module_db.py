@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_equal, assert_same_step, randomize, skip_module_without, twins
+from helpers import assert_equal, skip_module_without
 from torch import Tensor
 
 from sync_batchnorm import DataParallelWithCallback
@@ -29,21 +29,6 @@ def infos():
         from torch.testing._internal.common_modules import module_db
 
         return [info for info in module_db if torch.float64 in info.dtypes]
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d"])
-def test_layers_with_the_inputs_of_torch_equal_one_device(name, training):
-    (info,) = [info for info in infos() if info.name == f"nn.{name}"]
-    found = inputs_of(info, training)
-    assert len(found) > 4
-    for module_input in found:
-        arguments, (input,) = module_input.constructor_input, module_input.forward_input.args
-        plain = randomize(info.module_cls(*arguments.args, **arguments.kwargs).double().train(training))
-        if plain.running_mean is None and not training:
-            continue  # In eval mode, replicas do not wait for each other.
-        for number in (2, 3):
-            assert_same_step(*twins(copy.deepcopy(plain), ["cpu"] * number), input.detach())
 
 
 def rows_of(tree):

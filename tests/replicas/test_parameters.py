@@ -149,15 +149,9 @@ def test_part_of_a_replica_without_a_part_in_loss_and_penalty_is_zero(devices):
     assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
 
 
-class Scaling(nn.Module):
-    """Multiplies by its weight, which is all that its backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * self.weight
+def scaling(function: Any = lambda net, input: input * net.weight) -> Net:
+    """Return a net that by default multiplies by its weight, which is all that its backward needs."""
+    return Net(function, weight=nn.Parameter(torch.rand(4)))
 
 
 def change(parameter: Tensor) -> None:
@@ -168,22 +162,17 @@ def change(parameter: Tensor) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @local
 def test_parameters_that_change_between_forward_and_backward_are_refused(devices, frozen):
-    for model in twins(Scaling().requires_grad_(not frozen), devices):
+    for model in twins(scaling().requires_grad_(not frozen), devices):
         output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
         change(next(model.parameters()))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.backward(torch.randn_like(output))
 
 
-class Squared(Scaling):
-    def forward(self, input: Tensor) -> Tensor:
-        return input.square() * self.weight.square()
-
-
 @pytest.mark.parametrize("by", ["input", "weight"])
 @local
 def test_parameters_that_change_between_two_backward_passes_are_refused(devices, by):
-    for model in twins(Squared(), devices):
+    for model in twins(scaling(lambda net, input: input.square() * net.weight.square()), devices):
         input = torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True)
         output = model(input)
         source = input if by == "input" else next(model.parameters())
@@ -195,16 +184,12 @@ def test_parameters_that_change_between_two_backward_passes_are_refused(devices,
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_sparse_parameters_are_shared_by_replicas_on_the_cpu(trained):
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.graph = nn.Parameter(torch.eye(4, dtype=torch.float64).to_sparse(), requires_grad=trained)
-            self.bn = nn.BatchNorm1d(4)
+    def sparse() -> nn.Module:
+        graph = nn.Parameter(torch.eye(4, dtype=torch.float64).to_sparse(), requires_grad=trained)
+        normalize = lambda net, input: net.bn(torch.sparse.mm(net.graph, input.t()).t())  # noqa: E731
+        return Net(normalize, graph=graph, bn=nn.BatchNorm1d(4)).double()
 
-        def forward(self, input):
-            return self.bn(torch.sparse.mm(self.graph, input.t()).t())
-
-    plain, parallel = Sparse().double(), DataParallelWithCallback(convert_model(Sparse().double()), ["cpu"] * 2)
+    plain, parallel = sparse(), DataParallelWithCallback(convert_model(sparse()), ["cpu"] * 2)
     input, grad = doubles(6, 4), doubles(6, 4)
     for model in (plain, parallel):
         model(input).backward(grad)
@@ -228,14 +213,9 @@ def test_replicas_that_return_their_parameters_keep_none_alive(devices):
     assert weight() is None
 
 
-class NeedsNoWeight(Scaling):
-    def forward(self, input: Tensor) -> Tensor:
-        return input + self.weight
-
-
 @local
 def test_parameters_that_no_backward_needs_may_change_before_it(devices):
-    plain, parallel = twins(NeedsNoWeight().double(), devices)
+    plain, parallel = twins(scaling(lambda net, input: input + net.weight).double(), devices)
     input = doubles(6, 4, devices=devices)
     grad = doubles(6, 4, devices=devices)
     for model in (plain, parallel):
@@ -245,41 +225,26 @@ def test_parameters_that_no_backward_needs_may_change_before_it(devices):
     assert_equal(parallel.module.weight.grad, plain.weight.grad)
 
 
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.bn = nn.Embedding(5, 4, max_norm=1.0), nn.BatchNorm1d(4)
-        nn.init.uniform_(self.embedding.weight, 1.0, 2.0)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.bn(self.embedding(input))
+def counts(net: Net, input: Tensor) -> Tensor:
+    net.calls.add_(1)
+    return net.bn(net.embedding(input))
 
 
-class Clamps(Scaling):
-    def forward(self, input: Tensor) -> Tensor:
-        change(self.weight)
-        return super().forward(input)
+EMBEDDED = {"max_norm": "embedding.weight", "counter": "calls"}  # what the forward changes
 
 
-class Counts(Embeds):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.calls = nn.Parameter(torch.zeros(1), requires_grad=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return super().forward(input)
+def embedding(kind: str) -> Net:
+    if kind == "counter":
+        calls = nn.Parameter(torch.zeros(1), requires_grad=False)
+        return Net(counts, embedding=nn.Embedding(5, 4), bn=nn.BatchNorm1d(4), calls=calls)
+    table = nn.Embedding(5, 4, max_norm=1.0, _weight=1 + torch.rand(5, 4))
+    return Net(lambda net, input: net.bn(net.embedding(input)), embedding=table, bn=nn.BatchNorm1d(4))
 
 
-CHANGING = {"max_norm": (Embeds, "embedding.weight"), "counter": (Counts, "calls")}
-
-
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", EMBEDDED)
 @local
 def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(devices, kind):
-    net, name = CHANGING[kind]
-    plain, parallel = twins(net().double(), devices)
+    plain, parallel = twins(embedding(kind).double(), devices)
     input = torch.arange(2 * len(devices), device=as_devices(devices)[0]) % 5
     grad = doubles(len(input), 4, devices=devices)
 
@@ -296,18 +261,22 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(
             with torch.no_grad():
                 assert_equal(parallel(input), plain(input))
 
-    warning = rf"parameters \['{name}'\] in place; each of the {len(devices)} rep"
+    warning = rf"parameters \['{EMBEDDED[kind]}'\] in place; each of the {len(devices)} rep"
     with pytest.warns(UserWarning, match=warning) as caught:
         train_and_evaluate()
     assert len(caught) == 1
-    if net is Counts:
+    if kind == "counter":
         assert float(parallel.module.calls) == len(devices) * float(plain.calls)
 
 
 @pytest.mark.filterwarnings("ignore:forward.. modified parameters")
 @local
 def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devices):
-    model = DataParallelWithCallback(Clamps().to(as_devices(devices)[0]), devices)
+    def changes(net: Net, input: Tensor) -> Tensor:
+        change(net.weight)
+        return input * net.weight
+
+    model = DataParallelWithCallback(scaling(changes).to(as_devices(devices)[0]), devices)
     output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward(torch.randn_like(output))

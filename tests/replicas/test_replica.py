@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, assert_same_step, doubles, randomize, twins
-from scripted import WRAPPERS, OneThread, R
+from helpers import Net, assert_equal, assert_same_step, doubles, randomize, twins
+from scripted import WRAPPERS, R
 from torch import Tensor, fx, nn
 
 from sync_batchnorm import (
@@ -18,7 +18,6 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     convert_model,
     execute_replication_callbacks,
-    patch_replication_callback,
 )
 
 DEVICES = ["cpu"] * R
@@ -50,17 +49,13 @@ def test_replica_has_the_class_of_the_module(name):
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("replica", range(2))
 def test_copy_of_a_layer_that_is_made_in_a_forward_is_refused(copied, replica):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = SynchronizedBatchNorm1d(3)
+    def copies_its_layer(net, input, number):
+        return copied(net.bn)(input) if int(number[0]) == replica else input
 
-        def forward(self, input, number):
-            return copied(self.bn)(input) if int(number[0]) == replica else input
-
+    parallel = DataParallelWithCallback(Net(copies_its_layer, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2)
     message = r"called Sync\w+, which belongs to no replica|replica 1 on device cpu waits"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-        DataParallelWithCallback(Net(), ["cpu"] * 2)(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
+        parallel(torch.randn(6, 3), torch.arange(2).repeat_interleave(3))
 
 
 def test_replicas_end_without_a_garbage_collection():
@@ -123,19 +118,12 @@ def test_model_may_have_attributes_of_any_name():
     assert found == expected | {"modes": Tensor}  # no parameter, as in torch
 
 
-class Scaling(nn.Module):
-    factor = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.bn(input) * self.factor
+def scaling():
+    return Net(lambda net, input: net.bn(input) * net.factor, bn=nn.BatchNorm1d(3), factor=1.0)
 
 
 def test_replicas_may_be_made_and_run_by_hand():
-    plain, parallel = twins(Scaling().double(), DEVICES)
+    plain, parallel = twins(scaling().double(), DEVICES)
     data = doubles(7, 3)
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
     for i, replica in enumerate(replicas):
@@ -147,7 +135,7 @@ def test_replicas_may_be_made_and_run_by_hand():
 
 
 def test_replicas_in_eval_mode_leave_the_module_in_its_own():
-    plain, parallel = twins(Scaling().double(), DEVICES)
+    plain, parallel = twins(scaling().double(), DEVICES)
     data = doubles(6, 3)
     replicas = [replica.eval() for replica in parallel.replicate(parallel.module, parallel.device_ids)]
     assert not any(replica.training for replica in replicas)
@@ -175,12 +163,6 @@ def test_traced_graph_runs_as_a_root():
     assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
 
 
-def test_thread_that_has_run_a_replica_may_run_a_wrapper():
-    patch_replication_callback(OneThread(nn.Identity(), 2))(torch.randn(4, 3))
-    plain, parallel = twins(Scaling().double(), DEVICES)
-    assert_same_step(plain, parallel, doubles(7, 3))
-
-
 MODES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
@@ -192,15 +174,12 @@ MODES = {
 }
 
 
-class Observer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.seen = []
+def observer():
+    def observe(net, input):
+        net.seen.append(modes())
+        return input * net.weight
 
-    def forward(self, input):
-        self.seen.append(modes())
-        return input * self.weight
+    return Net(observe, weight=nn.Parameter(torch.ones(1)), seen=[])
 
 
 def modes():
@@ -216,7 +195,7 @@ def modes():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["wrapper", "own-forward"])
 def test_replicas_run_in_the_modes_of_the_caller(mode, name):
-    parallel = WRAPPERS[name](Observer())
+    parallel = WRAPPERS[name](observer())
     with MODES[mode]():
         parallel(torch.randn(2 * R, 2))
         assert parallel.module.seen == [modes()] * R
@@ -226,7 +205,7 @@ def test_replicas_run_in_the_modes_of_the_caller(mode, name):
 @pytest.mark.parametrize("made", ["by the wrapper", "by hand"])
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making(mode, made):
-    module = Observer()
+    module = observer()
     parallel = DataParallelWithCallback(module, ["cpu"] * 2)
     replicas = [copy.copy(module) for _ in range(2)]  # which note what they see in one list
     if made == "by the wrapper":

@@ -53,13 +53,6 @@ def test_module_under_two_names_is_called_back_once_a_copy():
     assert [copy_id for _, copy_id, _ in calls] == [0, 1]
 
 
-def test_callback_that_a_single_object_has_is_not_called():
-    calls, module = [], nn.Identity()
-    module.__data_parallel_replicate__ = lambda ctx, copy_id: calls.append(copy_id)
-    DataParallelWithCallback(nn.Sequential(module, Registering([])), ["cpu"] * 2)(torch.randn(4, 3))
-    assert not calls  # Python looks for the methods of its own protocols on the class, too.
-
-
 class Forwarding(nn.Module):
     """Sets attributes on the module that it stands for instead of on itself."""
 

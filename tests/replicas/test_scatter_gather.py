@@ -6,7 +6,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from conftest import device_lists
-from helpers import as_devices, doubles
+from helpers import Net, as_devices, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
@@ -121,26 +121,19 @@ def test_outputs_of_another_dtype_are_gathered_under_autocast():
         assert equal(DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(rows), rows)
 
 
-def test_scalars_along_another_dimension_are_refused_in_the_words_of_torch():
-    with pytest.raises(RuntimeError, match=r"zero-dimensional tensor .* cannot be concatenated"):
-        gather([torch.tensor(1.0)] * 2, CPU, 1)
-
-
-class Echo(nn.Module):
-    def forward(self, *args, **kwargs):
-        return list(args), kwargs
+ECHO = Net(lambda net, *args, **kwargs: (list(args), kwargs))
 
 
 def test_module_of_one_device_gets_the_objects_of_the_caller():
     tree = [doubles(5, 2), {"a": doubles(5, 2)}]
-    (positional,), kwargs = DataParallelWithCallback(Echo(), ["cpu"])(tree, named=tree)
+    (positional,), kwargs = DataParallelWithCallback(ECHO, ["cpu"])(tree, named=tree)
     assert positional is kwargs["named"] is tree
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
 def test_wrapper_passes_trees_in_and_out(devs, kind):
     tree = TREES[kind](doubles(5, 2, devices=devs))
-    args, kwargs = DataParallelWithCallback(Echo(), devs)(tree, named=tree)
+    args, kwargs = DataParallelWithCallback(ECHO, devs)(tree, named=tree)
     assert equal(args, [tree])
     assert equal(kwargs, {"named": tree})
 
@@ -165,20 +158,15 @@ STRUCTURES = {  # what two replicas return, and how an error names it
 }
 
 
-class Returning(nn.Module):
-    def __init__(self, first, others):
-        super().__init__()
-        self.first, self.others = first, others
-
-    def forward(self, input):
-        return (self.first if input[0, 0] == 0 else self.others)(input)
+def returning(first, others):
+    return Net(lambda net, input: (first if input[0, 0] == 0 else others)(input))
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_replicas_that_return_different_structures_are_named(devices, kind):
     *outputs, found = STRUCTURES[kind]
-    parallel = DataParallelWithCallback(Returning(*outputs), devices)
+    parallel = DataParallelWithCallback(returning(*outputs), devices)
     message = f"replica 0 returned {re.escape(found)}.*; return the same"
     with pytest.raises(ValueError, match=message):
         parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
@@ -189,7 +177,7 @@ def test_replicas_that_return_different_structures_are_named(devices, kind):
 )
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_no_tensors_are_told(devices, output):
-    parallel = DataParallelWithCallback(Returning(*[lambda x: (x, output)] * 2), devices)
+    parallel = DataParallelWithCallback(returning(*[lambda x: (x, output)] * 2), devices)
     with pytest.raises(TypeError, match=f"lists, dicts or None, got {type(output).__name__}; return tensors"):
         parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
 
@@ -204,6 +192,6 @@ ALIKE = {
 @pytest.mark.parametrize("kind", ALIKE)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_structures_that_differ_in_kind_only_are_put_together_as_those_of_the_first(devices, kind):
-    parallel = DataParallelWithCallback(Returning(*ALIKE[kind]), devices)
+    parallel = DataParallelWithCallback(returning(*ALIKE[kind]), devices)
     data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
     assert equal(parallel(data), ALIKE[kind][0](data))

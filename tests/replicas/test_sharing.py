@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Net, assert_equal, in_threads
 from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm1d
 
@@ -78,28 +78,13 @@ def test_failure_in_one_user_thread_leaves_another_alone(wrap):
     assert len(failures) == 10
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.bn = SynchronizedBatchNorm1d(4)
-        self.inner = inner
-
-    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
-        return self.inner(self.bn(x), replica)
-
-
-def test_wrapper_inside_of_a_wrapper_leaves_the_replicas_to_it():
-    model = Outer(DataParallelWithCallback(scripted(), ["cpu"] * 2)).double()
-    plain = Outer(copy.deepcopy(model.inner.module)).double()
-    plain.bn.load_state_dict(model.bn.state_dict())
-    inputs = torch.randn(8, 4, dtype=torch.float64), torch.arange(8)
-    assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(*inputs), plain(*inputs), "output")
-    assert int(model.inner.module.head.num_batches_tracked) == 1
+def outer(net, x: Tensor, replica: Tensor) -> Tensor:
+    return net.inner(net.bn(x), replica)
 
 
 def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
     inner = scripted((2, "between", raising(LookupError("the cause"))))
-    model = Outer(DataParallelWithCallback(inner, ["cpu"] * 2)).double()
+    model = Net(outer, bn=SynchronizedBatchNorm1d(4), inner=DataParallelWithCallback(inner, ["cpu"] * 2)).double()
     with pytest.raises(LookupError, match=r"(?s)in replica 1 on device cpu.*the cause"):
         DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 4, dtype=torch.float64), torch.arange(4))
 

@@ -1,9 +1,6 @@
 """Replicas that share a device run one at a time, each with a random state of its own."""
 
 import contextlib
-import os
-import random
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT
-from forks import forked, needs_fork
-from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
+from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -189,17 +185,6 @@ def test_replica_that_raises_ends_the_turns_and_nobody_waits_for_one(replica):
     assert len(parallel.module.log) == 12
 
 
-def test_replica_that_fails_before_others_begin_keeps_them_from_it():
-    def fail() -> None:
-        raise LookupError("the cause")
-
-    parallel, inputs = logging()
-    parallel.module.steps[0, 0] = fail
-    with pytest.raises(LookupError, match="the cause"):
-        parallel(*inputs)
-    assert parallel.module.log == [(0, 0)]
-
-
 def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
     release = threading.Event()
     parallel, inputs = logging(timeout=0.2)
@@ -246,59 +231,16 @@ def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
         assert gradient.abs().max() > 1e-3
 
 
-def test_two_wrappers_in_two_threads_take_turns_of_their_own():
-    plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
-    _, other = logging(), twins(TwoLayers().double(), ["cpu"] * 2)
-    steps = [
-        lambda each=each: [assert_same_step(*each, doubles(6, 3, 6, 6)) for _ in range(10)]
-        for each in ((plain, parallel), other)
-    ]
-    in_threads(*steps)
-
-
-class Older(nn.Module):
-    """Exchanges by pipes that belong to no forward pass, made by hand and kept."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
-        self.pipes, self.log = [master, *(master.register_slave(i) for i in range(1, number))], []
-
-    def forward(self, x: Tensor, replica: Tensor) -> Tensor:
+def test_pipes_of_no_forward_pass_let_others_have_their_turns():
+    def exchange(net: nn.Module, x: Tensor, replica: Tensor) -> Tensor:
         for _ in range(3):
-            self.log.append(int(replica[0]))
-            x = x + self.pipes[int(replica[0])].run(x.mean())
+            x = x + pipes[int(replica[0])].run(x.mean())
         return x
 
-
-def test_pipes_of_no_forward_pass_let_others_have_their_turns():
-    model, x = Older(3), torch.randn(6, 2)
-    output = DataParallelWithCallback(model, ["cpu"] * 3, timeout=5.0)(x, torch.arange(3).repeat_interleave(2))
-    expected = x
+    master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
+    pipes, x = [master, *(master.register_slave(i) for i in (1, 2))], torch.randn(6, 2)
+    parallel = DataParallelWithCallback(Net(exchange), ["cpu"] * 3, timeout=5.0)
+    output, expected = parallel(x, torch.arange(3).repeat_interleave(2)), x
     for _ in range(3):
         expected = expected + expected.mean() * 3
     assert_equal(output, expected)
-    assert sorted(model.log) == [0] * 3 + [1] * 3 + [2] * 3
-
-
-@needs_fork
-@pytest.mark.watchdog(120)
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn(times):
-    def interrupt_often() -> None:
-        plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
-        interrupted = 0
-        for _ in range(times):
-            timer = threading.Timer(random.uniform(1e-4, 4e-3), os.kill, (os.getpid(), signal.SIGINT))
-            try:
-                timer.start()
-                parallel(doubles(6, 3, 6, 6))
-                timer.join()
-            except KeyboardInterrupt:
-                interrupted += 1
-        plain.load_state_dict(parallel.module.state_dict())
-        assert_same_step(plain, parallel, doubles(6, 3, 6, 6))
-        print("interrupted" if interrupted == times else interrupted, threading.active_count())
-
-    status, output = forked(interrupt_often)
-    assert (status, output) == (0, "interrupted 1\n")
