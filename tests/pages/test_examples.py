@@ -111,6 +111,11 @@ def test_scenes_to_test_on_share_no_digit_with_those_to_train_on(example: types.
     assert not train & test
 
 
+@pytest.mark.parametrize("example", ["draw_means"], indirect=True)
+def test_drawing_of_the_readme_is_what_the_layers_compute(example: types.ModuleType):
+    assert (EXAMPLES / "means.svg").read_text(encoding="utf-8") == example.drawing()
+
+
 # The profile of `profile_waits.py`: it blames the replica that is slow, and reads other profiles to the digit.
 
 
