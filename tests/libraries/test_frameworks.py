@@ -62,7 +62,7 @@ def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     module = types.ModuleType(f"recipe_of_{request.param}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a recipe defines can be pickled
-    code = code_of(request.param) or code_of("what to give `parallel.module` to")
+    code = code_of(request.param) or code_of("tools that need `parallel.module`")
     program = PROGRAMS / f"with_{request.param}.py"
     exec(compile(code, str(program if program.exists() else PAGE), "exec"), module.__dict__)
     return module
@@ -590,7 +590,7 @@ def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path)
     pytest.importorskip("transformers")
     assert f"`{TORCHRUN} program.py`" in PAGE.read_text(encoding="utf-8")
     code = (
-        "from common import import_torchvision\nimport_torchvision()\n" + code_of("transformers in processes") + TRAIN
+        "from common import import_torchvision\nimport_torchvision()\n" + code_of("transformers_in_processes") + TRAIN
     )
     (tmp_path / "program.py").write_text(code, encoding="utf-8")
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "docs" / "examples")))
