@@ -448,3 +448,4 @@ def explore_all(scenarios: Iterable[Scenario]) -> tuple[int, int]:
 
 
 CHAIN = {"a": (0, 1), "b": (1, 2)}  # Replica 1 takes part in two layers, the others in one.
+RING = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}

@@ -63,9 +63,7 @@ def test_step_leaves_no_cycle_behind(name, failure):
     assert unreachable == 0
 
 
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize("forwards", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_failing_forwards_leave_nothing_behind(forwards):
+def test_many_failing_forwards_leave_nothing_behind():
     def resources() -> tuple[int, int, int]:
         gc.collect()
         files = len(os.listdir("/proc/self/fd")) if os.name == "posix" else 0
@@ -80,10 +78,10 @@ def test_many_failing_forwards_leave_nothing_behind(forwards):
     for i in range(len(FAILURES)):  # The first of each fills caches.
         fail(i)
     before, objects = resources(), len(gc.get_objects())
-    for i in range(forwards):
+    for i in range(40):
         fail(i)
     assert resources() == before
-    assert len(gc.get_objects()) - objects < forwards / 2
+    assert len(gc.get_objects()) - objects < 20
 
 
 def _stands_still(model: Scripted, x: Tensor) -> None:
@@ -132,12 +130,15 @@ class GivesUp(TorchStyle):
     """Starts the first replica, which waits for others in vain, and then raises an error, if it has one."""
 
     error: BaseException | None
+    begun: threading.Event | None = None  # for which it waits before that
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         if self.error is None:
             return super().parallel_apply(replicas, inputs, kwargs)
         self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
         self.thread.start()
+        if self.begun is not None:
+            self.begun.wait()
         raise self.error
 
     def work(self, replica: nn.Module, inputs: Any) -> None:
@@ -191,24 +192,14 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
     def is_busy(model: Scripted, x: Tensor) -> None:
         begun.set()
         aborts.wait()
-        with pytest.raises(ReplicaSyncError, match="got KeyboardInterrupt in its thread"):
+        try:
             model.stem(x)
-        left.append(threading.current_thread())
-        raise LookupError
-
-    class Interrupted(TorchStyle):
-        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-            self.thread = threading.Thread(target=self.work, args=(replicas[0], inputs[0]))
-            self.thread.start()
-            begun.wait()
-            raise KeyboardInterrupt
-
-        def work(self, replica: nn.Module, inputs: Any) -> None:
-            with contextlib.suppress(LookupError):
-                replica(*inputs)
+        finally:
+            left.append(threading.current_thread())
 
     monkeypatch.setattr(Coordinator, "abort", abort_patiently)
-    parallel = patch_replication_callback(Interrupted(scripted((0, "before", is_busy)), R))
+    parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
+    parallel.error, parallel.begun = KeyboardInterrupt(), begun
     with pytest.raises(KeyboardInterrupt):
         parallel(*batch())
     assert left == [parallel.thread]

@@ -273,16 +273,6 @@ def test_kept_master_serves_one_chunk_after_callbacks_that_failed():
     assert_groups_get_their_means(keeps, 1, 2)
 
 
-def test_slaves_may_register_by_hand_after_a_forward_that_did_not_call():
-    keeps = KeepsMasters(2)
-    parallel = DataParallelWithCallback(nn.Sequential(keeps), ["cpu"] * 2)
-    keeps.forward = lambda x: x
-    parallel(tensor([[1.0], [10.0]]))
-    slave = keeps.masters[0].register_slave(1)
-    results = together(lambda: slave.run(tensor(1.0)), lambda: keeps.masters[0].run(tensor(3.0)))
-    assert results == [2.0, 2.0]
-
-
 def test_kept_master_serves_replicas_that_the_user_runs():
     keeps = KeepsMasters(2)
     for _ in range(2):

@@ -66,18 +66,6 @@ def test_groups_are_told_of_their_own_members_only():
     assert "replica 3" in str(waiting.outcome())
 
 
-def test_cycle_over_three_layers_is_found():
-    coordinator = Coordinator(["cpu"] * 3)
-    layers = [layer_of(name, pair) for name, pair in (("a", (0, 1)), ("b", (1, 2)), ("c", (2, 0)))]
-    waiting = [Waiting(coordinator, layers[i], i) for i in range(3)]
-    texts = {str(replica.outcome()) for replica in waiting}
-    assert texts == {
-        "expected all replicas to reach the same layer, but got replica 0 on device cpu in a, call 1, "
-        "replica 1 on device cpu in b, call 1, replica 2 on device cpu in c, call 1; "
-        "make every replica call the synchronized layers in the same order"
-    }
-
-
 def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
     outer, inner = layer_of("outer"), layer_of("inner")
@@ -185,16 +173,8 @@ def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original(
     assert str(coordinator.failure()[1]) == "of an inner wrapper"
 
 
-def test_second_run_of_a_replica_that_still_runs_is_refused():
-    coordinator = Coordinator(["cpu"] * 2)
-    coordinator.begin(1)
-    text = "to run once, but replica 1 on device cpu was called twice; call replicate again for each forward pass"
-    with pytest.raises(RuntimeError, match=text):
-        coordinator.begin(1)
-
-
 class ControlC:
-    """Interrupts its thread before a given line of `coordinator.py` and `comm.py`.
+    """Interrupts its thread before a given line of what replicas exchange with.
 
     Not before what a ``with`` does: it takes and gives back a lock, and Python handles no signal in between.
     """
@@ -204,7 +184,7 @@ class ControlC:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.endswith(("sync_batchnorm/coordinator.py", "sync_batchnorm/comm.py")):
+        if not name.endswith(("/coordinator.py", "/comm.py", "/turns.py")):
             return None
         if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             self.lines_left -= 1
@@ -247,13 +227,15 @@ class Pair:
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("comes_last", [True, False])
-def test_control_c_at_any_line_of_an_exchange_releases_the_peer(replica, comes_last):
+@pytest.mark.parametrize("order", ["comes first", "comes last", "in turns"])
+def test_control_c_at_any_line_of_an_exchange_releases_the_peer(replica, order):
     for line in itertools.count(1):
         pair = Pair()
+        if order == "in turns":
+            pair.coordinator.take_turns([0, 1], lambda replica: None, lambda replica: None)
         peer = threading.Thread(target=pair.run, args=(1 - replica,))
         peer.start()
-        while comes_last and not pair.coordinator._waiting:
+        while order == "comes last" and not pair.coordinator._waiting:
             time.sleep(0)  # give way
         with ControlC(line) as control_c:
             pair.run(replica)

@@ -1,7 +1,7 @@
 """No order of threads makes the exchange hang, lose a message, deliver a wrong one, or give a wrong reason."""
 
 import pytest
-from interleavings import CHAIN, Scenario, everything, explore_all, in_turns, interrupted
+from interleavings import CHAIN, RING, Scenario, everything, explore_all, in_turns, interrupted
 
 
 @pytest.mark.watchdog(120)
@@ -12,6 +12,7 @@ from interleavings import CHAIN, Scenario, everything, explore_all, in_turns, in
         pytest.param(interrupted(everything(2, "a", 1, ends="")), 16, 1_000, id="two, interrupted"),
         pytest.param(everything(3, "a", 1, ends=""), 8, 1_000, id="three"),
         pytest.param(everything(3, "ab", 1, CHAIN, ends=""), 12, 1_000, id="chain"),
+        pytest.param(everything(3, "abc", 1, RING, ends=""), 27, 100, id="ring"),
         pytest.param(
             [Scenario(("a", "-"), abort=True), Scenario(("-", "a"), abort=True)], 2, 50, id="one never begins"
         ),
