@@ -19,7 +19,6 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
-    graph_of,
     run_parts,
     twins,
 )
@@ -31,44 +30,12 @@ pytestmark = usual_kernels
 SECOND_TIME = "Trying to backward through the graph a second time"
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_each_call_is_one_node(replicas):
-    _, parallel = twins(nn.BatchNorm1d(3), ["cpu"] * replicas)
-    names = [node.name() for node in graph_of(parallel(torch.randn(6, 3, requires_grad=True)))]
-    own = sorted(name for name in names if name.startswith("_S"))
-    assert own == ["_SyncBatchNormBackward"]
-
-
-class Hooked(nn.Module):
+def hooked(net, input):
     """Runs a layer with hooks that save what `pack` makes of a tensor."""
-
-    def __init__(self, pack):
-        super().__init__()
-        self.bn, self.pack, self.kept = nn.BatchNorm2d(3), pack, []
-
-    def forward(self, input):
-        input = input * 1
-        self.kept.append(weakref.ref(input))
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
-            return self.bn(input)
-
-
-@pytest.mark.parametrize("input_needs_gradient", [True, False], ids=["inner", "first-layer"])
-@pytest.mark.parametrize("devices", device_lists(1, 2, 3))
-def test_input_itself_is_saved_once_and_nothing_else_of_its_size(devices, input_needs_gradient):
-    saved = []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
-
-    _, parallel = twins(Hooked(pack), devices)
-    parts = [torch.randn(2, 3, 4, 5, device=device) for device in as_devices(devices)]
-    outputs = run_parts(parallel, [part.requires_grad_(input_needs_gradient) for part in parts])
-    inputs = [tensor for tensor in saved if tensor.numel() > 3]
-    assert sorted(map(id, inputs)) == sorted(id(reference()) for reference in parallel.module.kept)
-    assert len(saved) - len(inputs) <= 5 * len(devices)  # as many vectors as the layer of torch saves
-    torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+    input = input * 1
+    net.kept.append(weakref.ref(input))
+    with torch.autograd.graph.saved_tensors_hooks(net.pack, lambda tensor: tensor):
+        return net.bn(input)
 
 
 @pytest.mark.parametrize("after", ["backward", "deletion"])
@@ -88,7 +55,7 @@ def test_nothing_outlives_its_use(after):
 
 @pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copies", "itself"])
 def test_input_that_hooks_have_saved_lives_as_long_as_they_keep_it(pack):
-    _, parallel = twins(Hooked(pack), ["cpu"] * 2)
+    _, parallel = twins(Net(hooked, bn=nn.BatchNorm2d(3), pack=pack, kept=[]), ["cpu"] * 2)
     output = parallel(torch.randn(6, 3, 2, 2, requires_grad=True))
     assert [reference() is None for reference in parallel.module.kept] == [pack is torch.clone] * 2
     output.backward(torch.randn_like(output))
@@ -121,39 +88,16 @@ def test_replicas_outside_of_the_loss_still_count(devices, rows):
     assert_same_results(*twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices), step)
 
 
-class Recorded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(4)
-
-    def forward(self, input, recorded):
-        with torch.set_grad_enabled(bool(recorded[0])):
-            return self.bn(input)
-
-
-@pytest.mark.parametrize("replica", [0, 1])
-def test_only_the_replica_that_records_is_in_the_graph(replica):
-    plain, parallel = twins(Recorded().double(), ["cpu"] * 2)
-    parts, grad = [doubles(2, 4, 5, 5).requires_grad_() for _ in range(2)], doubles(2, 4, 5, 5)
-    replicas = parallel.replicate(parallel.module, ["cpu"] * 2)
-    recorded = [torch.tensor([i == replica]) for i in range(2)]
-    outputs = parallel.parallel_apply(replicas, list(zip(parts, recorded, strict=True)), [{}, {}])
-    assert [output.requires_grad for output in outputs] == [i == replica for i in range(2)]
-    outputs[replica].backward(grad)
-    assert parts[1 - replica].grad is None
-    # The rows of the other are numbers, to which the loss has no path.
-    rows = [part.detach().clone().requires_grad_(i == replica) for i, part in enumerate(parts)]
-    expected = plain.bn(torch.cat(rows)).split(2)[replica]
-    expected.backward(grad, retain_graph=True)
-    assert_equal(parts[replica].grad, rows[replica].grad)
-    assert_same_state(parallel, plain)
+def recorded_forward(net, input, recorded):
+    with torch.set_grad_enabled(bool(recorded[0])):
+        return net.bn(input)
 
 
 @pytest.mark.parametrize("replica", [0, 1, 2])
 @pytest.mark.parametrize("options", [{}, {"eps": 0.5}, {"eps": 0.5, "eps_mode": "clamp"}], ids=str)
 def test_replicas_without_a_graph_are_constants_in_second_and_third_derivatives(replica, options):
     clamps = options.get("eps_mode") == "clamp"
-    _, parallel = twins(Recorded().double(), ["cpu"] * 3)
+    _, parallel = twins(Net(recorded_forward, bn=nn.BatchNorm2d(4)).double(), ["cpu"] * 3)
     layer = parallel.module.bn
     vars(layer).update(options)
     parts = [doubles(2, 4, 3, 2) * torch.tensor([0.3, 0.6, 1, 2]).view(-1, 1, 1) + i for i in range(3)]

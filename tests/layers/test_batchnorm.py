@@ -31,7 +31,6 @@ from sync_batchnorm import (
     set_sbn_eps_mode,
 )
 from sync_batchnorm.coordinator import Coordinator
-from sync_batchnorm.parallel.data_parallel import AnyDeviceDataParallel
 
 LAYERS = {
     SynchronizedBatchNorm1d: nn.BatchNorm1d,
@@ -97,15 +96,6 @@ def test_eval_is_that_of_torch_and_meets_nobody(devs, exchanges, rows):
     assert all(torch.equal(value, before[name]) for name, value in parallel.state_dict().items())
 
 
-def test_frozen_layers_in_a_training_model_meet_nobody(devs, exchanges):
-    plain, parallel = twins(TwoLayers().double(), devs)
-    for module in (plain, parallel.module):
-        module.bn1.eval().requires_grad_(False)
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs))
-    assert len(exchanges) == (2 if len(devs) > 1 else 0)
-
-
 def test_layer_without_running_statistics_synchronizes_in_eval_too(devs, exchanges):
     plain, parallel = twins(nn.BatchNorm1d(3, track_running_stats=False).double(), devs)
     for module in (plain, parallel):
@@ -142,14 +132,6 @@ def test_layers_changed_while_they_live_do_what_torch_does(devices, training, mo
     else:
         plain.load_state_dict(parallel.module.state_dict())
         assert_same_step(plain, parallel, data)
-
-
-def test_tracking_switched_on_again_goes_on(devs):
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
-    for tracks in (True, False, True):
-        plain.track_running_stats = parallel.module.track_running_stats = tracks
-        assert_same_step(plain, parallel, doubles(6, 3, devices=devs))
-    assert parallel.module.num_batches_tracked == 2
 
 
 WRONG_INPUTS = {
@@ -286,16 +268,6 @@ def test_unwrapped_layers_are_those_of_torch(training):
     ours = convert_model(copy.deepcopy(plain))
     for _ in range(2):
         assert_same_step(plain, ours, doubles(4, 3, 6, 6))
-
-
-def test_replicas_without_callback_are_local_and_warn():
-    plain = randomize(nn.BatchNorm1d(3).double())
-    parallel = AnyDeviceDataParallel(convert_model(copy.deepcopy(plain)), ["cpu"] * 2)
-    data = doubles(6, 3)
-    assert_equal(parallel.eval()(data), copy.deepcopy(parallel.module)(data))  # without a warning
-    with pytest.warns(UserWarning, match=r"not connected: .* call patch_replication_callback\(data_parallel\)"):
-        output = parallel.train()(data)
-    assert_equal(output, torch.cat([plain(half) for half in data.chunk(2)]))
 
 
 def test_moving_and_casting_between_forwards_works(devs):

@@ -265,24 +265,6 @@ def test_graph_can_be_used_again(devices, path):
     assert_same_results(*checkpointed_twins(path, devices), step)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_segments_can_be_differentiated_one_by_one(devices, first):
-    def two_outputs(net, x):
-        return net.run(net.segment, x), net.run(net.segment, x.sin())
-
-    data = doubles(4, 3, 4, 5, devices=devices)
-    grad = torch.randn_like(data)
-
-    def step(model):
-        outputs = model(data)
-        outputs[first].backward(grad, retain_graph=True)
-        outputs[1 - first].backward(grad * 2)
-        return outputs
-
-    assert_same_results(*checkpointed_twins(two_outputs, devices), step)
-
-
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replica_outside_of_the_loss_needs_no_recomputation(devices, replica):
@@ -476,18 +458,7 @@ def with_operators_of_the_merge(net, x):
     return net.run(body, x * 1.0)
 
 
-POLICIES = {"nothing": (), "convolution": ("convolution",), "matrix-product": ("convolution", ".mm", "tanh")}
 OPERATORS = ("cat", "stack", "mul", "addcmul", "add", "mean", "sum", "clone", "batch_norm", "group_norm", "")
-
-
-@pytest.mark.once("path", "early_stop")
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
-@pytest.mark.parametrize("path", [around_all, in_a_row, only_the_layer], ids=lambda path: path.__name__)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("devices", device_lists(4))
-def test_policies_of_what_to_save_change_nothing_for_layers_that_are_called_once(devices, policy, path, early_stop):
-    with set_checkpoint_early_stop(early_stop):
-        assert_exact(path, devices, 8, **saving(*POLICIES[policy]))
 
 
 @pytest.mark.once("operator")

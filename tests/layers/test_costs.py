@@ -1,11 +1,9 @@
 """What a layer costs, counted: bytes that it saves and allocates, exchanges, and the tensors that replicas send."""
 
-import threading
-
 import pytest
 import torch
 from conftest import KERNELS, device_lists
-from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
+from helpers import FORMATS, as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -116,42 +114,8 @@ def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     assert sorted(layers) == ["0"] * replicas + ["1"] * replicas
 
 
-def offset_forward(net, input, offset):
-    """Adds to its input what it is told, in each replica another number; keeps the number of its thread."""
-    net.threads[threading.get_ident()] = float(offset[0])
-    return net.bn(input + float(offset[0]))
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("offsets", [(0, 0), (1000, 0), (0, 1000), (1000, 1000)], ids=str)
-def test_each_replica_whose_mean_is_large_makes_exact_statistics_in_its_thread(offsets, kind, monkeypatch):
-    _, parallel = twins(Net(offset_forward, bn=nn.BatchNorm2d(4), threads={}), ["cpu"] * 2)
-    made, exact_moments = [], cpu.exact_moments
-
-    def note_and_make(*args):
-        made.append(threading.get_ident())
-        return exact_moments(*args)
-
-    monkeypatch.setattr(cpu, "exact_moments", note_and_make)
-    data = torch.randn(2, 4, 200, 200).contiguous(memory_format=FORMATS[kind])
-    for _ in range(2):  # Nothing is remembered: the second call is as the first.
-        parallel.module.threads.clear()
-        made.clear()
-        parallel(data, torch.tensor(offsets))
-        assert sorted(parallel.module.threads[thread] for thread in made) == [offset for offset in offsets if offset]
-
-
 def test_parts_of_small_deviation_do_not_ask_for_exact_statistics(monkeypatch):
     _, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
     data = torch.randn(8, 4, 1, 1).expand(8, 4, 120, 120).contiguous()  # Each sample is constant.
     monkeypatch.setattr(cpu, "exact_moments", None)
     parallel(data)
-
-
-def test_copies_of_ordinary_modules_cost_no_call_of_torch(monkeypatch):
-    copied, copy = [], nn.Module._replicate_for_data_parallel
-    monkeypatch.setattr(nn.Module, "_replicate_for_data_parallel", lambda self: copied.append(self) or copy(self))
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    _, parallel = twins(net, ["cpu"] * 2)
-    parallel(torch.randn(4, 3))
-    assert not copied

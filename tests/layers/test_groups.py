@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from conftest import usual_kernels
-from helpers import Net, assert_equal, doubles, randomize, run_parts
+from helpers import assert_equal, doubles, randomize, run_parts
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
@@ -65,28 +64,3 @@ def test_failure_in_one_group_reaches_the_caller_and_releases_the_other(group):
     with pytest.raises((RuntimeError, ValueError), match="4"):
         run_parts(parallel, parts)
     assert parallel(doubles(8, 3)).shape == (8, 3)
-
-
-def block(net, input):
-    return checkpoint(net.body, input, use_reentrant=False) if net.checkpoints else net.body(input)
-
-
-def test_groups_work_under_checkpoints_and_gradient_penalties():
-    body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))
-    groups, parallel = grouped(Net(block, body=body, checkpoints=True).double(), ["cpu"] * 4, 2)
-    data, weights = doubles(8, 3, 4, 2), doubles(8, 3, 4, 2)
-
-    def loss(model, rows, weight):
-        input = rows.clone().requires_grad_()
-        output = model(input)
-        (grad,) = torch.autograd.grad((output * weight).sum(), input, create_graph=True)
-        return grad.square().sum() + (output * weight.sin()).sum()
-
-    loss(parallel, data, weights).backward()
-    shared = groups[0]
-    shared.checkpoints = groups[1].checkpoints = False
-    for group, rows, weight in zip(groups, data.chunk(2), weights.chunk(2), strict=True):
-        loss(group, rows, weight).backward()
-    for ours, first, second in zip(parallel.module.parameters(), *(g.parameters() for g in groups), strict=True):
-        assert_equal(ours.grad, first.grad + second.grad)
-    assert parallel.module.body[1].num_batches_tracked == 1

@@ -12,7 +12,6 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
-    randomize,
     run_parts,
     twins,
 )
@@ -159,28 +158,6 @@ def test_empty_images_are_an_empty_batch(devices):
     assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_empty_replica_inside_a_net_leaves_the_others_right(devices):
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).double()
-    plain, parallel = twins(net, devices)
-    data = doubles(3, 3, 2, 2, devices=devices)
-    expected, outputs = plain(data), run_parts(parallel, [data[:0], data])
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    torch.autograd.backward(outputs, [torch.zeros_like(outputs[0]), grad.to(outputs[1].device)])
-    assert_equal(outputs[1], expected.to(outputs[1].device))
-    assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("needs_gradient", [True, False], ids=["input-differentiable", "first-layer"])
-def test_parameter_gradients_do_not_depend_on_those_of_the_input(devs, needs_gradient):
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
-    data, grad = doubles(6, 3, devices=devs), doubles(6, 3, devices=devs)
-    for module in (plain, parallel):
-        module(data.clone().requires_grad_(needs_gradient)).backward(grad)
-    assert_same_state(parallel, plain)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devs)
@@ -192,36 +169,3 @@ def test_training_mode_without_gradients_updates_running_statistics(devs, mode):
     assert not any(buffer.requires_grad or buffer.is_inference() for buffer in parallel.module.buffers())
     assert_same_state(parallel, plain)
     assert_same_step(plain, parallel, data)
-
-
-@pytest.mark.parametrize("devices", device_lists(3))
-def test_a_sample_with_nan_spoils_what_it_spoils_on_one_device(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
-    data = doubles(6, 3, 2, 2, devices=devices)
-    data[4, 1, 0, 1] = torch.nan
-    expected, output = plain(data), parallel(data)
-    assert torch.equal(output.isnan(), expected.isnan())
-    assert output[:, 1].isnan().all()
-    assert_equal(output[:, ::2], expected[:, ::2])
-    assert torch.equal(parallel.module.running_var.isnan(), plain.running_var.isnan())
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_formulas_written_out_give_the_same(devices):
-    bn = randomize(nn.BatchNorm2d(3).double())
-    _, parallel = twins(bn, devices)
-    input, grad = doubles(4, 3, 5, 2, devices=devices).requires_grad_(), doubles(4, 3, 5, 2, devices=devices)
-    weight, bias = (p.detach().view(-1, 1, 1) for p in (bn.weight, bn.bias))
-    x, dims = input.detach(), (0, 2, 3)
-    mean = x.mean(dims, keepdim=True)
-    centered = x - mean
-    invstd = (centered.square().mean(dims, keepdim=True) + bn.eps).rsqrt()
-    normalized = centered * invstd
-    output = parallel(input)
-    output.backward(grad)
-    assert_equal(output, normalized * weight + bias, "output")
-    along = (grad * normalized).mean(dims, keepdim=True)
-    expected = weight * invstd * (grad - grad.mean(dims, keepdim=True) - normalized * along)
-    assert_equal(input.grad, expected, "input gradient")
-    assert_equal(parallel.module.weight.grad, (grad * normalized).sum(dims), "weight gradient")
-    assert_equal(parallel.module.bias.grad, grad.sum(dims), "bias gradient")

@@ -26,15 +26,6 @@ def test_one_layer_called_three_times_keeps_its_calls_apart(devs):
     assert parallel.module.bn.num_batches_tracked == 6
 
 
-def test_two_forwards_before_one_backward_add_up(devs):
-    plain, parallel = twins(TwoLayers().double(), devs)
-    first, second = doubles(4, 3, 6, 6, devices=devs), doubles(6, 3, 7, 6, devices=devs)
-    grads = [doubles(*plain.eval()(data).shape, devices=devs) for data in (first, second)]
-    for module in (plain.train(), parallel):
-        torch.autograd.backward([module(first), module(second)], grads)
-    assert_same_state(parallel, plain)
-
-
 def test_gradients_accumulate_over_micro_batches(devs):
     plain, parallel = twins(TwoLayers().double(), devs)
     for rows in (4, 3, 1, 8, 0, 5):

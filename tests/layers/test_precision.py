@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import device_lists, every_kernel
+from conftest import KERNELS, device_lists
 from helpers import FORMATS, TOLERANCES, Net, as_devices, assert_equal, run_parts, twins
 from torch import nn
 
@@ -18,9 +18,13 @@ ROUNDING = 2e-7  # what float32 rounds off a number near one, whoever computes i
 SUMS = 5e-6  # what sums over channels_last lose, which the operators of torch add up row by row in float32
 
 
+def on_every_kernel(test, names=tuple(KERNELS)):
+    return pytest.mark.usefixtures("kernel")(pytest.mark.parametrize("kernel", names, indirect=True)(test))
+
+
 def on_the_cpu(test):
     """Run a test with the fast statistics and the exact ones; nobody knows what torch has on devices of other kinds."""
-    return pytest.mark.usefixtures("kernel")(pytest.mark.parametrize("kernel", ["fast", "exact"], indirect=True)(test))
+    return on_every_kernel(test, ["fast", "exact"])
 
 
 def channels(size):
@@ -190,32 +194,32 @@ def test_gradient_of_the_weight_of_one_replica_keeps_the_digits_of_a_large_mean(
     assert worst(found, expected) <= 2 * ROUNDING * upstream[replica][:, 0].numel()
 
 
-class TestEveryKernel:
-    pytestmark = every_kernel
+@on_every_kernel
+@pytest.mark.parametrize("value", [0.0, 1e6, -1e-6], ids=str)
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_constant_batch_gives_the_bias_and_no_negative_variance(value, memory_format):
+    _, parallel = twins(nn.BatchNorm2d(3, momentum=1.0), ["cpu"] * 2)
+    data = torch.full((4, 3, 5, 5), value).contiguous(memory_format=FORMATS[memory_format]).requires_grad_()
+    output = parallel(data)
+    output.backward(torch.randn_like(output))
+    bias = parallel.module.bias.view(1, -1, 1, 1).expand_as(output)
+    # A mean of 1e6 that is off by its last digit, 0.03, divided by the root of eps.
+    torch.testing.assert_close(output, bias, rtol=0, atol=max(1e-5, abs(value) * 6e-8 / 0.003))
+    assert (parallel.module.running_var >= 0).all()
+    assert torch.isfinite(data.grad).all()
 
-    @pytest.mark.parametrize("value", [0.0, 1e6, -1e-6], ids=str)
-    @pytest.mark.parametrize("memory_format", FORMATS)
-    def test_constant_batch_gives_the_bias_and_no_negative_variance(self, value, memory_format):
-        _, parallel = twins(nn.BatchNorm2d(3, momentum=1.0), ["cpu"] * 2)
-        data = torch.full((4, 3, 5, 5), value).contiguous(memory_format=FORMATS[memory_format]).requires_grad_()
-        output = parallel(data)
-        output.backward(torch.randn_like(output))
-        bias = parallel.module.bias.view(1, -1, 1, 1).expand_as(output)
-        # A mean of 1e6 that is off by its last digit, 0.03, divided by the root of eps.
-        torch.testing.assert_close(output, bias, rtol=0, atol=max(1e-5, abs(value) * 6e-8 / 0.003))
-        assert (parallel.module.running_var >= 0).all()
-        assert torch.isfinite(data.grad).all()
 
-    @pytest.mark.parametrize("memory_format", FORMATS)
-    def test_one_channel_that_is_not_finite_spoils_no_other(self, memory_format):
-        plain, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
-        data = torch.randn(4, 4, 5, 5).contiguous(memory_format=FORMATS[memory_format])
-        data[3, 1, 2, 2], data[0, 2, 0, 0] = float("nan"), float("inf")
-        expected, output = plain(data), parallel(data)
-        assert torch.equal(output.isnan(), expected.isnan())
-        for channel in (0, 3):
-            torch.testing.assert_close(output[:, channel], expected[:, channel])
-            torch.testing.assert_close(parallel.module.running_var[channel], plain.running_var[channel])
+@on_every_kernel
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_one_channel_that_is_not_finite_spoils_no_other(memory_format):
+    plain, parallel = twins(nn.BatchNorm2d(4), ["cpu"] * 2)
+    data = torch.randn(4, 4, 5, 5).contiguous(memory_format=FORMATS[memory_format])
+    data[3, 1, 2, 2], data[0, 2, 0, 0] = float("nan"), float("inf")
+    expected, output = plain(data), parallel(data)
+    assert torch.equal(output.isnan(), expected.isnan())
+    for channel in (0, 3):
+        torch.testing.assert_close(output[:, channel], expected[:, channel])
+        torch.testing.assert_close(parallel.module.running_var[channel], plain.running_var[channel])
 
 
 def in_turn(net, input, replica):

@@ -70,10 +70,6 @@ def test_squares_beyond_the_range_of_half_do_not_overflow(dtype):
     assert_equal(parallel.module.running_var, reference.running_var, "running variance")
 
 
-def conv_net():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
@@ -207,15 +203,6 @@ def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
         assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
     assert parallel.module.frozen.num_batches_tracked == 0
     assert parallel.module.bn.num_batches_tracked == 2
-
-
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_model_may_change_its_mode_at_every_step(devices):
-    plain, parallel = twins(conv_net().double(), devices)
-    for step in range(4):
-        for module in (plain, parallel):
-            module.train(step % 2 == 0)
-        assert_same_step(plain, parallel, doubles(5, 3, 6, 5, devices=devices))
 
 
 # Models that do more than one thing in their forward.
@@ -409,16 +396,6 @@ def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
         results.append([output, *torch.autograd.grad(output, wanted, grad)])
     for expected, actual in zip(*results, strict=True):
         assert_equal(actual, expected)
-
-
-@pytest.mark.parametrize("view", ONES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_strides_of_sizes_of_one_change_no_number_in_half_precision(devices, dtype, view):
-    plain, parallel = twins(nn.BatchNorm3d(6) if view == "volumes" else nn.BatchNorm2d(6), devices)
-    data = doubles(4, 50, 6, devices=devices).to(dtype)
-    expected = plain(ONES[view](data).contiguous())
-    assert_equal(parallel(ONES[view](data)), expected)
 
 
 def probe(net, input):
