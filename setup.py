@@ -83,7 +83,6 @@ setup(
             "ruff==0.17.5",
             "mypy==2.4.1",
             "setuptools==84.2.1",
-            "expecttest==0.3.0",  # which the list of modules that torch tests needs
         ],
     },
     classifiers=[

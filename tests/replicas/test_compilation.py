@@ -12,8 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, sync_moments
-from sync_batchnorm.replica import is_in_replica
-from sync_batchnorm.torch_private import uncompiled
 
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
@@ -177,24 +175,6 @@ def test_wrapper_of_one_device_is_compiled_as_a_whole():
     plain, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"])
     compiled, data = torch.compile(parallel, backend="eager", fullgraph=True), doubles(4, 3)
     torch.testing.assert_close(compiled(data), plain(data))
-
-
-@pytest.mark.slow
-def test_functions_are_marked_as_the_compiler_marks_them():
-    def function(): ...
-
-    ours, constant = vars(uncompiled(function)), vars(is_in_replica)
-    by_torch = vars(torch.compiler.disable(function, reason=ours["_torchdynamo_disable_msg"]))
-    assert ours["_torchdynamo_disable"] == by_torch["_torchdynamo_disable"]
-    assert ours["_torchdynamo_disable_msg"] == by_torch["_torchdynamo_disable_msg"]
-    assert constant == vars(torch.compiler.assume_constant_result(function)) != {}
-
-
-def test_function_does_not_ask_for_a_compiler_that_nobody_has_imported(monkeypatch):
-    with monkeypatch.context() as during:
-        during.delitem(sys.modules, "torch._dynamo", raising=False)
-        during.setattr(torch.compiler, "disable", None)
-        assert uncompiled(lambda: 3)() == 3
 
 
 @pytest.mark.slow

@@ -249,13 +249,6 @@ def test_wrapper_inside_a_wrapper_synchronizes_over_all_replicas(devices):
     assert backbone[1].num_batches_tracked == 1
 
 
-def test_plain_wrapper_without_devices_inside_a_wrapper_runs_its_module():
-    inner = nn.DataParallel(nn.Linear(3, 3).double())
-    inner.__dict__.update(dim=0, device_ids=[], output_device=None)  # as where there is no GPU
-    data = doubles(4, 3)
-    assert_equal(DataParallelWithCallback(inner, ["cpu"] * 2)(data), inner.module(data))
-
-
 # Errors that a forward swallows
 
 

@@ -17,7 +17,6 @@ from sync_batchnorm import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     convert_model,
-    execute_replication_callbacks,
 )
 
 DEVICES = ["cpu"] * R
@@ -143,17 +142,6 @@ def test_replicas_in_eval_mode_leave_the_module_in_its_own():
     assert parallel.module.training
     assert parallel.module.bn.training
     assert parallel.module.bn.num_batches_tracked == 0
-
-
-def test_callbacks_of_replicas_may_be_executed_again():
-    class Older(DataParallelWithCallback):
-        def replicate(self, module, device_ids):
-            replicas = super().replicate(module, device_ids)
-            execute_replication_callbacks(replicas)
-            return replicas
-
-    plain, parallel = twins(Looking().double(), DEVICES)
-    assert_same_step(plain, Older(parallel.module, DEVICES), doubles(7, 3))
 
 
 def test_traced_graph_runs_as_a_root():

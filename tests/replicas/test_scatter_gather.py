@@ -48,12 +48,6 @@ def test_trees_are_cut_as_their_tensors_are(kind, rows):
     assert equal(scatter(TREES[kind](x), [CPU] * 4, 0), expected)
 
 
-@pytest.mark.parametrize("leaf", [None, 3, "text", object()], ids=["None", "int", "str", "object"])
-def test_leaves_that_are_no_tensors_are_shared(leaf):
-    parts = scatter((torch.zeros(4), leaf), [CPU] * 2, 0)
-    assert all(part[1] is leaf for part in parts)
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_other_dimensions_can_be_cut(dim):
     x = torch.randn(4, 6, 5)
