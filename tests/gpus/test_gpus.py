@@ -7,7 +7,6 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 import contextlib
 import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -22,17 +21,13 @@ from helpers import (
     assert_same_step,
     doubles,
     in_threads,
-    randomize,
     run_parts,
     twins,
 )
-from simulated_gpus import recording
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
-from sync_batchnorm.comm import SlavePipe, SyncMaster
-from sync_batchnorm.coordinator import Coordinator
 from sync_batchnorm.parallel.data_parallel import check_copies
 
 pytestmark = [
@@ -280,28 +275,6 @@ def test_calls_on_streams_of_their_own_need_no_order(devices, threads):
         assert_equal(output, plain(batch))
 
 
-class Bag:
-    """What torch gathers, although it is none of its containers: it is built from an iterator, and is one."""
-
-    def __init__(self, items):
-        self.items = list(items)
-
-    def __iter__(self):
-        return iter(self.items)
-
-
-def in_bag(net, input):
-    return Bag([input + 1])
-
-
-@pytest.mark.parametrize("devices", gpu_lists(2))
-def test_outputs_in_a_class_of_the_users_own_are_gathered(devices):
-    data = torch.randn(4, 3, device="cuda:0")
-    output = DataParallelWithCallback(Net(in_bag), devices)(data)
-    assert type(output) is Bag
-    assert torch.equal(output.items[0].cpu(), data.cpu() + 1)
-
-
 @pytest.mark.skipif(CUDA_COUNT < 3, reason="needs three GPUs")
 def test_outputs_may_be_gathered_on_a_third_gpu():
     plain, parallel = twins(TwoLayers().double(), [0, 1], output_device=2)
@@ -322,71 +295,6 @@ def test_inputs_may_be_on_the_cpu(devices):
     plain, parallel = twins(TwoLayers().double(), devices)
     plain.register_forward_pre_hook(lambda module, args: args[0].to(as_devices(devices)[0]))
     assert_same_step(plain, parallel, doubles(9, 3, 7, 6))
-
-
-@pytest.mark.parametrize("devices", gpu_lists(4))
-def test_groups_are_normalized_apart(devices):
-    plain = randomize(nn.BatchNorm2d(3)).double().to(as_devices(devices)[0])
-    model = convert_model(copy.deepcopy(plain), group_size=2)
-    parallel = DataParallelWithCallback(model, devices, timeout=5.0)
-    data = doubles(8, 3, 4, 5, devices=devices)
-    ours, theirs = data.clone().requires_grad_(), data.clone().requires_grad_()
-    output, grad = parallel(ours), torch.randn_like(data)
-    halves = [plain(theirs[:4]), copy.deepcopy(plain)(theirs[4:])]
-    expected = torch.cat(halves)
-    output.backward(grad)
-    (wanted,) = torch.autograd.grad(expected, theirs, grad)
-    assert_equal(output, expected, "output")
-    assert_equal(ours.grad, wanted, "input gradient")
-    assert_equal(model.running_mean, plain.running_mean, "running mean")  # that of the first group
-    assert_equal(model.running_var, plain.running_var, "running variance")
-
-
-def differentiates_first(net, input, batch, grad):
-    """Takes a gradient in the forward of one replica, by a batch from which all replicas have their parts."""
-    output = net.bn(input)
-    if grad is not None:
-        net.found += torch.autograd.grad(output, batch, grad, create_graph=net.create_graph)
-        net.differentiated.set()
-    return output.detach()
-
-
-@pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(2, 4) if are_distinct_gpus(*devices.values)])
-def test_gradient_in_a_forward_needs_nothing_that_its_peers_do_after_the_exchange(
-    devices, first, create_graph, monkeypatch
-):
-    """A replica that is back from the exchange has all that a backward of the call reads, at all places.
-
-    So what the backward needs at the place of a replica must not be left to the thread of that replica, which here does
-    not go on before another one has differentiated.
-    """
-    plain, parallel = twins(Net(differentiates_first, bn=nn.BatchNorm2d(3)).double(), devices)
-    module = parallel.module
-    module.create_graph, module.differentiated, module.found = create_graph, threading.Event(), []
-
-    def with_wait(run):
-        def run_and_wait(pipe, message):
-            answer = run(pipe, message)
-            assert pipe.identifier == first or module.differentiated.wait(5.0)
-            return answer
-
-        return run_and_wait
-
-    for end in (SlavePipe, SyncMaster):
-        monkeypatch.setattr(end, "run", with_wait(end.run))
-    monkeypatch.setattr(Coordinator, "take_turns", lambda *args: None)
-    batch = doubles(2 * len(devices), 3, 4, 5, devices=devices).requires_grad_()
-    parts = [part.to(device) for part, device in zip(batch.chunk(len(devices)), as_devices(devices), strict=True)]
-    grads = [torch.randn_like(part) if i == first else None for i, part in enumerate(parts)]
-    replicas = parallel.replicate(module, parallel.device_ids)
-    inputs = [(part, batch, grad) for part, grad in zip(parts, grads, strict=True)]
-    parallel.parallel_apply(replicas, inputs, [{} for _ in inputs])
-    rows = plain.bn(batch).chunk(len(devices))[first]
-    (expected,) = torch.autograd.grad(rows, batch, grads[first].to(rows.device))
-    (found,) = module.found
-    assert_equal(*used_here((found.detach(), expected)))
 
 
 @pytest.mark.parametrize("on_cpu", [0, 1])
@@ -435,17 +343,3 @@ def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkey
     for name, value in parallel.state_dict().items():
         assert torch.equal(value, before[name])
     parallel(torch.randn(4, 3, device="cuda"))
-
-
-@pytest.mark.simulated
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
-@pytest.mark.usefixtures("copies_are_not_checked_yet")
-def test_copies_are_checked_once_for_each_set_of_devices():
-    syncs = []
-    for devices in ([0, 1], [0, 1], [1, 0], [0, 0]):
-        parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(devices[0]), devices)
-        with recording() as ran:
-            parallel(torch.randn(4, 3, device=f"cuda:{devices[0]}"))
-        syncs.append(ran.host_syncs)
-    assert syncs[0] > 0
-    assert syncs[1:] == [0, 0, 0]

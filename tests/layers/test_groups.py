@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import usual_kernels
-from helpers import assert_equal, doubles, randomize, run_parts
+from conftest import device_lists, usual_kernels
+from helpers import as_devices, assert_equal, doubles, randomize, run_parts
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
@@ -15,23 +15,28 @@ pytestmark = usual_kernels
 
 def grouped(module, devices, group_size):
     """Return a copy of `module` for each group, and a synchronized one on `devices`."""
-    plain = randomize(module).to(devices[0])
-    parallel = DataParallelWithCallback(
-        convert_model(copy.deepcopy(plain), group_size=group_size), devices, timeout=5.0
-    )
+    plain = randomize(module)
+    model = convert_model(copy.deepcopy(plain), group_size=group_size).to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(model, devices, timeout=5.0)
     groups = [copy.deepcopy(plain) for _ in range(-(-len(devices) // group_size))]
     return groups, parallel
 
 
-@pytest.mark.parametrize(("replicas", "group_size"), [(4, 2), (4, 3), (3, 2), (5, 2), (3, 3), (4, 1), (2, 4), (8, 4)])
-def test_each_group_is_one_device_for_its_rows(replicas, group_size):
-    groups, parallel = grouped(nn.BatchNorm2d(3).double(), ["cpu"] * replicas, group_size)
+SIZES = [(4, 2), (4, 3), (3, 2), (5, 2), (3, 3), (4, 1), (2, 4), (8, 4)]
+CASES = [(["cpu"] * replicas, group_size) for replicas, group_size in SIZES]
+CASES += [pytest.param(p.values[0], 2, marks=p.marks, id=p.id) for p in device_lists(4) if p.id.startswith("cuda")]
+
+
+@pytest.mark.parametrize(("devices", "group_size"), CASES)
+def test_each_group_is_one_device_for_its_rows(devices, group_size):
+    groups, parallel = grouped(nn.BatchNorm2d(3).double(), devices, group_size)
+    replicas = len(devices)
     for _ in range(2):
         parts = [doubles(1 + i % 3, 3, 4, 2).requires_grad_() for i in range(replicas)]
-        outputs = run_parts(parallel, parts)
+        outputs = [output.cpu() for output in run_parts(parallel, parts)]
         grads = [torch.randn_like(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, [*parts, *parallel.module.parameters()], grads)
-        totals = [torch.zeros_like(p) for p in parallel.module.parameters()]
+        totals = [torch.zeros_like(p, device="cpu") for p in parallel.module.parameters()]
         for number, group in enumerate(groups):
             members = slice(number * group_size, (number + 1) * group_size)
             rows = [part.detach().requires_grad_() for part in parts[members]]
@@ -42,9 +47,9 @@ def test_each_group_is_one_device_for_its_rows(replicas, group_size):
                 assert_equal(actual, reference, f"input gradient in group {number}")
             totals = [total + reference for total, reference in zip(totals, wanted[len(rows) :], strict=True)]
         for actual, reference in zip(gradients[replicas:], totals, strict=True):
-            assert_equal(actual, reference, "gradient of the parameters")
+            assert_equal(actual.cpu(), reference, "gradient of the parameters")
         for name, buffer in parallel.module.named_buffers():
-            assert_equal(buffer, groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
+            assert_equal(buffer.cpu(), groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
 
 
 def test_fewer_chunks_than_devices_make_fewer_groups():
