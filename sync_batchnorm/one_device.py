@@ -6,32 +6,34 @@ matrices may differ inside replicas that are right.
 
 import copy
 import math
+import pickle
+import random
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from .conversion import convert_model
 from .layers import _SynchronizedBatchNorm
 from .parallel.scatter_gather import tensors_in
-from .recording import Loss, Record, RecordedCopy, random_states, set_random_states
 from .refusals import check_module
 from .replicate import DataParallelWithCallback
 
 __all__ = ["assert_matches_one_device"]
 
-TOLERANCE = 1e-6  # of differences, relative to the largest value of a tensor; rounding makes 1e-9 of real nets
-FLOOR = 1e-6  # the least size that they are relative to, as some tensors are zero except for rounding
+TOLERANCE = 1e-6  # of differences, relative to the largest value, or this; rounding makes 1e-9 of real nets
+
+Loss = Callable[[Any], Tensor]
 
 
 def assert_matches_one_device(
-    model: nn.Module,
-    *inputs: Any,
-    loss: Loss | None = None,
-    replicas: int = 2,
-    kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module, *inputs: Any, loss: Loss | None = None, replicas: int = 2, kwargs: Mapping[str, Any] | None = None
 ) -> None:
     """Raise an error unless replicas of `model` compute what it computes on one device with the whole batch.
 
@@ -60,75 +62,183 @@ def assert_matches_one_device(
     check_module(model)
     dim = getattr(model, "dim", 0) if isinstance(model, nn.DataParallel) else 0
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-    states, failure = random_states(), None
+    states = _random_states()
     modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False)
-    with modes[0], modes[1], modes[2], warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
-        one, many = (RecordedCopy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
-        parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
-        chunks = map(tensors_in, zip(*parallel.scatter(many.given[0], many.given[1], parallel.device_ids), strict=True))
-        sizes = [chunk[0].shape[dim] for chunk in chunks if chunk]
-        if len(sizes) < 2 or not sum(sizes):
-            raise ValueError(
-                f"expected at least two chunks, but {replicas} replicas get {sizes} rows; pass a larger batch"
-            )
-        many.records = [Record() for _ in sizes]
-        try:
-            one.step(one, loss, ())
-            many.step(parallel, loss, one.outputs)
-        except Exception as error:
-            if not one.is_done:
+    try:
+        with modes[0], modes[1], modes[2], warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
+            one, many = (_Copy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
+            parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
+            chunks = zip(*parallel.scatter(many.given[0], many.given[1], parallel.device_ids), strict=True)
+            sizes = [max(tensors_in(chunk), key=Tensor.dim).shape[dim] for chunk in chunks]
+            if len(sizes) < 2 or not sum(sizes):
+                raise ValueError(f"expected at least two chunks, but got chunks of {sizes} rows; pass a larger batch")
+            many.records = [_Record() for _ in sizes]
+            try:
+                one.step(one, loss, None)
+            except Exception as error:
                 error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
                 raise
-            failure = error
-        finally:
-            set_random_states(states)
-        text = next(_differences(one, many, sizes, model, failure), None)
-        off = " (dropout is switched off in both copies)" if one.records[0].is_dropout_off else ""
-    del one, many, parallel, chunks  # which the error would keep alive
-    if text is not None:
-        raise AssertionError(text + off) from failure and failure.with_traceback(None)
+            try:
+                many.step(parallel, loss, one.outputs)
+            except Exception as error:
+                text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
+                raise AssertionError(text) from error
+            for text in _differences(one, many, sizes):
+                raise AssertionError(f"{text} (dropout is switched off in both copies)")
+    finally:
+        _set_random_states(states)
 
 
-def _differences(
-    one: RecordedCopy, many: RecordedCopy, sizes: list[int], model: nn.Module, error: Exception | None
-) -> Iterator[str]:
+def _random_states() -> bytes:
+    """Return the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state()))
+
+
+def _set_random_states(states: bytes) -> None:
+    torch_state, python_state, numpy_state = pickle.loads(states)
+    torch.set_rng_state(torch.tensor(torch_state, dtype=torch.uint8))
+    random.setstate(python_state)
+    if numpy_state is not None:
+        sys.modules["numpy"].random.set_state(numpy_state)
+
+
+def _double(value: Any) -> Any:
+    """Return a tensor on the CPU, in double precision unless it has integers."""
+    if not isinstance(value, Tensor):
+        return value
+    has_integers = not value.is_floating_point() and not value.is_complex()
+    return value.to("cpu", value.dtype if has_integers else torch.promote_types(value.dtype, torch.float64))
+
+
+class _Record(TorchFunctionMode):
+    """The calls of modules in one replica; a mode, in which torch computes in float64 and without dropout."""
+
+    def __init__(self) -> None:
+        # Of each call: inputs, outputs, how often it calls modules and functions of torch, whether it draws numbers.
+        self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor], Counter[str], bool]] = {}
+        self._running: list[tuple[list[Tensor], Counter[str], bytes]] = []
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def begin(self, name: str, module: nn.Module, *inputs: Any) -> None:
+        self._running.append((self._copied(inputs), Counter(), _random_states()))
+
+    def end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        inputs, called, states = self._running.pop()
+        number = sum(other == name for other, _ in self.calls)
+        self.calls[name, number] = inputs, self._copied(output), called, states != _random_states()
+        if self._running:
+            self._running[-1][1][name] += 1
+
+    def _copied(self, tree: Any) -> list[Tensor]:
+        """Return copies of the tensors, of each the same copy until it is changed in place."""
+        keys = [(id(t), t.is_inference() or t._version, t) for t in tensors_in(tree)]
+        return [self._copies.setdefault((i, version), (t, t.detach().clone()))[1] for i, version, t in keys]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_Record.begin, _Record.end):
+            return func(self, *args)
+        name, kwargs = getattr(func, "__name__", ""), {key: _double(value) for key, value in (kwargs or {}).items()}
+        if "dropout" in name:
+            return args[0]
+        if "dropout_p" in kwargs:  # as of `scaled_dot_product_attention`
+            kwargs["dropout_p"] = 0.0
+        if self._running and name != "__get__":  # which reads an attribute of a tensor
+            self._running[-1][1][name] += 1
+        return _double(func(*args, **kwargs) if name.endswith("_") else func(*map(_double, args), **kwargs))
+
+
+class _Copy(nn.Module):
+    """A copy of the model, and what the caller sees of its training step; each replica has a record of its own."""
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        super().__init__()
+        self.copy_id, self.records, self.grads = 0, [_Record()], dict[str, Tensor]()
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        tensors = [*tensors_in(given), *(value for value in attributes if isinstance(value, Tensor))]
+        try:
+            with torch.no_grad():  # as copies of scripted modules are no leaves
+                memo = {id(t): _double(t).clone().requires_grad_(t.requires_grad) for t in tensors}
+                module, self.given = copy.deepcopy((model, given), memo)
+                self.module = module.cpu().double()
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:  # The hook has no reference to this object, which would keep it alive.
+                    hook = partial(lambda grads, name, p: grads.update({name: p.grad.to_dense()}), self.grads, name)
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
+        tell: Any = handle_torch_function  # calls the mode of this thread, which is the record of this replica
+        for name, module in self.module.named_modules():
+            if isinstance(getattr(module, "dropout", None), float):  # as of `nn.LSTM` and `nn.MultiheadAttention`
+                module.dropout = 0.0
+            if isinstance(module, nn.DataParallel):
+                module.device_ids = []  # It runs its module.
+            if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+                module.register_forward_pre_hook(partial(tell, _Record.begin, (), name), with_kwargs=True)
+                module.register_forward_hook(partial(tell, _Record.end, (), name), always_call=True)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.copy_id = copy_id
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.records[self.copy_id]:
+            return self.module(*inputs, **kwargs)
+
+    def step(self, net: nn.Module, loss: Loss | None, like: Sequence[Tensor] | None) -> None:
+        """Run a forward and a backward pass of `net`, this or a wrapper of it."""
+        output = net(*self.given[0], **self.given[1])
+        self.outputs = tensors_in(output)
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}  # before a recomputation
+        self.state = dict(self.module.named_parameters()) | buffers
+        with _Record():  # also while checkpoints are recomputed
+            value = loss(output) if loss else _random_loss(self.outputs, self.outputs if like is None else like)
+            self.loss = value.detach()
+            if value.requires_grad:  # A backward pass from a tensor would leave the mode.
+                torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
+
+
+def _random_loss(outputs: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    """Return a loss with a random gradient for each output, or for the mean of what each replica has returned."""
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for output, tensor in zip(outputs, like, strict=True):
+        grad = torch.randn(tensor.shape, generator=generator)
+        total = total + ((output if output.shape == grad.shape else output.double().mean()) * grad).sum().real
+    return total
+
+
+def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield what differs for the caller, in the order of the training step."""
     shapes, found = ([tuple(tensor.shape) for tensor in step.outputs] for step in (one, many))
     pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
     has_scalars = len(pairs) < len(shapes)  # one from each replica
-    if many.outputs and (len(shapes) != len(found) or any(a.shape != e.shape for a, e in pairs)):
+    if len(shapes) != len(found) or any(a.shape != e.shape for a, e in pairs):
         yield f"outputs have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
-    gap = max((_gap(a, e) for a, e in pairs), default=0.0)
+    gap = max((_gap(*pair) for pair in pairs), default=0.0)
+    loss_differs = _gap(many.loss, one.loss, TOLERANCE * max(map(_largest, one.outputs), default=0.0)) > TOLERANCE
+    if gap > TOLERANCE or (loss_differs and has_scalars):
+        yield from _modules(one, many, sizes)
     if gap > TOLERANCE:
-        yield from _modules(one, many, sizes, model)
         yield f"outputs differ, by {gap:.1e} of their largest value"
-    if error is not None:
-        yield f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
-    elif _gap(many.loss, one.loss, FLOOR * max(map(_largest, one.outputs), default=0.0)) > TOLERANCE:
-        yield from _modules(one, many, sizes, model) if has_scalars else ()
-        ratio = float(many.loss / one.loss)
-        if not has_scalars:
-            cause = "`loss` depends on more than the output, as on random numbers"
-        elif math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
+    if loss_differs:
+        ratio, cause = float(many.loss / one.loss), "`loss` depends on more than the output, as on random numbers"
+        if has_scalars and math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
             cause = "each replica returns a mean, and `loss` adds them up; take their mean"
-        elif math.isclose(ratio, 1 / len(sizes), rel_tol=TOLERANCE):
+        elif has_scalars and math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
             cause = "each replica returns a sum, and `loss` takes their mean; add them up"
-        elif len(set(sizes)) > 1:
-            cause = f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these"
-        else:
+        elif has_scalars:
             cause = (
-                "each replica returns something else than a mean of its samples; take the loss of the gathered outputs"
+                f"replicas return means over chunks of {sizes} rows, to be weighted by these, or no mean over samples"
             )
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
-    floor = FLOOR * max((_largest(leaf.grad) for leaf in one.leaves.values() if leaf.grad is not None), default=0.0)
-    for name in dict.fromkeys(one.order + many.order):
-        leaves = one.leaves[name], many.leaves[name]
-        expected, actual = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+    floor = TOLERANCE * max(map(_largest, one.grads.values()), default=0.0)
+    for name in one.grads | many.grads:
+        expected, actual = (step.grads.get(name, torch.zeros(())) for step in (one, many))
+        expected, actual = expected.expand_as(actual + expected), actual.expand_as(actual + expected)
         if _gap(actual, expected, floor) > TOLERANCE:
             ratio = float(actual.norm() / expected.norm())
-            cause = "only replicas drop it" if not ratio else "they drop a part of it, or add up what should be a mean"
+            cause = "they drop a part of it, or add up what should be a mean" if ratio else "only replicas drop it"
             yield (
                 "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that "
                 f"of {name} (ratio of norms {ratio:.3}): {cause}; look for detach, no_grad or a branch on the size of "
@@ -144,74 +254,69 @@ def _differences(
             )
 
 
-def _modules(one: RecordedCopy, many: RecordedCopy, sizes: list[int], model: nn.Module) -> Iterator[str]:
+def _modules(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield which modules have inputs that agree, and outputs that do not."""
-    for key, call in one.records[0].calls.items():
+    for (name, number), (inputs, outputs, called, draws) in one.records[0].calls.items():
         for i, record in enumerate(many.records):
+            own_inputs, own_outputs, own_called, _ = record.calls.get((name, number), ([], [], called, draws))
             rows = sum(sizes[:i]), sizes[i], sum(sizes)
-            own = record.calls.get(key)
-            if own is None or _gap_of_rows(own[0], call[0], rows, math.inf) > TOLERANCE:
-                continue
-            gap = _gap_of_rows(own[1], call[1], rows, 0.0)
-            if gap > TOLERANCE:
-                name, module = key[0] or "the model itself", model.get_submodule(key[0])
-                which = f"{name} ({type(module).__name__}{', call ' + str(key[1] + 1) if key[1] else ''})"
-                cause = _cause(module, key, one.records[0], record)
-                yield f"first difference: output of {which}, in replica {i}, by {gap:.1e} of its largest value: {cause}"
+            inputs_agree = all(_gap_of_rows(*pair, rows) <= TOLERANCE for pair in zip(own_inputs, inputs, strict=False))
+            gaps = [
+                _gap_of_rows(*pair, rows) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1
+            ]
+            gap = next((gap for gap in gaps if TOLERANCE < gap < math.inf), None)
+            if gap is not None and inputs_agree and len(own_inputs) == len(inputs):
+                module = one.module.get_submodule(name)
+                kind = f"{type(module).__name__}{f', call {number + 1}' if number else ''}"
+                cause = _cause(module, called, own_called, draws)
+                yield (
+                    f"first difference: output of {name or 'the model itself'} ({kind}), in replica {i}, by {gap:.1e} "
+                    f"of its largest value: {cause}"
+                )
 
 
-def _cause(module: nn.Module, key: tuple[str, int], one: Record, record: Record) -> str:
-    expected, draws = one.calls[key][2:]
-    functions = record.calls[key][2]
+def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], draws: bool) -> str:
+    """Return the probable cause of a difference in a module, from what it calls on one device and in a replica."""
     if draws:
         return "it draws random numbers, which differ in replicas; switch that off to compare the rest"
     if isinstance(module, _SynchronizedBatchNorm):
         return f"group_size={module.group_size} and eps_mode={module.eps_mode!r} make it differ in replicas"
-    if not list(module.children()):
-        with warnings.catch_warnings(record=True) as left:
-            warnings.simplefilter("always")
-            if type(convert_model(copy.deepcopy(module))) is not type(module):
-                return "a batch norm that is not synchronized; call convert_model(model)"
-        if left:
-            reason = str(left[-1].message).partition(f": {type(module).__name__} ")[2]
-            return f"a batch norm that convert_model has left alone, because it {reason}"
-    where, size = "times on one device", "look for a branch, a loop or a cache that depends on the batch or its size"
-    for child, number in one.numbers.items():
-        if child.startswith(key[0]) and record.numbers[child] != number:
-            return f"it calls {child} {number} {where}, {record.numbers[child]} times there; {size}"
-    if functions["batch_norm"]:
+    mark = f"(the module itself): {type(module).__name__} "
+    with warnings.catch_warnings(record=True) as left:
+        warnings.simplefilter("always")
+        if isinstance(convert_model(module), _SynchronizedBatchNorm):
+            return "a batch norm that is not synchronized; call convert_model(model)"
+    for reason in [str(warning.message).partition(mark)[2] for warning in left if mark in str(warning.message)]:
+        return f"a batch norm that convert_model has left alone, because it {reason}"
+    if own_called["batch_norm"]:
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
-    for function in sorted((expected - functions) | (functions - expected)):
-        return f"it calls {function} {expected[function]} {where}, {functions[function]} times there; {size}"
+    for what in sorted((called - own_called) | (own_called - called), key=lambda what: hasattr(Tensor, what)):
+        return (
+            f"it calls {what} {called[what]} times on one device, {own_called[what]} times there; look for a branch, a "
+            "loop or a cache that depends on the batch or its size"
+        )
     return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
-def _gap_of_rows(
-    parts: Sequence[Tensor], wholes: Sequence[Tensor], rows: tuple[int, int, int], unknown: float
-) -> float:
-    """Return the largest difference of what a replica has from its part of what one device has, or `unknown`."""
+def _gap_of_rows(part: Tensor, whole: Tensor, rows: tuple[int, int, int]) -> float:
+    """Return the difference of what a replica has from its part of what one device has; infinite for other shapes."""
     first, size, total = rows
-    largest = 0.0 if len(parts) == len(wholes) else unknown
-    for part, whole in zip(parts, wholes, strict=False):
-        is_scalar = whole.numel() == 1  # as the loss of a replica
-        for dim, (own, length) in enumerate(zip(part.shape, whole.shape, strict=False)):
-            if own != length and own * total == size * length:
-                whole = whole.narrow(dim, first * length // total, own)
-                break
-        gap = _gap(part, whole) if part.shape == whole.shape else unknown
-        largest = max(largest, unknown if is_scalar and gap > TOLERANCE else gap)
-    return largest
+    for dim, (own, length) in enumerate(zip(part.shape, whole.shape, strict=False)):
+        if own != length and own * total == size * length:
+            return _gap(part, whole.narrow(dim, first * length // total, own))
+    return _gap(part, whole)
 
 
-def _gap(actual: Tensor, expected: Tensor, floor: float = FLOOR) -> float:
+def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE) -> float:
     """Return the largest difference, relative to the largest value or `floor`; two NaN agree."""
     if actual.shape != expected.shape:
         return math.inf
-    actual, expected = (t.detach() if t.is_complex() else t.detach().to_dense().double() for t in (actual, expected))
+    actual, expected = (tensor.detach().to_dense().to(torch.complex128) for tensor in (actual, expected))
     equal = (actual == expected) | (actual.isnan() & expected.isnan())
-    largest = _largest((actual - expected).abs().masked_fill(equal, 0.0).nan_to_num(math.inf))
-    return largest and largest / max(floor, _largest(expected))
+    gaps = (actual - expected).abs().masked_fill(equal, 0.0).nan_to_num(1e99, 1e99)
+    return float(gaps.max()) / max(floor, _largest(expected)) if gaps.numel() else 0.0
 
 
 def _largest(tensor: Tensor) -> float:
+    """Return the largest finite value."""
     return float(tensor.detach().to_dense().abs().nan_to_num(0.0, 0.0).max()) if tensor.numel() else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -170,7 +171,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "uneven means": (
         *(lambda: Apply(lambda self, x: x.square().mean()), IMAGES),
-        "each replica returns a mean over its own chunk, of [3, 2] rows; weight them by these",
+        "each replica returns a mean over its own chunk, of [3, 2] rows, to be weighted by these",
     ),
     "no mean over samples": (lambda: Apply(lambda self, x: x.std()), VECTORS, "something else than a mean"),
     "norm in front of a loss": (
@@ -199,6 +200,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "queue": (lambda: Apply(enqueue, queue=[[0.0] * 3]), VECTORS, f"gradients agree; queue{STATE}from its own chunk"),
     "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: replica 0 returned"),
     "error": (lambda: Apply(lambda self, x: x.view(4, 3)), VECTORS, f"{FAILS}RuntimeError: "),
+    "NaN": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), VECTORS, "the model itself (Apply), in"),
     "similarities": (
         *(lambda: Apply(lambda self, x: x @ x.T), VECTORS),
         "outputs have shapes [(4, 4)] on one device, [(4, 2)] in replicas; return a row for each sample",
@@ -215,9 +217,9 @@ def test_a_planted_cause_is_named(planted):
 
 def drop(self, x):
     attention = self.parts[1](x[:, None], x[:, None], x[:, None])[0][:, 0]
-    scores = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.5)[:, 0]
+    scores = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]
     sequence = self.parts[2](x[:, None].expand(-1, 3, -1))[0][:, 0]
-    return F.rrelu(F.dropout(self.parts[0](x)), training=True) + torch.dropout(attention, 0.5, True) * scores + sequence
+    return F.dropout(self.parts[0](x)) + torch.dropout(attention, 0.5, True) * scores + sequence
 
 
 def in_checkpoint(self, x):
@@ -332,7 +334,7 @@ def test_nothing_is_left_behind(raised):
         (nn.Linear(3, 3), {"replicas": 1}, ValueError, "at least two chunks"),
         (nn.Linear(3, 3), {"kwargs": {"other": torch.ones(1)}}, ValueError, "must all make the same number"),
         (nn.Linear(3, 3), {"loss": 1.0}, TypeError, "callable"),
-        (nn.Linear(3, 3), {"loss": lambda output: output}, TypeError, r"returns a scalar tensor, but got \(4, 3\)"),
+        (nn.Linear(3, 3), {"loss": lambda output: output}, RuntimeError, "only for scalar outputs"),
         (nn.LazyLinear(3), {}, RuntimeError, "LazyLinear cannot be copied.*LazyModule"),
         (Uncopied(3, 3), {}, RuntimeError, "Uncopied cannot be copied.*one of a kind"),
     ],
