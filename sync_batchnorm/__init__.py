@@ -24,17 +24,19 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
         f"({torch.__file__}); run: pip install --upgrade 'torch>=2.8'"
     )
 
-from .check import assert_synchronized
-from .comm import SlavePipe, SyncMaster
-from .conversion import convert_model, patch_sync_batchnorm, revert_model
-from .errors import ReplicaSyncError
-from .layers import (
+from .batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    assert_synchronized,
+    convert_model,
+    patch_sync_batchnorm,
+    revert_model,
     set_sbn_eps_mode,
 )
+from .comm import SlavePipe, SyncMaster
+from .errors import ReplicaSyncError
 from .moments import merge_messages, sync_moments
 from .one_device import assert_matches_one_device
 from .replicate import (

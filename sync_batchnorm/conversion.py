@@ -22,12 +22,11 @@ from .layers import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
-    SyncOptions,
     _SynchronizedBatchNorm,
+    sync_options,
 )
-from .parallel.data_parallel import as_device, unsupported_by_torch
 from .refusals import check_module, warn
-from .replicate import DataParallelWithCallback, _ReplicationMixin, patch
+from .replicate import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
 from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -90,8 +89,7 @@ def convert_model(
     """
     check_module(module)
     modules = list(module.named_modules())
-    options = SyncOptions(eps_mode, group_size, process_group)
-    options.check()
+    options = sync_options(eps_mode, group_size, process_group)
     classes = {} if classes is None else classes
     _check_classes(classes, modules)
     skipped: dict[str, list[str]] = {}
@@ -216,13 +214,12 @@ def _small_input(layer: Any, cls: Any) -> Tensor:
     return like.new_ones(4, *like.shape, *sizes)
 
 
-def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions) -> str | None:
+def _make_synchronized(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
     """Convert one layer, unless it is synchronized already; return why if it cannot be converted."""
     cls = type(layer)
     if isinstance(layer, _SynchronizedBatchNorm) and cls not in classes:
         return None
-    ours = classes.get(cls) or _timm_class(cls)
-    reason = _reason_to_leave(layer, ours is not None)
+    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
     if reason is not None:
         return f"{cls.__name__} {reason}"
     if isinstance(layer, LazyModuleMixin):
@@ -230,22 +227,13 @@ def _make_synchronized(layer: nn.Module, classes: Classes, options: SyncOptions)
         training = layer.training
         layer.eval()(_small_input(layer, layer.cls_to_become))
         cls = type(layer.train(training))
-    swap_class(layer, ours or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
-    if options.process_group is not None and cls is nn.SyncBatchNorm:
+    swap_class(layer, classes.get(cls) or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
+    if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:
         layer.__dict__.update(_former_class=cls)
-    layer.__dict__.update(options.non_defaults())
+    layer.__dict__.update(options)
     return None
-
-
-def _timm_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the synchronized class for timm's `BatchNormAct2d`, or None for any other class."""
-    if (cls.__module__, cls.__name__) != ("timm.layers.norm_act", "BatchNormAct2d"):
-        return None
-    from .timm import SynchronizedBatchNormAct2d
-
-    return SynchronizedBatchNormAct2d
 
 
 def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
@@ -276,6 +264,10 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     return None
 
 
+def _is_of_timm(cls: type[nn.Module]) -> bool:
+    return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
+
+
 def _has_code_of_batch_norm(module: nn.Module) -> bool:
     """Return whether a module has the attributes of a BatchNorm, which it need not be, and no frozen weight."""
     buffers = module._buffers
@@ -289,32 +281,33 @@ def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
     return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
 
 
+def _normalize_drop_activate(layer: Any, input: Tensor) -> Any:
+    return layer.act(layer.drop(_SynchronizedBatchNorm.forward(layer, input)))
+
+
 @functools.lru_cache(maxsize=256)
-def _mixed(cls: type[BatchNormBase]) -> type[_SynchronizedBatchNorm]:
-    """Return the synchronized subclass of `cls`, a class with the forward of torch."""
-    base = _kind_of(cls) or _SynchronizedBatchNorm
+def _mixed(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm]:
+    """Return the synchronized subclass of `cls`, a class with the forward of torch, or that of timm."""
     # With its `__init__`, ``type(layer)(...)`` takes the same arguments as before.
-    names = {"__doc__": cls.__doc__, "__init__": cls.__init__}
+    names: dict[str, Any] = {"__doc__": cls.__doc__, "__init__": cls.__init__}
+    if _is_of_timm(cls):
+        names["forward"] = _normalize_drop_activate
+    base = _kind_of(cls) or _SynchronizedBatchNorm
     return make_subclass(f"Synchronized{cls.__name__}", base, cls, _mixed, **names)  # type: ignore[no-any-return]
 
 
 def _revert(module: _SynchronizedBatchNorm | _ReplicationMixin) -> str | None:
     """Give a module its former class; return why if that is not possible."""
-    cls = type(module)
+    cls, state = type(module), module.__dict__
     plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_original")
-    if isinstance(module, _SynchronizedBatchNorm):
-        plain = module._former_class or plain
+    plain = state.get("_former_class", plain)
     if is_parametrized(module):
         return "is parametrized; remove its parametrizations first"
     if plain is None:
         return "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
     swap_class(module, plain)
-    state = module.__dict__
     if isinstance(module, nn.DataParallel):
-        state.pop("_sync_timeout", None)
-        devices = [as_device(device) for device in module.device_ids]
-        if unsupported_by_torch(devices):
-            module.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+        use_devices_of_torch(module)
         return None
     group = state.get("_former_process_group", state.get("process_group"))
     for name in _RESERVED:
@@ -343,7 +336,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         # A class that was derived while a context was open keeps this function, which does nothing after that.
         if is_open and not isinstance(self, nn.SyncBatchNorm):
             is_lazy = isinstance(self, LazyModuleMixin)  # and has no parameters yet, not even those without values
-            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _make_synchronized(self, {}, SyncOptions())
+            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _make_synchronized(self, {}, {})
             if reason is not None:
                 warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

@@ -1,7 +1,7 @@
 """The layers: their options, when they synchronize, and what they refuse."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
 from .refusals import check_number, in_transform_error, raise_foreign_layer, warn_once
-from .replica import is_in_replica
 from .torch_private import BatchNormBase, in_transform, uncompiled
 
 __all__ = [
@@ -45,28 +44,18 @@ def _check_eps_mode(argument: str, mode: str) -> None:
         raise error(f"{argument} must be 'plus' or 'clamp', got {mode!r}")
 
 
-class SyncOptions(NamedTuple):
-    """The options that a synchronized layer has besides those of torch; None for the default of each."""
-
-    eps_mode: str | None = None
-    group_size: int | None = None
-    process_group: Any = None
-
-    def check(self) -> None:
-        """Raise an error for options that no layer can take."""
-        group_size, process_group = self.group_size, self.process_group
-        if self.eps_mode is not None:
-            _check_eps_mode("eps_mode", self.eps_mode)
-        check_number("group_size", group_size)
-        if group_size is not None and process_group is not None:
-            raise ValueError(
-                f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides "
-                "the replicas of one process, which then synchronizes with no other, so leave one of them out"
-            )
-
-    def non_defaults(self) -> dict[str, Any]:
-        """Return the options that are not None, by name."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+def sync_options(eps_mode: str | None, group_size: int | None, process_group: Any) -> dict[str, Any]:
+    """Return the options of a synchronized layer that are not None; raise an error for those that no layer can take."""
+    if eps_mode is not None:
+        _check_eps_mode("eps_mode", eps_mode)
+    check_number("group_size", group_size)
+    if group_size is not None and process_group is not None:
+        raise ValueError(
+            f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides the "
+            "replicas of one process, which then synchronizes with no other, so leave one of them out"
+        )
+    options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
@@ -106,9 +95,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     ) -> None:
         without_bias = {} if bias else {"bias": False}  # An older torch raises its own error.
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        options = SyncOptions(eps_mode, group_size, process_group)
-        options.check()
-        self.__dict__.update(options.non_defaults())
+        self.__dict__.update(sync_options(eps_mode, group_size, process_group))
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
@@ -129,8 +116,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if not self._uses_batch_statistics():
             return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
         if self._sync_pipe is None:
-            if is_in_replica():
-                raise_foreign_layer(self)
+            raise_foreign_layer(self)
             # A process that evaluates alone would wait for ever.
             if not self.training or self._active_group() is None:
                 self._warn_if_replica()
@@ -212,8 +198,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
             )
 
     def extra_repr(self) -> str:
-        options = SyncOptions(self.eps_mode, self.group_size, self.process_group)
-        given = [f"{name}={value}" for name, value in options.non_defaults().items()]
+        options = sync_options(self.eps_mode, self.group_size, self.process_group)
+        given = [f"{name}={value}" for name, value in options.items()]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
 
 

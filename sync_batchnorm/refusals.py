@@ -90,7 +90,7 @@ def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if a layer or wrapper that trains in the replica of this thread does not belong to it."""
+    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
     replica = current_replica.get()
     if replica is None or any(module is foreign for module in replica.modules()):
         return

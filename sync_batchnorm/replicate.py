@@ -19,7 +19,14 @@ from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
 from .dynamic_subclass import make_subclass, swap_class
 from .errors import without_frames
-from .parallel.data_parallel import NO_ACCELERATOR, AnyDeviceDataParallel, DeviceId, as_device, check_copies
+from .parallel.data_parallel import (
+    NO_ACCELERATOR,
+    AnyDeviceDataParallel,
+    DeviceId,
+    as_device,
+    check_copies,
+    unsupported_by_torch,
+)
 from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
 from .replica import CallerModes, Replica, Run, is_in_replica
 from .torch_private import names_of_modules, uncompiled
@@ -253,6 +260,14 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
         swap_class(data_parallel, patched)
         data_parallel.__dict__["_sync_timeout"] = timeout
     return data_parallel
+
+
+def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
+    """Leave a wrapper that is not patched any more those of its devices that torch's own can run replicas on."""
+    data_parallel.__dict__.pop("_sync_timeout", None)
+    devices = list(map(as_device, data_parallel.device_ids))
+    if unsupported_by_torch(devices):
+        data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
 
 
 @functools.lru_cache(maxsize=256)
