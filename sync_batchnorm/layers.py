@@ -11,7 +11,8 @@ from . import distributed
 from .backends.base import RunningStatistics
 from .comm import SlavePipe, SyncMaster
 from .exchange import Settings, merge_requests, sync_batch_norm
-from .refusals import check_number, in_transform_error, raise_foreign_layer, warn_once
+from .refusals import check_number, in_transform_error, warn_once
+from .replica import raise_foreign_layer
 from .torch_private import BatchNormBase, in_transform, uncompiled
 
 __all__ = [

@@ -227,9 +227,8 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
         elif has_scalars and math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
             cause = "each replica returns a sum, and `loss` takes their mean; add them up"
         elif has_scalars:
-            cause = (
-                f"replicas return means over chunks of {sizes} rows, to be weighted by these, or no mean over samples"
-            )
+            cause = f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these"
+            cause += ", unless it is something else than a mean: take the loss of the gathered outputs"
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
     floor = TOLERANCE * max(map(_largest, one.grads.values()), default=0.0)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from .replica import current_replica
 from .torch_private import BatchNormBase, compiled_module_type, in_transform, names_of_modules
 
 __all__: list[str] = []
@@ -87,20 +86,3 @@ def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
             f"synchronize in a {type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
             "convert_model(model), or filter this warning if that is intended"
         )
-
-
-def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
-    replica = current_replica.get()
-    if replica is None or any(module is foreign for module in replica.modules()):
-        return
-    run = replica._sync_run
-    who = run.coordinator.who(run.replica_id)
-    names = [name for name, module in run.original.named_modules() if module is foreign]
-    which = names[0] if names and names[0] else type(foreign).__name__
-    whose = "of the original module instead of its own copy" if names else "which belongs to no replica"
-    raise RuntimeError(
-        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
-        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
-        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
-    )

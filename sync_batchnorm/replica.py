@@ -95,3 +95,20 @@ def is_in_replica() -> bool:
 
 # As `torch.compiler.assume_constant_result`, which would import the compiler: that cannot trace a `ContextVar`.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
+
+
+def raise_foreign_layer(foreign: nn.Module) -> None:
+    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
+    replica = current_replica.get() if is_in_replica() else None
+    if replica is None or any(module is foreign for module in replica.modules()):
+        return
+    run = replica._sync_run
+    who = run.coordinator.who(run.replica_id)
+    names = [name for name, module in run.original.named_modules() if module is foreign]
+    which = names[0] if names and names[0] else type(foreign).__name__
+    whose = "of the original module instead of its own copy" if names else "which belongs to no replica"
+    raise RuntimeError(
+        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
+        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
+        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
+    )

@@ -27,8 +27,8 @@ from .parallel.data_parallel import (
     check_copies,
     unsupported_by_torch,
 )
-from .refusals import check_replicable, raise_foreign_layer, warn_of_plain_layers, warn_once
-from .replica import CallerModes, Replica, Run, is_in_replica
+from .refusals import check_replicable, warn_of_plain_layers, warn_once
+from .replica import CallerModes, Replica, Run, is_in_replica, raise_foreign_layer
 from .torch_private import names_of_modules, uncompiled
 
 __all__ = [

@@ -171,7 +171,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "uneven means": (
         *(lambda: Apply(lambda self, x: x.square().mean()), IMAGES),
-        "each replica returns a mean over its own chunk, of [3, 2] rows, to be weighted by these",
+        "each replica returns a mean over its own chunk, of [3, 2] rows; weight them by these",
     ),
     "no mean over samples": (lambda: Apply(lambda self, x: x.std()), VECTORS, "something else than a mean"),
     "norm in front of a loss": (
