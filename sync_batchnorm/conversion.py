@@ -92,25 +92,16 @@ def convert_model(
     options = sync_options(eps_mode, group_size, process_group)
     classes = {} if classes is None else classes
     _check_classes(classes, modules)
-    skipped: dict[str, list[str]] = {}
-    for name, child in modules:
-        reason = None
-        if isinstance(child, nn.DataParallel):
-            patch(child)
-        elif isinstance(child, torch.jit.ScriptModule) and "BatchNorm" in child.original_name:
-            reason = f"{child.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-        elif type(child) in classes or isinstance(child, BatchNormBase) or _has_code_of_batch_norm(child):
-            reason = _make_synchronized(child, classes, options)
-        if reason is not None:
-            skipped.setdefault(reason, []).append(name)
+    reasons = {name: _convert(child, classes, options) for name, child in modules}
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
     names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
-    for name in _unregistered(modules):
-        reason = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
-        skipped.setdefault(reason, []).append(name)
-    _warn_of(skipped, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    reasons |= dict.fromkeys(
+        _unregistered(modules),
+        "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict",
+    )
+    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
 
@@ -125,15 +116,9 @@ def revert_model(module: ModuleT) -> ModuleT:
     Warns:
         UserWarning: one warning that names every module which cannot be reverted, and why.
     """
-    skipped: dict[str, list[str]] = {}
     check_module(module)
-    for name, child in list(module.named_modules()):
-        reason = None
-        if isinstance(child, (_SynchronizedBatchNorm, _ReplicationMixin)):
-            reason = _revert(child)
-        if reason is not None:
-            skipped.setdefault(f"{type(child).__name__} {reason}", []).append(name)
-    _warn_of(skipped, "revert_model left modules as they are, which need sync_batchnorm")
+    reasons = {name: _revert(child) for name, child in list(module.named_modules())}
+    _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
@@ -157,12 +142,15 @@ def _held(container: Any, seen: set[int]) -> Iterator[nn.Module]:
             yield from [one] if isinstance(one, nn.Module) else _held(one, seen)
 
 
-def _warn_of(skipped: dict[str, list[str]], what: str) -> None:
-    if skipped:
-        text = f"{what}, {sum(map(len, skipped.values()))} in all:"
-        for why, names in skipped.items():
-            text += f"\n- {', '.join(name or '(the module itself)' for name in names)}: {why}"
-        warn(text)
+def _warn_of(reasons: Mapping[str, str | None], what: str) -> None:
+    """Issue one warning of the modules that were left for a reason, by name."""
+    left: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            left.setdefault(reason, []).append(name or "(the module itself)")
+    if left:
+        lines = [f"\n- {', '.join(names)}: {reason}" for reason, names in left.items()]
+        warn(f"{what}, {sum(map(len, left.values()))} in all:{''.join(lines)}")
 
 
 def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
@@ -214,10 +202,15 @@ def _small_input(layer: Any, cls: Any) -> Tensor:
     return like.new_ones(4, *like.shape, *sizes)
 
 
-def _make_synchronized(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
-    """Convert one layer, unless it is synchronized already; return why if it cannot be converted."""
+def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
+    """Convert one module, unless it is synchronized already or no batch norm; return why if it cannot be converted."""
     cls = type(layer)
-    if isinstance(layer, _SynchronizedBatchNorm) and cls not in classes:
+    if isinstance(layer, nn.DataParallel):
+        patch(layer)
+    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+        return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+    is_ours, is_norm = isinstance(layer, _SynchronizedBatchNorm), isinstance(layer, BatchNormBase)
+    if cls not in classes and (is_ours or not (is_norm or _has_code_of_batch_norm(layer))):
         return None
     reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
     if reason is not None:
@@ -296,15 +289,17 @@ def _mixed(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm]:
     return make_subclass(f"Synchronized{cls.__name__}", base, cls, _mixed, **names)  # type: ignore[no-any-return]
 
 
-def _revert(module: _SynchronizedBatchNorm | _ReplicationMixin) -> str | None:
-    """Give a module its former class; return why if that is not possible."""
+def _revert(module: nn.Module) -> str | None:
+    """Give a module its former class, if it has one of this library; return why if that is not possible."""
+    if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
+        return None
     cls, state = type(module), module.__dict__
     plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_original")
     plain = state.get("_former_class", plain)
     if is_parametrized(module):
-        return "is parametrized; remove its parametrizations first"
+        return f"{cls.__name__} is parametrized; remove its parametrizations first"
     if plain is None:
-        return "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
+        return f"{cls.__name__} is derived from a class of sync_batchnorm; give it the class that you want, by hand"
     swap_class(module, plain)
     if isinstance(module, nn.DataParallel):
         use_devices_of_torch(module)
@@ -336,7 +331,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         # A class that was derived while a context was open keeps this function, which does nothing after that.
         if is_open and not isinstance(self, nn.SyncBatchNorm):
             is_lazy = isinstance(self, LazyModuleMixin)  # and has no parameters yet, not even those without values
-            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _make_synchronized(self, {}, {})
+            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _convert(self, {}, {})
             if reason is not None:
                 warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
