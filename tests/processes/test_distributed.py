@@ -5,14 +5,14 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from forks import forked, needs_fork
 from helpers import assert_same_step, blocks_of, twins
 from torch import nn
 
-from sync_batchnorm import SynchronizedBatchNorm2d, distributed
+from sync_batchnorm import SynchronizedBatchNorm2d
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # in which a world must have ended
@@ -30,12 +30,32 @@ GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if h
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 
 
+@functools.cache
+def world_of(size: int, base: Path) -> tuple[Path, str]:
+    """Run all checks in a world, once for all processes that run tests; return its folder, and what it has printed."""
+    import fcntl
+
+    folder = base / f"world_of_{size}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "printed").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.tell() == 0:
+            file.write(run_world(size, folder, [name for name in CHECKS if size > 2 or name not in SLOW]) or "nothing")
+        file.seek(0)
+        return folder, file.read()
+
+
+CASES = [(2, name) for name in CHECKS if name not in SLOW]
+CASES += [pytest.param(3, name, marks=pytest.mark.slow) for name in CHECKS]
+
+
 @needs_fork
 @pytest.mark.watchdog(SECONDS)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_checks_hold_in_a_world_of_processes(size, tmp_path):
-    printed = run_world(size, tmp_path, [name for name in CHECKS if size > 2 or name not in SLOW])
-    assert not printed, printed
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_check_holds_in_a_world_of_processes(size, name, tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()  # with xdist, in a folder of all its processes
+    folder, printed = world_of(size, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    assert all((folder / f"{name}.{rank}").exists() for rank in range(size)), printed
 
 
 @pytest.mark.cuda
@@ -80,33 +100,6 @@ def test_layer_of_a_world_that_is_gone_is_alone():
     dist.destroy_process_group()
     batch = torch.randn(4, 3, 2, 2)
     assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
-
-
-@pytest.fixture
-def merged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Merge moments with those of another process, which sends the same but for one number."""
-
-    def merged(count: int, other: float, device: str = "cpu") -> Any:
-        def gather(gathered: torch.Tensor, packed: torch.Tensor, group: object) -> None:
-            rows = gathered.view(2, -1)
-            rows.copy_(packed)
-            rows[1, 0] = other
-
-        for name in GATHERS:
-            monkeypatch.setattr(dist, name, gather)
-        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-        pair = torch.randn(2, 1, 3, dtype=torch.float64, device=device).unbind()
-        return distributed.gather_statistics(pair, count, distributed.Peers(None, 0, ["bn"]), None)
-
-    return merged
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("counts", "kind"), [((2, 3), torch.Tensor), ((1, 3), int), ((1, 0), int), ((0, 1), int)])
-def test_host_waits_for_the_count_only_where_it_may_be_one(merged, counts, kind):
-    *_, count = merged(counts[0], counts[1], "cuda")
-    assert type(count) is kind
-    assert int(count) == sum(counts)
 
 
 def test_torch_without_distributed_has_no_peers(monkeypatch):
