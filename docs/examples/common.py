@@ -130,7 +130,7 @@ def tidy(axes: Any, xlabel: str) -> None:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also where its compiled operators do not fit the installed torch.
+    """Import torchvision, even where its compiled operators do not fit the installed torch.
 
     The wheels of torch and torchvision come from several places, and a pair that does not fit fails at import. The nets
     do without the operators that it looks for, so these are declared, and the import is tried once more.

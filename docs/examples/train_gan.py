@@ -1,9 +1,9 @@
 """Train a GAN with a gradient penalty on replicas: a gradient of a gradient, through synchronized batch norm.
 
 The penalty is R1: half the mean of the squared gradient of the discriminator's output with respect to the real images
-(Mescheder, Geiger and Nowozin 2018, equation 9). Its own gradient differentiates the backward of every BatchNorm layer
-once more. Generator and discriminator both have such layers. For the first steps three pairs of nets are trained side
-by side, from the same parameters and with the same batches, in float64:
+(Mescheder, Geiger and Nowozin 2018, equation 9). Its own gradient differentiates the backward pass of every BatchNorm
+layer once more. Generator and discriminator both have such layers. For the first steps three pairs of nets are trained
+side by side, from the same parameters and with the same batches, in float64:
 
 - "one device": `torch.nn.BatchNorm1d`, the whole batch on one device;
 - "unsynchronized": the batch cut over replicas, `torch.nn.BatchNorm1d` in each of them;

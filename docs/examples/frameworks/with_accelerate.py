@@ -8,8 +8,8 @@ Without GPUs, this starts two processes::
 On GPUs, which was not tried either, `accelerate launch` starts a process for each.
 
 - `prepare` returns a `DistributedDataParallel`; see docs/processes.md.
-- `prepare` repeats samples until all processes have equally many, so the last batch equals that of one process only if
-  the data divide evenly.
+- `prepare` repeats samples until all processes have the same number, so the last batch equals that of one process only
+  if the data divide evenly.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """fastai 2.8.12: a `ParallelTrainer` whose wrapper synchronizes, on GPUs and on the CPU.
 
 fastai's own `ParallelTrainer` wraps the model in an `nn.DataParallel` for the time of a fit; the subclass below takes
-our wrapper. Outside of a fit the model runs on one device.
+our wrapper. Outside a fit the model runs on one device.
 
 - `learn.save` and `learn.load` use the keys of the model.
 - `learn.export` pickles the callback, so define its class in a module that can be imported where it is loaded.

@@ -1,6 +1,6 @@
 """pytorch-metric-learning 2.9.0: losses and miners get the embeddings of the whole batch.
 
-They compare samples of the whole batch, so they stay outside of the replicas, also losses with weights, such as
+They compare samples of the whole batch, so they stay outside the replicas, even losses with weights, such as
 `ArcFaceLoss`.
 """
 

@@ -2,7 +2,7 @@
 
 The forward of a `DetectionModel` returns predictions, and its `loss` takes them.
 
-- Convert the finished model. Inside of `patch_sync_batchnorm` it would have the wrong `eps` and `momentum`, which
+- Convert the finished model. Inside `patch_sync_batchnorm` it would have the wrong `eps` and `momentum`, which
   `DetectionModel` sets only in layers whose class is exactly `nn.BatchNorm2d`.
 - Call the wrapper with the images alone. The batch as a dict cannot be split: its boxes name images by number.
 - `model.fuse()` works on converted layers.
