@@ -19,7 +19,6 @@ peers have woken up.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,32 +57,39 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Other processes may have gradients where this one has none, and wait for it.
         if batch.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(needed)
-        order: AbstractContextManager[None] = nullcontext()
-        if len(batch.mean_invstd) > 1:
-            devices = dict.fromkeys([own.device for own in saved] + [batch.master])
-            order = in_order_with_engine(list(devices), grads)
-        with plain_tensors(), order:
-            replicas = _replicas(saved, grads, needed[3::3])
-            backend = GENERAL if torch.is_grad_enabled() else batch.backend
-            computed = iter(backend.gradients(list(replicas.values()), batch))
-            frees = not keeps_graph()
-            results: list[Tensor | None] = [None, None, None]
-            for i, own in enumerate(saved):
-                input_needed, weight_needed, bias_needed = needed[3 + 3 * i : 6 + 3 * i]
-                grad_input, grad_weight, grad_bias = next(computed) if i in replicas else (None, None, None)
-                if grad_bias is None and (weight_needed or bias_needed):
-                    # Its output is not in the loss. Gradient hooks would otherwise be called with None.
-                    grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[own.device][0])
-                if frees and i in replicas:
-                    own.drop()  # only now, in order with the engine
-                results.append(grad_input if input_needed else None)
-                results.append(grad_weight if weight_needed else None)
-                results.append(grad_bias if bias_needed else None)
-        return tuple(results)
+        devices = dict.fromkeys([own.device for own in saved] + [batch.master])
+        with plain_tensors():
+            results: tuple[Tensor | None, ...] = in_order_with_engine(
+                list(devices), grads, _gradients, batch, saved, grads, needed
+            )
+        return results
 
 
 # What `_SyncBatchNorm.apply` does outside of transforms of `torch.func`, without its search for them.
 _apply: Any = super(torch.autograd.Function, _SyncBatchNorm).apply
+
+
+def _gradients(
+    batch: BatchStatistics, saved: Sequence[Saved], grads: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all arguments of the node."""
+    replicas = _replicas(saved, grads, needed[3::3])
+    backend = GENERAL if torch.is_grad_enabled() else batch.backend
+    computed = iter(backend.gradients(list(replicas.values()), batch))
+    frees = not keeps_graph()
+    results: list[Tensor | None] = [None, None, None]
+    for i, own in enumerate(saved):
+        input_needed, weight_needed, bias_needed = needed[3 + 3 * i : 6 + 3 * i]
+        grad_input, grad_weight, grad_bias = next(computed) if i in replicas else (None, None, None)
+        if grad_bias is None and (weight_needed or bias_needed):
+            # Its output is not in the loss. Gradient hooks would otherwise be called with None.
+            grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[own.device][0])
+        if frees and i in replicas:
+            own.drop()  # only now, in order with the engine
+        results.append(grad_input if input_needed else None)
+        results.append(grad_weight if weight_needed else None)
+        results.append(grad_bias if bias_needed else None)
+    return tuple(results)
 
 
 def _replicas(

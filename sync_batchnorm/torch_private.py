@@ -28,6 +28,7 @@ _REQUIRED = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
     "torch._C._will_engine_execute_node": "which gradients the running backward needs",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether this thread compiles what it runs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
     "torch.utils._python_dispatch._disable_current_modes": "operators that a selective checkpoint does not count",
     "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
@@ -93,15 +94,18 @@ REASON = (  # which the compiler shows with `fullgraph=True`
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as one that is never compiled: `torch.compiler.disable`, but importing no compiler for it."""
+    """Return `function` as one that is never compiled: `torch.compiler.disable`, which takes time only if needed."""
     disabled: Callable[P, R] | None = None
+    compiler_of_thread: Callable[[], Any] = _names["torch._C._dynamo.eval_frame.get_eval_frame_callback"]
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
-        if disabled is None and "torch._dynamo" in sys.modules:
+        if not torch.compiler.is_dynamo_compiling() and compiler_of_thread() is None:
+            return function(*args, **kwargs)
+        if disabled is None:
             disabled = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
-        return (disabled or function)(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)  # what `disable` sets too
     return run

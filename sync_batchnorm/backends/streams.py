@@ -73,19 +73,25 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
                 value.record_stream(current_stream(value.device))
 
 
-@contextmanager
-def in_order_with_engine(devices: Sequence[torch.device], grads: Iterable[Tensor | None]) -> Iterator[None]:
-    """Run the body, the backward of a node with tensors on several `devices`, in order with the autograd engine.
+def in_order_with_engine(
+    devices: Sequence[torch.device], grads: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Return `function(*args)`, the backward of a node with tensors on `devices`, in order with the autograd engine.
 
     The engine knows a single stream of a node: that of its first output, which is on the first device. It assumes that
     the gradients that the node gets are ready on that stream, and that the gradients that the node returns are, too.
     """
-    with _entered(_defaults_to_enter(devices)):
-        first, *others = map(current_stream, devices)
-        ready = first.record_event()
-        for other in others:
-            other.wait_event(ready)
-        _record_on_current_streams(grads)
-        yield
-        for other in others:
-            first.wait_stream(other)
+    if len(devices) == 1 or devices[0].type != "cuda":
+        return function(*args)
+    streams = list(map(current_stream, devices))
+    if any([stream.stream_id for stream in streams]):
+        return on_streams(_defaults_to_enter(devices), in_order_with_engine, devices, grads, function, *args)
+    first, *others = streams
+    ready = first.record_event()
+    for other in others:
+        other.wait_event(ready)
+    _record_on_current_streams(grads)
+    results = function(*args)
+    for other in others:
+        first.wait_stream(other)
+    return results

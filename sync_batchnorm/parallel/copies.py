@@ -137,11 +137,10 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
             bound += [(child, name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
-            given = replica.__dict__["_sync_parameters"] = {name: own[key] for name, key in parameters}
             for name in nones:
                 replica._parameters[name] = None
             if plain:
-                replica.__dict__.update(given)
+                replica.__dict__.update([(name, own[key]) for name, key in parameters])
                 for name, key in buffers:
                     replica._buffers[name] = own[key]
             else:
