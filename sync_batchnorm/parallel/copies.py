@@ -18,9 +18,9 @@ _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` th
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
-def _alias(_: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors over the same memory, which share the version counters."""
-    return tuple([tensor.detach() for tensor in tensors])
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a function of `tensor` over the same memory, which shares its version counter; a copy if it is sparse."""
+    return tensor[...] if tensor.layout == torch.strided else tensor.clone()
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -33,21 +33,14 @@ def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([copy for own in copies for copy in own])
 
 
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _with_gradients_of_inputs(ctx, _alias(devices, *tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *grads
-
-
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.devices = devices
-        return _with_gradients_of_inputs(ctx, _broadcast(devices, *tensors))
+        ctx.set_materialize_grads(False)
+        outputs, needed = _broadcast(devices, *tensors), ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*[output for i, output in enumerate(outputs) if not needed[i % len(needed)]])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -61,14 +54,6 @@ class _Broadcast(torch.autograd.Function):
             for i, added in zip(whole, sums, strict=True):
                 parts[i] = [added]
         return None, *[reduce(torch.add, [grad.to(first) for grad in own]) if own else None for own in parts]
-
-
-def _with_gradients_of_inputs(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Let outputs require a gradient if their inputs do, which are what follows the devices, in the same order."""
-    ctx.set_materialize_grads(False)
-    needed = ctx.needs_input_grad[1:]
-    ctx.mark_non_differentiable(*[output for i, output in enumerate(outputs) if not needed[i % len(needed)]])
-    return outputs
 
 
 def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
@@ -87,15 +72,15 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
         original = {id(tensor): tensor for tensor in (*parameters, *buffers)}
         at = [original]
         if len(distinct) > 1:
-            of_plain = _make(_broadcast, plain, original, distinct)
-            copied = _make(_broadcast if detach else _Broadcast.apply, differentiable, original, distinct)
+            of_plain = _copies(_broadcast, plain, distinct)
+            copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
             at = [own | other for own, other in zip(copied, of_plain, strict=True)]
         tensors: list[Tensors] = []
         for i, device in enumerate(devices):
             here = at[distinct.index(device)]
             if len(distinct) < len(devices):
-                [aliases] = _make(_alias if detach else _Alias.apply, differentiable, here, [device])
                 others = plain if device in devices[:i] else ()
+                aliases = {id(tensor): _alias(here[id(tensor)]) for tensor in differentiable}
                 here = here | aliases | {id(buffer): here[id(buffer)].detach().clone() for buffer in others}
             tensors.append(here)
     return _build(modules, tensors)
@@ -105,8 +90,8 @@ def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
-def _make(function: Callable[..., Any], originals: Sequence[Tensor], at: Tensors, devices: Devices) -> list[Tensors]:
-    """Return for each device what `function` makes of the tensors which `at` has for the originals."""
+def _copies(function: Callable[..., Any], originals: Sequence[Tensor], devices: Devices) -> list[Tensors]:
+    """Return for each device the copies that `function` makes of the originals."""
     made: list[Tensors] = [{} for _ in devices]
     # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
     groups: list[list[Tensor]] = [[]]
@@ -116,7 +101,7 @@ def _make(function: Callable[..., Any], originals: Sequence[Tensor], at: Tensors
         else:
             groups[0].append(tensor)
     for group in groups:
-        outputs = function(devices, *[at[id(tensor)] for tensor in group]) if group else ()
+        outputs = function(devices, *group) if group else ()
         for i, own in enumerate(made):
             own.update(zip(map(id, group), outputs[i * len(group) : (i + 1) * len(group)], strict=True))
     return made
