@@ -115,12 +115,12 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
+        tensors = tensors_in((inputs, kwargs))
         if len(devices) > 1:
-            check_sizes((inputs, kwargs), self.dim, len(devices))
-        elif all(tensor.device == devices[0] for tensor in tensors_in((inputs, kwargs))):
+            check_sizes([tuple(tensor.shape) for tensor in tensors], self.dim, len(devices))
+        elif all([tensor.device == devices[0] for tensor in tensors]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        has_scalar = any(not tensor.dim() for tensor in tensors_in((inputs, kwargs)))  # which PyTorch cannot cut
-        if not has_scalar and not unsupported_by_torch(devices):
+        if not unsupported_by_torch(devices) and all([tensor.dim() for tensor in tensors]):  # PyTorch cuts no scalars.
             return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
         with plain_tensors():  # as those that torch makes
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))

@@ -53,10 +53,9 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     return [_rebuild(tree, own) for own in of_replicas]
 
 
-def check_sizes(tree: Any, dim: int, most: int) -> None:
-    """Raise an error unless all tensors of `tree` but scalars make the same number of chunks along `dim`."""
-    tensors = tensors_in(tree)
-    shapes = [tuple(tensor.shape) for tensor in [tensor for tensor in tensors if tensor.dim()] or tensors]
+def check_sizes(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> None:
+    """Raise an error unless tensors of `shapes`, but for scalars, make the same number of chunks along `dim`."""
+    shapes = list(filter(None, shapes)) or shapes
     numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
     if 0 in numbers or len(set(numbers)) > 1:
         raise ValueError(
