@@ -24,9 +24,9 @@ running_backward = graph_task_id  # in this thread, which is then inside of a re
 __all__: list[str] = []
 
 REFUSED = (
-    "expected the gradients of all replicas in the backward of a synchronized batch norm, but got a recomputation that "
-    "differentiates each replica by itself; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you call "
-    "torch.autograd.grad through the layer yourself, do it outside the checkpoint"
+    "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a recomputation "
+    "that differentiates each replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you "
+    "call torch.autograd.grad through the layer yourself, do it outside the checkpoint"
 )
 
 FREED = (

@@ -54,8 +54,8 @@ def sync_moments(
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(pipe.where))
         if graph_task_id() != -1:
             raise RuntimeError(
-                f"expected sync_moments outside of checkpoints, but got a recomputation in a backward ({pipe.where}); "
-                "leave the norm out of the checkpointed function"
+                f"expected sync_moments outside checkpoints, but got a recomputation in a backward pass ({pipe.where})"
+                "; leave the norm out of the checkpointed function"
             )
     with torch.autocast(input.device.type, enabled=False):
         moments: Moments = on_default_streams(() if pipe is None else (input.device,), _exchanged, input, pipe, group)
