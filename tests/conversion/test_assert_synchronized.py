@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -279,14 +278,3 @@ class OwnNorm(nn.Module):
 )
 def test_model_that_need_not_be_converted_does_not_warn(model):
     assert not _caught(_ours(model))
-
-
-def test_warning_does_not_depend_on_who_comes_first():
-    layer = SynchronizedBatchNorm1d(4)
-    barrier = threading.Barrier(3)
-
-    def meet(*_: object) -> None:
-        barrier.wait(5.0)
-
-    layer.register_forward_pre_hook(meet)
-    assert len(_caught(TorchStyle(layer, 3), forwards=1)) == 1

@@ -1,19 +1,16 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
 import copy
-import importlib
 import io
 import pickle
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import device_lists
-from helpers import are_distinct_gpus, as_devices, assert_equal, assert_same_state, assert_same_step, doubles
-from torch import Tensor, nn
+from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles
+from torch import nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -58,77 +55,13 @@ def on(devices: Sequence[Any], module: nn.Module) -> nn.Module:
 # What public projects do with it.
 
 
-class Generator(nn.Module):
-    """A layer without parameters of its own, modulated by what is made of a condition."""
-
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.features, self.norm = nn.Conv2d(3, 4, 3, padding=1), norm(4, affine=False)
-        self.gain, self.output = nn.Conv2d(1, 4, 1), nn.Conv2d(4, 3, 1)
-
-    def forward(self, image: Tensor, condition: Tensor) -> dict[str, Tensor]:
-        hidden = self.norm(self.features(image)) * (1 + self.gain(condition))
-        return {"prediction": self.output(torch.relu(hidden)), "hidden": hidden}
-
-
-class Full(nn.Module):
-    """A whole step of a GAN as one module: a dictionary in, losses and images out, as a keyword asks."""
-
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.generator, self.discriminator = Generator(norm), nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Tanh())
-
-    def forward(self, data: dict[str, Tensor], mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        made = self.generator(data["image"], condition=data["condition"])
-        if mode == "generator":
-            losses = {"adversarial": -self.discriminator(made["prediction"]).mean()}
-            losses["reconstruction"] = (made["prediction"] - data["image"]).abs().mean()
-        else:
-            fake, real = self.discriminator(made["prediction"].detach()), self.discriminator(data["image"])
-            losses = {"hinge": torch.relu(1 + fake).mean() + torch.relu(1 - real).mean()}
-        return losses, made
-
-
-def train_gan(full: nn.Module, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Train both networks in turn; return what was generated."""
-    inner = full.module if isinstance(full, nn.DataParallel) else full
-    optimizers = {
-        "generator": torch.optim.SGD(inner.generator.parameters(), lr=0.1),
-        "discriminator": torch.optim.SGD(inner.discriminator.parameters(), lr=0.1),
-    }
-    generated = []
-    for data in batches:
-        for mode, optimizer in optimizers.items():
-            full.zero_grad()
-            losses, made = full(data, mode=mode)
-            sum(loss.mean() for loss in losses.values()).backward()
-            optimizer.step()
-            generated.append(made["prediction"])
-    return generated
-
-
 @on_devices
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-# It says that every replica returns scalars, as these modules do.
-@pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
-def test_step_of_a_gan_as_one_module_is_that_of_one_device(devices, way):
-    plain = on(devices, Full(nn.BatchNorm2d))
-    ours = on(devices, Full(SynchronizedBatchNorm2d))
-    ours.load_state_dict(plain.state_dict())
-    batches = [
-        {"image": doubles(4, 3, 6, 6, devices=devices), "condition": doubles(4, 1, 6, 6, devices=devices)}
-        for _ in range(3)
-    ]
-    parallel = way(ours, devices)
-    expected, actual = train_gan(plain, batches), train_gan(parallel, batches)
-    for i, (image, reference) in enumerate(zip(actual, expected, strict=True)):
-        assert_equal(image, reference, f"image {i}")
-    assert_same_state(parallel, plain)
-    # The generator alone, in eval mode, on one image, with a wrapper of its own.
-    generators = [plain.generator.eval(), WAYS["wrapped"](ours.generator.eval(), devices)]
-    with torch.no_grad():
-        one = [g(batches[0]["image"][:1], condition=batches[0]["condition"][:1])["prediction"] for g in generators]
-    assert_equal(one[1], one[0])
+def test_model_trains_in_every_wrapper_as_on_one_device(devices, way):
+    plain = on(devices, TwoLayers())
+    parallel = way(convert_model(copy.deepcopy(plain)), devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(5, 3, 6, 6, devices=devices))
 
 
 def base_of(devices: Sequence[Any]) -> type[nn.DataParallel]:
@@ -226,15 +159,3 @@ def test_checkpoint_with_the_sums_of_an_older_layer_loads_strictly():
         assert_equal(model.state_dict()[name], tensor)
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"1._tmp\""):
         model.load_state_dict(checkpoint | {"1._tmp": torch.ones(4)})
-
-
-def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monkeypatch):
-    data = pickle.dumps(nn.Sequential(OldLayer(4)), protocol=2)  # that of `torch.save`
-    older = data.replace(b"csync_batchnorm.layers", b"csync_batchnorm.batchnorm")  # where that one has its layers
-    inside = older.replace(b"csync_batchnorm.", b"cmodeling.sync_batchnorm.")
-    assert len({data, older, inside}) == 3
-    monkeypatch.setitem(sys.modules, "modeling", types.ModuleType("modeling"))
-    for name in ("batchnorm", "comm", "replicate"):
-        module = importlib.import_module(f"sync_batchnorm.{name}")
-        monkeypatch.setitem(sys.modules, f"modeling.sync_batchnorm.{name}", module)
-    assert type(pickle.loads(inside)[0]) is SynchronizedBatchNorm2d

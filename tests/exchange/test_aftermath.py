@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import io
 import os
 import pickle
 import threading
@@ -204,30 +203,6 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
         parallel(*batch())
     assert left == [parallel.thread]
     parallel.thread.join()
-
-
-def _pickled(parallel: nn.DataParallel) -> nn.DataParallel:
-    return pickle.loads(pickle.dumps(parallel))
-
-
-def _saved(parallel: nn.DataParallel) -> nn.DataParallel:
-    file = io.BytesIO()
-    torch.save(parallel, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
-def test_copy_after_a_failure_is_independent_and_works(wrap, copied):
-    parallel = wrap(scripted(), timeout=7.0)
-    parallel.module.steps = {(1, "between"): _leaves}
-    with pytest.raises(ReplicaSyncError):
-        parallel(*batch())
-    twin = copied(parallel)
-    assert type(twin) is type(parallel)
-    assert twin._sync_timeout == 7.0
-    for each in (twin, parallel):
-        assert_next_forward_is_right(each, (1, 0))
 
 
 @needs_fork

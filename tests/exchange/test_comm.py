@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 from helpers import together
-from scripted import WRAPPERS, TorchStyle
+from scripted import WRAPPERS
 from torch import nn, stack, tensor
 
 from sync_batchnorm import (
@@ -16,7 +16,6 @@ from sync_batchnorm import (
     SlavePipe,
     SyncMaster,
     execute_replication_callbacks,
-    patch_replication_callback,
 )
 from sync_batchnorm.comm import joining
 from sync_batchnorm.coordinator import Coordinator
@@ -119,20 +118,6 @@ def test_merge_that_does_not_answer_everybody_is_refused(results):
     assert type(raised) is RuntimeError
     assert text in str(raised)
     assert isinstance(released, ReplicaSyncError)
-
-
-def test_names_of_a_forward_are_taken_where_it_is_made_and_end_with_it():
-    coordinator = Coordinator(["cpu", "cpu"], timeout=0.01)
-    with joining(coordinator) as here:
-        here.name = "layer"
-        master = SyncMaster(everything)
-        here.replica_id = 1
-        slave = master.register_slave(1)
-    assert (master.where, master.nr_slaves) == ("layer, replica 0", 1)
-    assert (slave.where, slave.identifier) == ("layer, replica 1", 1)
-    with pytest.raises(TimeoutError, match=r"replica 1 on device cpu waits for replica 0 on .*\(layer, call 1\)"):
-        slave.run_slave(0)
-    assert SyncMaster(everything).where == "a SyncMaster of its own, replica 0"
 
 
 def test_error_that_crosses_two_exchanges_has_the_note_of_each_once():
@@ -244,20 +229,6 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
     )
     with pytest.raises(RuntimeError, match=text):
         parallel(tensor([[1.0], [10.0]]))
-
-
-class NeverRuns(TorchStyle):
-    def parallel_apply(self, replicas, inputs, kwargs):
-        if len(replicas) == 1:
-            return super().parallel_apply(replicas, inputs, kwargs)
-        raise OSError("can't start new thread")
-
-
-def test_kept_master_serves_one_chunk_after_a_forward_that_never_ran():
-    parallel = patch_replication_callback(NeverRuns(KeepsMasters(2), 2))
-    with pytest.raises(OSError, match="can't start new thread"):
-        parallel(tensor([[1.0], [10.0]]))
-    assert_groups_get_their_means(parallel, 1, 2)
 
 
 def test_kept_master_serves_one_chunk_after_callbacks_that_failed():

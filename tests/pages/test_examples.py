@@ -100,17 +100,6 @@ def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():
     assert DataParallelWithCallback(convert_model(net), ["cpu"] * 2)(images)["out"].shape == (2, 21, 64, 64)
 
 
-@pytest.mark.parametrize("example", [NAMES[1]], indirect=True)
-def test_scenes_to_test_on_share_no_digit_with_those_to_train_on(example: types.ModuleType, monkeypatch):
-    written = []
-    monkeypatch.setattr(example, "write_digits", lambda count, inks, labels, *rest: written.append(inks))
-    example.make_scenes(example.Options([torch.device("cpu")] * 2, 8, 0, Path("unused.png")))
-    train, test = ({ink.numpy().tobytes() for ink in inks} for inks in written)
-    assert train
-    assert test
-    assert not train & test
-
-
 @pytest.mark.parametrize("example", ["draw_means"], indirect=True)
 def test_drawing_of_the_readme_is_what_the_layers_compute(example: types.ModuleType):
     assert (EXAMPLES / "means.svg").read_text(encoding="utf-8") == example.drawing()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +12,7 @@ from helpers import TwoLayers, as_devices, doubles, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, execute_replication_callbacks
+from sync_batchnorm import DataParallelWithCallback, SyncMaster
 from sync_batchnorm.replicate import spans_of_forward
 
 
@@ -97,24 +95,6 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
-def test_each_group_of_replicas_merges_for_itself():
-    _, parallel = twins(TwoLayers().double(), ["cpu"] * 4)
-    parallel.module.bn1.group_size = parallel.module.bn2.group_size = 2
-    with recording() as prof:
-        parallel(doubles(4, 3, 8, 8))
-    names = names_of(prof)
-    assert names["bn1, merging"] == names["bn2, merging"] == 2
-
-
-def test_backward_makes_no_span():
-    _, parallel = twins(TwoLayers().double(), ["cpu"] * 2)
-    output = parallel(doubles(4, 3, 8, 8))
-    with recording() as prof:
-        output.sum().backward()
-    assert not names_of(prof)
-    assert any("SyncBatchNorm" in event.name for event in prof.events())
-
-
 class Exchanging(nn.Module):
     """A module of the user's own that exchanges something."""
 
@@ -128,37 +108,6 @@ class Exchanging(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return input if self.pipe.run("hello") == "hello" else -input
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_master_waits_before_it_merges_and_slave_until_it_has_merged(first, monkeypatch):
-    """Of two modules of the user's own, without the wrapper; the `first` already waits when the other one arrives."""
-
-    @contextlib.contextmanager
-    def tell(name: str) -> Iterator[None]:
-        with torch.profiler.record_function(f"sync_batchnorm: {name}"):
-            begun.set()
-            yield
-
-    begun = threading.Event()
-    monkeypatch.setattr("sync_batchnorm.replicate._span", tell)
-    copies = [Exchanging(), Exchanging()]
-    with recording() as prof:
-        execute_replication_callbacks(copies)
-        thread = threading.Thread(target=copies[first], args=(torch.ones(2),))
-        thread.start()
-        begun.wait()
-        copies[1 - first](torch.ones(2))
-        thread.join()
-    spans = {(span.name, span.thread): span for span in spans_of(prof)}
-    assert len(spans) == 3
-    ((_, master), merging) = next(item for item in spans.items() if item[0][0] == "Exchanging, merging")
-    waits = {thread: span for (name, thread), span in spans.items() if name == "Exchanging, waiting"}
-    of_master, (of_slave,) = waits.pop(master), waits.values()
-    assert of_master.end <= merging.start
-    assert of_slave.end >= merging.end
-    # Whoever arrives first waits from then on, whatever the other one does until it arrives.
-    assert (of_master.start < of_slave.start) == (first == 0)
 
 
 class FailingToMerge(Exchanging):

@@ -64,13 +64,6 @@ class WholeForward(Body):
         return normalize_twice(self.bn, self.conv(input))
 
 
-class FunctionThatItCalls(Body):
-    compiled = staticmethod(torch.compile(normalize_twice, backend="eager"))
-
-    def forward(self, input):
-        return self.compiled(self.bn, self.conv(input))
-
-
 class GradientsToo(Body):
     @torch.compile(backend="aot_eager")
     def forward(self, input):
@@ -86,10 +79,7 @@ class Checkpoint(Body):
         return checkpoint(self.body, input * 2, use_reentrant=False) * 3
 
 
-OTHERS = [pytest.param(net, marks=pytest.mark.slow) for net in (FunctionThatItCalls, GradientsToo)]
-
-
-@pytest.mark.parametrize("net", [WholeForward, *OTHERS])
+@pytest.mark.parametrize("net", [WholeForward, pytest.param(GradientsToo, marks=pytest.mark.slow)])
 def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
     # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
     plain, parallel = twins(net().double(), ["cpu"] * 2, timeout=SECONDS)

@@ -121,23 +121,6 @@ class Recurrent(nn.Module):
         return (self.bn(self.rnn(input[:, None])[0].transpose(1, 2)).flatten(1) * self.phase).abs()
 
 
-class Hiding(nn.Module):
-    """Looks attributes that it has not up in its submodule."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.BatchNorm1d(3)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
-
-    def forward(self, input):
-        return self.inner(input) * self.weight
-
-
 class Empty(nn.Module):
     """Is false, as an empty container is."""
 
@@ -206,7 +189,7 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
-@pytest.mark.parametrize("net", [Unused, Lists, Tied, Recurrent, Hiding, Computing, Empty])
+@pytest.mark.parametrize("net", [Unused, Lists, Tied, Recurrent, Computing, Empty])
 def test_modules_of_any_kind_train_in_replicas(devs, net):
     plain, parallel = twins(net().double(), devs)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]

@@ -199,15 +199,6 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
     release.set()
 
 
-def test_barrier_of_the_user_ends_in_a_timeout_that_names_both():
-    barrier = threading.Barrier(2, timeout=5.0)
-    parallel, inputs = logging(timeout=0.2)
-    parallel.module.steps.update({(i, 3): barrier.wait for i in (1, 2)})
-    with pytest.raises(ReplicaSyncError, match=r"replica 2 .* waits for its turn while replica 1 .* is still running"):
-        parallel(*inputs)
-    barrier.abort()
-
-
 def inside(net, x: Tensor) -> Tensor:
     """Runs a wrapper in each replica."""
     return F.dropout(net.bn(F.dropout(net.inner[0](net.bn(x)))))

@@ -1,4 +1,4 @@
-"""Break the package in one place at a time, and run the tests that must notice: ``python tests/mutants.py``.
+"""Break the package in one place at a time, and run the tests that must notice: ``python .ci/mutants.py``.
 
 A mutant is a small change that a test should notice: another comparison, operator or constant, an exchange of
 arguments, a condition that always or never holds, a statement or lock that is gone; never in texts and annotations.
