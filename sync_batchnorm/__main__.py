@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .conversion import convert_model
-from .replicate import DataParallelWithCallback
+from . import DataParallelWithCallback, __version__, convert_model
 
 __all__: list[str] = []
 
@@ -50,11 +49,11 @@ def parsed_devices(text: str) -> list[str]:
     count = torch.cuda.device_count()
     names = [f"cuda:{name}" if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
     try:
-        devices = list(map(torch.device, names))
+        devices = [torch.device(name) for name in names]
+        wrong = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
     except RuntimeError:  # One of the names is no device.
-        devices = []
-    missing = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
-    if len(devices) < 2 or len({device.type for device in devices}) > 1 or missing:
+        devices, wrong = [], True
+    if wrong or len(devices) < 2 or len({device.type for device in devices}) > 1:
         raise argparse.ArgumentTypeError(
             f"expected at least two replicas, all on GPUs of this machine as in 0,0 or all on the CPU as in cpu,cpu, "
             f"but got {text!r}; torch {torch.__version__} finds {count} CUDA devices"
@@ -65,25 +64,8 @@ def parsed_devices(text: str) -> list[str]:
 def check(devices: Sequence[str]) -> int:
     """Run all checks, print the report, and return the exit status."""
     begin, all_right, say = monotonic(), True, partial(print, flush=True)
-    for name, fact in facts(devices).items():
-        say(f"{name:23} {fact}")
-    for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
-        say(f"parity in {dtype:13}", end=" ")
-        try:
-            ok, result = True, check_parity(devices, dtype)
-        except Exception as error:  # Any error belongs in the report.
-            ok, result = False, f"{type(error).__name__}: {error}"
-        say("right," if ok else "WRONG,", " ".join(result.split()))
-        all_right = all_right and ok
-    say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {monotonic() - begin:.1f} seconds.")
-    say("To report it, right or wrong, paste all of this text; docs/diagnosing.md says what each line means.")
-    return 0 if all_right else 1
-
-
-def facts(devices: Sequence[str]) -> dict[str, str]:
-    """Return versions and devices for the report, by name."""
-    return {
-        "sync_batchnorm": sys.modules[__package__].__version__,
+    facts = {
+        "sync_batchnorm": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
@@ -91,6 +73,18 @@ def facts(devices: Sequence[str]) -> dict[str, str]:
         **{d: torch.cuda.get_device_name(d) if d.startswith("cuda") else platform.machine() for d in devices},
         "replicas on": ", ".join(devices),
     }
+    for name, fact in facts.items():
+        say(f"{name:23} {fact}")
+    for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
+        say(f"parity in {dtype:13}", end=" ")
+        try:
+            verdict, result = "right,", check_parity(devices, dtype)
+        except Exception as error:  # Any error belongs in the report.
+            verdict, result, all_right = "WRONG,", f"{type(error).__name__}: {error}", False
+        say(verdict, " ".join(result.split()))
+    say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {monotonic() - begin:.1f} seconds.")
+    say("To report it, right or wrong, paste all of this text; docs/diagnosing.md says what each line means.")
+    return 0 if all_right else 1
 
 
 def check_parity(devices: Sequence[str], dtype: str) -> str:
@@ -106,9 +100,7 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
         # One chunk for each device, the last smaller than the others. The mean of the gradient is near zero: otherwise
         # the rounding error of its sums comes near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
-        input = 5 + 3 * input
-        for actual, expected in zip(step(parallel, input, grad), step(plain, input, grad), strict=True):
-            actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+        for actual, expected in zip(*(step(net, 5 + 3 * input, grad) for net in (parallel, plain)), strict=True):
             errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     largest = float(torch.stack(errors).max())  # NaN if one of them is NaN, unlike Python's `max`
     result = f"largest difference {largest:.1e}, allowed {TOLERANCES[dtype]:.0e}"
@@ -117,12 +109,12 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
     return result
 
 
-def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Any]:
-    """Do a forward and a backward; return the output, all gradients, and the buffers."""
-    input = input.detach().requires_grad_()
-    output = net(input)
+def step(net: nn.Module, input: Tensor, grad: Tensor) -> list[Tensor]:
+    """Do a forward and a backward; return the output, all gradients, and the buffers, on the CPU in float64."""
+    output = net(input.requires_grad_())
     output.backward(grad)
-    return [output, input.grad, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
+    gradients: list[Any] = [tensor.grad for tensor in (input, *net.parameters())]
+    return [tensor.detach().cpu().double() for tensor in (output, *gradients, *net.buffers())]
 
 
 if __name__ == "__main__":
