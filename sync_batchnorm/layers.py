@@ -220,14 +220,8 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         >>> output = DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3, 5, 5))
 
     Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: the weight of this call in the running statistics; None for a cumulative average.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers. float16 and bfloat16 inputs may come with float32 parameters.
-        bias: whether there is a bias besides the weight; on a torch that has this argument.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of `torch.nn.BatchNorm2d`.
+            float16 and bfloat16 inputs may come with float32 parameters.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
             forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas.

@@ -1,7 +1,7 @@
 """Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,7 @@ from .torch_private import graph_task_id, uncompiled
 __all__ = ["merge_messages", "sync_moments"]
 
 Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and elements per channel
-
-
-class _Message(NamedTuple):
-    mean_var: Tensor  # mean and biased variance, ``(2, C)``
-    elements: int  # per channel
-    shape: torch.Size  # of the input
+Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one tensor ``(2, C)``, and the input's shape
 
 
 @uncompiled
@@ -64,7 +59,7 @@ def sync_moments(
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
     mean, var, count = _moments(input, group and distributed.Peers(group, 0, ("sync_moments",)))
-    message = _Message(torch.stack((mean, var)), count, input.shape)
+    message = torch.stack((mean, var)), count, input.shape
     mean, var, count = _answers([(0, message)])[0][1] if pipe is None else pipe.run(message)
     return mean.clone(), var.clone(), count  # copies, which users may change in place
 
@@ -86,23 +81,23 @@ def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
     return merged, spread / total, int(sums[-1])
 
 
-def merge_messages(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
+def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
-    devices = dict.fromkeys([message.mean_var.device for _, message in messages])
+    devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
     answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, _answers, messages)
     return answers
 
 
-def _answers(messages: list[tuple[Hashable, _Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    contents = [message for _, message in messages]
-    count = sum(message.elements for message in contents)
+def _answers(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    mean_vars, counts, shapes = zip(*[message for _, message in messages], strict=True)
+    count = sum(counts)
     if count == 1:
-        raise single_value([message.shape for message in contents])
-    devices = [message.mean_var.device for message in contents]
+        raise single_value(shapes)
+    device = mean_vars[0].device
     with torch.enable_grad():
-        moved = [message.mean_var.to(devices[0], non_blocking=True) for message in contents]
+        moved = [mean_var.to(device, non_blocking=True) for mean_var in mean_vars]
         means, variances = torch.stack(moved, 1)  # (2, R, C)
-        fractions = torch.cat([means.new_full((1, 1), message.elements / max(count, 1)) for message in contents])
+        fractions = torch.cat([means.new_full((1, 1), elements / max(count, 1)) for elements in counts])
         merged = torch.stack(merge_moments(means, variances, fractions))
-        answers: list[Any] = [merged.to(device, non_blocking=True).unbind() for device in devices]
-    return [(replica, (*answer, count)) for (replica, _), answer in zip(messages, answers, strict=True)]
+        answers = [merged.to(mean_var.device, non_blocking=True).unbind() for mean_var in mean_vars]
+    return [(replica, (mean, var, count)) for (replica, _), (mean, var) in zip(messages, answers, strict=True)]
