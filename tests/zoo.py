@@ -75,22 +75,6 @@ TIMM = [
 # fmt: on
 
 
-# Twenty small ones, of which some draw random numbers.
-TIMM_COMPARED = [
-    *("cpubone_b0_bfrobust", "cs3darknet_focus_s", "efficientnet_b0", "efficientvit_b0", "fbnetv3_b", "ghostnet_050"),
-    *("hardcorenas_a", "lcnet_050", "mobilenetv3_small_050", "mobilevit_xxs", "regnety_002", "repghostnet_050"),
-    *(
-        "resnet18",
-        "resnetv2_18",
-        "rexnet_100",
-        "skresnet18",
-        "starnet_s1",
-        "mnasnet_small",
-        "spnasnet_100",
-        "convnext_atto",
-    ),
-]
-
 TIMM_TRAINED = ["efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50", "resnet18", "densenet121"]
 
 

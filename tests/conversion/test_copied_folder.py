@@ -91,18 +91,6 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
     assert in_project(project, INSIDE, body) == expected
 
 
-def test_copy_inside_of_a_package_checks_the_machine(project):
-    def body(copied: ModuleType) -> None:
-        command = importlib.import_module(f"{INSIDE}.__main__")
-        assert command.main(["--devices", "cpu,cpu"]) == 0
-        with pytest.raises(SystemExit, match=r"^0$"):
-            command.main(["--help"])
-
-    output = in_project(project, INSIDE, body)
-    assert "\nAll is right, after " in output
-    assert f"usage: python -m {INSIDE} " in output
-
-
 @pytest.mark.slow
 @pytest.mark.watchdog(120)
 def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):

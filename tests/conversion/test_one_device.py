@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import anatomy
+from helpers import Net, anatomy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,17 +21,10 @@ from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, 
 IMAGES, VECTORS, LABELS = torch.randn(5, 3, 6, 6), torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
 
 
-class Apply(nn.Module):
-    """A module whose forward is a function of itself and its inputs."""
-
+class Apply(Net):
     def __init__(self, function, *modules, **buffers):
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(modules)
-        for name, value in buffers.items():
-            self.register_buffer(name, torch.tensor(value))
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
+        buffers = {name: nn.Buffer(torch.tensor(value)) for name, value in buffers.items()}
+        super().__init__(function, parts=nn.ModuleList(modules), **buffers)
 
 
 class MyNorm(nn.BatchNorm2d):
@@ -86,9 +79,7 @@ def enqueue(self, x):
 
 
 def with_hidden_norm():
-    module = Apply(lambda self, x: self.hidden[0](x))
-    module.hidden = [nn.BatchNorm1d(3)]
-    return module
+    return Net(lambda self, x: self.hidden[0](x), hidden=[nn.BatchNorm1d(3)])
 
 
 def call_often(self, x):

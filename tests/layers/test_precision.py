@@ -320,19 +320,6 @@ def test_running_variance_of_float16_is_finite_where_its_update_is(devices):
     assert_equal(parallel.module.running_var, plain.running_var, tolerance=1e-3)
 
 
-@on_the_cpu
-@pytest.mark.parametrize("momentum", [0.5, 0.9, 1.0, None], ids=str)
-@pytest.mark.parametrize("value", [1e25, torch.inf], ids=str)
-def test_running_statistics_take_over_what_is_infinite_at_any_momentum(value, momentum):
-    plain, parallel = twins(nn.BatchNorm2d(3, momentum=momentum), ["cpu"] * 2)
-    data = torch.randn(4, 3, 100, 100)
-    data[:, 1, 0] = value
-    for module in (plain, parallel):
-        module(data)
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(parallel.module, name), getattr(plain, name), equal_nan=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_of_gradients_do_not_depend_on_the_stride_of_a_single_row(dtype):
     def row(stride):

@@ -119,29 +119,6 @@ def test_vectorized_hessian_is_that_of_torch():
     assert_same_results(*twins(nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()).double(), ["cpu"] * 2), step, RELATIVE)
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_third_derivatives_are_those_of_the_formula(devices):
-    # The layer of torch is no reference: measured with torch 2.13.0 on the CPU, its third derivatives differ from those
-    # of its own formula.
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
-    data, weights = doubles(5, 3, devices=devices), [doubles(5, 3, devices=devices) for _ in range(3)]
-
-    def formula(x):
-        var, mean = torch.var_mean(x, 0, correction=0)
-        return (x - mean) * (var + plain.eps).rsqrt() * plain.weight + plain.bias
-
-    results = []
-    for model, layer in ((formula, plain), (parallel, parallel.module)):
-        input = data.clone().requires_grad_()
-        value = (torch.tanh(model(input)) * weights[0]).sum()
-        for weight in weights[1:]:
-            (grad,) = torch.autograd.grad(value, input, create_graph=True)
-            value = (grad * grad * weight).sum()
-        results.append([value, *torch.autograd.grad(value, [input, layer.weight])])
-    for actual, expected in zip(results[1], results[0], strict=True):
-        assert_equal(actual, expected, tolerance=RELATIVE)
-
-
 @pytest.mark.parametrize("retain", [False, True], ids=["in-one-backward", "one-after-the-other"])
 def test_loss_and_penalty_share_one_graph(devs, retain):
     data, weights = doubles(6, 3, 5, 4, devices=devs), doubles(6, 1, devices=devs)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists, usual_kernels
-from helpers import as_devices, assert_equal, assert_same_state, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_state, doubles, twins
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, sync_moments
@@ -45,22 +45,16 @@ SUBCLASSES = pytest.mark.parametrize("make", [tagged, with_meta])
 ACTIVATIONS = pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ReLU(), nn.Identity()], ids=str)
 
 
-class Net(nn.Module):
-    """Makes, if `make` is given, a subclass of what it works on."""
+def making(activation: nn.Module, make: Any = lambda input: input) -> Net:
+    """Return a net that works on what `make` makes."""
 
-    def __init__(self, activation: nn.Module, make: Any = None) -> None:
-        super().__init__()
-        self.conv, self.bn, self.activation = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation
-        self.last = nn.Conv2d(4, 2, 3)
-        self.make = make
-        self.seen: list[Any] = []
+    def forward(net: Net, input: Tensor) -> Tensor:
+        input = make(net.conv(input))
+        output = net.bn(input)
+        net.seen.append((type(input), type(output), getattr(output, "meta", None)))
+        return net.last(activation(output))
 
-    def forward(self, input: Tensor) -> Tensor:
-        input = self.conv(input)
-        input = input if self.make is None else self.make(input)
-        output = self.bn(input)
-        self.seen.append((type(input), type(output), getattr(output, "meta", None)))
-        return self.last(self.activation(output))
+    return Net(forward, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4), last=nn.Conv2d(4, 2, 3), seen=[])
 
 
 def assert_same_on_leaves(plain: nn.Module, parallel: nn.Module, devices: Any, data: Tensor, make: Any) -> None:
@@ -81,7 +75,7 @@ def assert_same_on_leaves(plain: nn.Module, parallel: nn.Module, devices: Any, d
 @pytest.mark.parametrize("devices", device_lists(1, 2, 3))
 def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_device(devices, where, make, activation):
     inside = where == "model"
-    plain, parallel = twins(Net(activation, make if inside else None).double(), devices)
+    plain, parallel = twins(making(activation, *([make] if inside else [])).double(), devices)
     for training in (True, False):
         plain.train(training)
         parallel.train(training)
@@ -94,13 +88,12 @@ def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_devic
 @SUBCLASSES
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_torch(devices, make):
-    class Looking(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            seen.append(type(input))
-            return make(input * 2)
+    def look(net: Net, input: Tensor) -> Tensor:
+        seen.append(type(input))
+        return make(input * 2)
 
     seen: list[Any] = []
-    _, parallel = twins(Looking(), devices)
+    _, parallel = twins(Net(look), devices)
     data = torch.randn(6, 3, device=as_devices(devices)[0])
     for input in (data, make(data)):
         output = parallel(input)
@@ -111,15 +104,8 @@ def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_
 
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_parameter_of_a_subclass_has_its_gradient(devices):
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(tagged(doubles(4, devices=devices)))
-
-        def forward(self, input: Tensor) -> Tensor:
-            return input * self.weight
-
-    parallel = DataParallelWithCallback(Scaling(), devices)
+    weight = nn.Parameter(tagged(doubles(4, devices=devices)))
+    parallel = DataParallelWithCallback(Net(lambda net, input: input * net.weight, weight=weight), devices)
     input, grad = (doubles(6, 4, devices=devices) for _ in range(2))
     parallel(input).backward(grad)
     assert_equal(parallel.module.weight.grad.as_subclass(Tensor), (input * grad).sum(0))
@@ -127,7 +113,7 @@ def test_parameter_of_a_subclass_has_its_gradient(devices):
 
 @SUBCLASSES
 def test_gradients_of_gradients_on_a_subclass_equal_one_device(make):
-    plain, parallel = twins(Net(nn.Tanh(), make).double(), ["cpu"] * 2)
+    plain, parallel = twins(making(nn.Tanh(), make).double(), ["cpu"] * 2)
     data, grad = doubles(6, 3, 8, 8), doubles(6, 2, 4, 4)
     found = []
     for model in (plain, parallel):

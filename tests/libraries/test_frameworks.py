@@ -25,7 +25,7 @@ from conftest import CUDA_COUNT, device_lists
 from helpers import as_devices, assert_equal, assert_same_state, blocks_of, classes, doubles, section_of, twins
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d, patch_sync_batchnorm, revert_model
+from sync_batchnorm import SynchronizedBatchNorm2d, patch_sync_batchnorm, revert_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
@@ -155,17 +155,10 @@ def test_hooks_for_hidden_states_are_installed_before_a_forward_of_replicas():
     transformers = pytest.importorskip("transformers")
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+    sizes = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "num_attention_heads": [1, 2]}
+    chances = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
     config = transformers.SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[8, 16],
-        num_attention_heads=[1, 2],
-        decoder_hidden_size=8,
-        drop_path_rate=0.0,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout_prob=0.0,
+        num_encoder_blocks=2, decoder_hidden_size=8, **sizes, **dict.fromkeys(chances, 0.0)
     )
     data = doubles(5, 3, 32, 32)
     plain, parallel = twins(transformers.SegformerForSemanticSegmentation(config).double(), ["cpu"] * 2)
@@ -401,24 +394,19 @@ def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
 
     plain, parallel = twins(recipe.timm.create_model("regnety_002", num_classes=3).double(), devices)
     batches = images_and_labels(devices, 64)
-    for first_frozen in (False, True):
-        for model in (plain, parallel.module) if first_frozen else ():
-            model.zero_grad()
-            freeze(model, ["s1"])
-        expected = recipe.ModelEmaV3(plain, decay=0.9)
-        for images, labels in batches:
-            plain.zero_grad()
-            recipe.cross_entropy(plain(images), labels).backward()
-            torch.optim.SGD(plain.parameters(), lr=0.01).step()
-            expected.update(plain)
-        average = recipe.train(parallel.module, devices, batches)
-        assert_same_state(parallel, plain)
-        assert_same_state(average, expected.module)
-    kinds = classes(parallel.module).values()
-    assert {kind.__name__ for kind in kinds if "BatchNorm" in kind.__name__} == {
-        "FrozenBatchNormAct2d",
-        "SynchronizedBatchNormAct2d",
-    }
+    for model in (plain, parallel.module):
+        freeze(model, ["s1"])
+    expected = recipe.ModelEmaV3(plain, decay=0.9)
+    for images, labels in batches:
+        plain.zero_grad()
+        recipe.cross_entropy(plain(images), labels).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.01).step()
+        expected.update(plain)
+    average = recipe.train(parallel.module, devices, batches)
+    assert_same_state(parallel, plain)
+    assert_same_state(average, expected.module)
+    kinds = {kind.__name__ for kind in classes(parallel.module).values() if "BatchNorm" in kind.__name__}
+    assert kinds == {"FrozenBatchNormAct2d", "SynchronizedBatchNormAct2d"}
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
@@ -444,15 +432,6 @@ def test_monai_trains_with_its_tensors_as_on_one_device(recipe, devices):
             assert described.meta["filename_or_obj"] == "image 6"
             assert torch.equal(described.as_tensor(), torch.as_tensor(output["pred"]))
     assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("recipe", ["monai"], indirect=True)
-def test_monai_gets_plain_tensors_from_any_number_of_chunks(recipe):
-    network = DataParallelWithCallback(recipe.net.cpu(), ["cpu"] * 2)
-    for rows in (1, 2):
-        batch = recipe.MetaTensor(torch.randn(rows, 1, 16, 16))
-        assert type(network.module(batch)) is recipe.MetaTensor
-        assert type(network(batch)) is Tensor
 
 
 ENCODERS = [
@@ -530,6 +509,19 @@ def test_embeddings_train_as_on_one_device(recipe, devices):
 # Accelerate, Fabric, Lightning: a process for each device
 
 BEFORE = "from common import import_torchvision; import_torchvision()\n"
+
+
+def run_program(folder: Path, code: str, *command: str) -> None:
+    """Run a program in `folder`, on the CPU, by what stands between ``python`` and its name."""
+    (folder / "program.py").write_text(BEFORE + code, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "examples"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = (sys.executable, *command, "program.py")
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+
+
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 AFTER = """
 import copy, os
 torch.manual_seed(0)
@@ -555,15 +547,8 @@ def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(packag
     pytest.importorskip(package)
     code = code_of(name)
     assert re.search(rf"[` ]{command} \S+\.py", PAGE.read_text(encoding="utf-8") if name == "lightning" else code)
-    program, processes = tmp_path / "program.py", "" if name == "accelerate" else ", processes=2"
-    program.write_text(BEFORE + code + AFTER.format(processes), encoding="utf-8")
-    launcher = command.replace("torchrun", "python -m torch.distributed.run --standalone").split()[1:]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "examples"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, *launcher, program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr
+    code += AFTER.format("" if name == "accelerate" else ", processes=2")
+    run_program(tmp_path, code, *((*LAUNCHER, "2") if command == TORCHRUN else ()))
     first = torch.Generator().manual_seed(0)  # that of the sampler of Lightning in the first epoch
     order = torch.randperm(24, generator=first) if name == "lightning" else torch.arange(24)
     for rank in range(2):
@@ -589,19 +574,9 @@ torch.save(train(ResNetForImageClassification(config).double(), data, 12).state_
 def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path):
     pytest.importorskip("transformers")
     assert f"`{TORCHRUN} program.py`" in PAGE.read_text(encoding="utf-8")
-    code = (
-        "from common import import_torchvision\nimport_torchvision()\n" + code_of("transformers_in_processes") + TRAIN
-    )
-    (tmp_path / "program.py").write_text(code, encoding="utf-8")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "docs" / "examples")))
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     states = []
     for processes in ("1", "2"):
-        command = [*["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], processes, "program.py"]
-        run = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
-        )
-        assert run.returncode == 0, run.stderr
+        run_program(tmp_path, code_of("transformers_in_processes") + TRAIN, *LAUNCHER, processes)
         states += [torch.load(tmp_path / f"rank{rank}") for rank in range(int(processes))]
     for state in states[1:]:
         for key, value in states[0].items():
@@ -656,16 +631,13 @@ def test_attributions_are_those_of_the_module_of_a_wrapper(recipe):
     for method in (IntegratedGradients, DeepLift, LayerGradCam):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its hooks
-            values = [
+            expected, of_module, of_wrapper = (
                 method(model, *([layers[0]] if method is LayerGradCam else [])).attribute(batch, target=1)
                 for model, layers in ((plain, plain), (recipe.net, recipe.net), (parallel, recipe.net))
-            ]
-        expected, of_module, of_wrapper = values
+            )
         assert_equal(of_module, expected, method.__name__)
-        if method is LayerGradCam:
-            assert len(of_wrapper) == 2  # of the four in the batch
-        else:
-            assert_equal(of_wrapper, expected, method.__name__)
+        # Of a wrapper, LayerGradCam returns two of the four in the batch.
+        assert_equal(of_wrapper, expected[:2] if method is LayerGradCam else expected, method.__name__)
 
 
 @pytest.mark.parametrize("recipe", ["opacus"], indirect=True)

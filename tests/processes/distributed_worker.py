@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import fork, forked
-from helpers import WITHOUT_BIAS, WithPipe, assert_equal, randomize
+from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, randomize
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
@@ -202,14 +202,8 @@ class Ignored(Residual):
         return self.shortcuts[0](input)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.reentrant = reentrant
-
-    def forward(self, input: Tensor) -> Tensor:
-        return checkpoint(self.module, input, use_reentrant=self.reentrant)
+def checkpointed(module: nn.Module, reentrant: bool) -> Net:
+    return Net(lambda net, input: checkpoint(net.module, input, use_reentrant=reentrant), module=module)
 
 
 # Statistics and gradients.
@@ -221,7 +215,7 @@ def steps_of_a_net_are_those_of_one_process() -> None:
         for reentrant in (None, False, True):
             plain, model = twins(net())
             for _ in range(2):
-                assert_same_step(plain, model if reentrant is None else Checkpointed(model, reentrant), images())
+                assert_same_step(plain, model if reentrant is None else checkpointed(model, reentrant), images())
 
 
 @check
@@ -401,7 +395,7 @@ def a_layer_makes_one_collective_in_each_direction() -> None:
 
 @check
 def recomputation_exchanges_again() -> None:
-    model = Checkpointed(nn.Sequential(SynchronizedBatchNorm2d(3), nn.Tanh()), False)
+    model = checkpointed(nn.Sequential(SynchronizedBatchNorm2d(3), nn.Tanh()), False)
     found, call = [], Peers.call
     with pytest.MonkeyPatch.context() as patch:  # as a mode does not see what a layer in a checkpoint does
         patch.setattr(Peers, "call", lambda *args: (found.append(args[1].__name__), call(*args))[1])
@@ -625,7 +619,7 @@ def ddp_training_equals_one_process() -> None:
 def ddp_around_checkpoints_equals_one_process() -> None:
     for reentrant in (False, True):
         plain, model = twins(nn.Sequential(Residual(), conv_net()))
-        parts = [Checkpointed(part, reentrant) for part in model]
+        parts = [checkpointed(part, reentrant) for part in model]
         assert_same_training(plain, DistributedDataParallel(nn.Sequential(*parts)))
 
 
@@ -643,16 +637,10 @@ class Gathered(torch.autograd.Function):
         return summed(grad).chunk(SIZE)[RANK]
 
 
-class Levels(nn.Module):
-    """Features of two depths, so that the collectives of a loss are between those of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.trunk, self.head = Residual(), Residual(), norm_conv()
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        stem = self.stem(input)
-        return self.head(stem).flatten(1), self.trunk(stem).flatten(1)
+def levels(net: Net, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features of two depths, so that the collectives of a loss are between those of layers."""
+    stem = net.stem(input)
+    return net.head(stem).flatten(1), net.trunk(stem).flatten(1)
 
 
 @check
@@ -661,7 +649,7 @@ def ddp_with_losses_over_gathered_features_equals_one_process() -> None:
         return sum((one @ one.T).log_softmax(1).diagonal().sum() for one in features)
 
     rows = [2] * SIZE
-    for plain, ddp in each_ddp(Levels):
+    for plain, ddp in each_ddp(lambda: Net(levels, stem=Residual(), trunk=Residual(), head=norm_conv())):
         for _ in range(2):
             batch = images(rows)
             expected = contrast(plain(batch))
@@ -724,22 +712,16 @@ def process_that_has_no_batches_left_ends_the_others_with_the_error_of_ddp() -> 
         train()
 
 
-class Branches(nn.Module):
-    """A trunk, and heads of which each sample uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = conv_net()
-        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
-
-    def forward(self, input: Tensor, chosen: Tensor) -> Tensor:
-        features = self.trunk(input).mean((2, 3))
-        return torch.stack([self.heads[i](one) for i, one in zip(chosen.tolist(), features, strict=True)])
+def branches(net: Net, input: Tensor, chosen: Tensor) -> Tensor:
+    """Use one of two heads for each sample."""
+    features = net.trunk(input).mean((2, 3))
+    return torch.stack([net.heads[i](one) for i, one in zip(chosen.tolist(), features, strict=True)])
 
 
 @check
 def parameters_that_some_processes_or_all_leave_out_have_the_gradient_of_one_process() -> None:
-    plain, model = twins(Branches(), process_group=dist.new_group())
+    heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+    plain, model = twins(Net(branches, trunk=conv_net(), heads=heads), process_group=dist.new_group())
     ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=1e-4)
     rows = [2] * SIZE
     for by_rank in ([0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 0]):
