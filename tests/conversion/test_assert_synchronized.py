@@ -188,11 +188,6 @@ def test_stock_wrapper_warns_with_the_fix_once():
     assert [set(vars(layer)) for layer in model] == before
 
 
-def test_warning_of_a_converted_model_has_the_number_of_its_layers_and_the_first():
-    (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
-    assert re.match(WARNING % "2, first: '1'", text)
-
-
 # Models that nobody has converted
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers import anatomy, assert_equal, assert_same_state, assert_same_step, classes, randomize
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
+from torch.nn.utils import fuse_conv_bn_eval, parametrize
 
 from sync_batchnorm import (
     DataParallelWithCallback,
@@ -231,16 +231,6 @@ def test_hooks_of_every_kind_are_kept_and_called():
         net.load_state_dict(net.state_dict())
         assert called == order
         net.zero_grad()
-
-
-def test_a_pruned_layer_trains_in_replicas_as_before():
-    plain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
-    net = copy.deepcopy(plain)
-    for model in (plain, net):
-        prune.custom_from_mask(model[1], "weight", torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    convert_model(net)
-    assert type(net[1]) is SynchronizedBatchNorm2d
-    synchronized_step(net, plain, 3, 4, 4)
 
 
 def test_a_model_and_its_optimizer_train_on_through_conversion_and_back():
@@ -676,35 +666,12 @@ class SynchronizedStandalone(Standalone, SynchronizedBatchNorm):
         return SynchronizedBatchNorm.forward(self, input).abs()
 
 
-class Sparse(nn.Module):
-    """Has what older code of a batch norm needs, which counts no batches."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.momentum = size, 1e-5, 0.1
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.register_buffer("running_mean", torch.zeros(size))
-        self.register_buffer("running_var", torch.ones(size))
-
-    def forward(self, input: Tensor) -> Tensor:
-        statistics = self.running_mean, self.running_var
-        return F.batch_norm(input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
-
-
-class SynchronizedSparse(Sparse, SynchronizedBatchNorm):
-    track_running_stats, num_batches_tracked = True, None
-
-    def forward(self, input: Tensor) -> Tensor:
-        return SynchronizedBatchNorm.forward(self, input)
-
-
 USERS_OWN = [
     (NormTanh, (3, 0.5), SynchronizedNormTanh),
     (NormAbs, (3,), SynchronizedNormAbs),
     (NormAbsTanh, (3,), SynchronizedNormAbsTanh),
     (NormOnValues, (3,), SynchronizedNormOnValues),
     (Standalone, (3,), SynchronizedStandalone),
-    (Sparse, (3,), SynchronizedSparse),
 ]
 
 

@@ -353,16 +353,6 @@ def test_layer_that_is_called_after_its_forward_is_refused():
     assert_next_forward_is_right(parallel, (1, 1))
 
 
-def test_error_of_the_users_own_parallel_apply_reaches_the_caller_after_all_replicas_have_ended():
-    class Fails(TorchStyle):
-        def parallel_apply(self, *args: Any) -> list[Any]:
-            super().parallel_apply(*args)
-            raise OSError("of the user")
-
-    with pytest.raises(OSError, match=r"^of the user$"):
-        patch_replication_callback(Fails(scripted(), R))(*batch())
-
-
 def test_thread_that_cannot_be_started_reaches_the_caller_and_releases_the_others(monkeypatch):
     parallel = WRAPPERS["wrapper"](scripted())
     start, abort, started = threading.Thread.start, Coordinator.abort, []

@@ -93,7 +93,7 @@ def input_gradients(outputs, inputs, grads, penalty):
     return torch.autograd.grad(first, inputs, [grad.detach() ** 2 for grad in first])
 
 
-def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=run_parts, sizes=(4, 3, 2)):
+def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
     """Compare a step of replicas, whose forward, backward or both run on the streams, with one of all parts on one GPU.
 
     Each replica has a part of its own, and only the gradients of these are computed: torch's backward of scatter and
@@ -101,11 +101,11 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False, run=r
     """
     devices = as_devices(parallel.device_ids)
     parts = [doubles(2 + i % 2, 3, 7, 6, devices=[device]).requires_grad_() for i, device in enumerate(devices)]
-    grads = [torch.randn(len(part), *sizes, dtype=part.dtype, device=part.device) for part in parts]
+    grads = [torch.randn(len(part), 4, 3, 2, dtype=part.dtype, device=part.device) for part in parts]
     with contextlib.ExitStack() as stack:
         if where != "backward":
             stack.enter_context(on_streams(streams))
-        outputs = run(parallel, parts)
+        outputs = run_parts(parallel, parts)
         if where == "forward":
             stack.close()
         if where == "backward":
@@ -141,36 +141,6 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
     streams = side_streams(devices, side)
     for _ in range(2):  # The second finds the memory that the first has freed.
         assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
-
-
-def run_on_streams_of_their_own(parallel, parts):
-    """Do what `run_parts` does, with a stream for each replica, also where several share a GPU."""
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    streams = [torch.cuda.Stream(part.device) for part in parts]
-    outputs = [None] * len(parts)
-
-    def work(i):
-        with torch.cuda.stream(streams[i]):
-            outputs[i] = replicas[i](parts[i])
-
-    follow(streams, defaults(streams))
-    in_threads(*[functools.partial(work, i) for i in range(len(parts))])
-    follow(defaults(streams), streams)
-    return used_here(outputs)
-
-
-# On distinct GPUs torch copies the parameters, on the default streams, and tells the allocator of no other.
-@pytest.mark.parametrize(
-    ("sizes", "penalty"),
-    [((4, 3, 2), False), ((4, 3, 2), True), ((3, 7, 6), False)],
-    ids=["net", "net-with-penalty", "layer"],
-)
-@pytest.mark.parametrize("devices", [devices for devices in gpu_lists(2, 4) if devices.id.startswith("cuda0")])
-def test_replicas_may_have_streams_of_their_own(devices, sizes, penalty):
-    net = TwoLayers() if sizes == (4, 3, 2) else nn.BatchNorm2d(3)
-    plain, parallel = twins(net.double(), devices)
-    for _ in range(3):
-        assert_same_on_streams(plain, parallel, [], "forward", penalty, run_on_streams_of_their_own, sizes)
 
 
 class OnStreamOfItsOwn(nn.Module):

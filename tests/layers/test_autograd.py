@@ -198,13 +198,6 @@ def test_saved_tensors_may_be_kept_elsewhere(devs, where):
         assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_mode_has_nothing_to_say(devs):
-    plain, parallel = twins(TwoLayers().double(), devs)
-    with torch.autograd.detect_anomaly():
-        assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
-
-
 def differentiating(net, input):
     """Takes a gradient through its layer in the forward of each replica, all of them at once."""
     input = input.detach().requires_grad_()
@@ -364,13 +357,3 @@ def test_changes_in_place_are_noticed_after_a_backward_of_one_output(devices):
         raw.inner[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         raw.grad(1)
-
-
-@pytest.mark.parametrize("retain", [False, True], ids=["freed", "retained"])
-def test_hooks_of_the_caller_see_nothing_of_a_backward_of_one_output(retain):
-    raw, seen = Outputs(), []
-    with torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append):
-        found = raw.grad(0, retain_graph=retain), raw.grad(1)
-    assert not seen
-    for i in range(2):
-        assert_equal(found[i], raw.expected(i))

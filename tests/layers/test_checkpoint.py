@@ -265,20 +265,6 @@ def test_graph_can_be_used_again(devices, path):
     assert_same_results(*checkpointed_twins(path, devices), step)
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_replica_outside_of_the_loss_needs_no_recomputation(devices, replica):
-    data, grad = doubles(4, 3, 4, 5, devices=devices), doubles(2, 3, 4, 5, devices=devices)
-    rows = slice(2 * replica, 2 * replica + 2)
-
-    def step(model):
-        input = data.clone().requires_grad_()
-        model(input)[rows].backward(grad)
-        return [input.grad]
-
-    assert_same_results(*checkpointed_twins(around_all, devices), step)
-
-
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):

@@ -30,41 +30,23 @@ UNUSUAL = {
 }
 
 
-class Run:
-    """A training on two CPU replicas: what it computes is kept, and its state may be saved and loaded."""
-
-    def __init__(self, model, momentum=0.1):
-        self.parallel = DataParallelWithCallback(convert_model(copy.deepcopy(model)), ["cpu"] * 2, timeout=5.0)
-        for layer in (child for child in self.parallel.modules() if isinstance(child, nn.BatchNorm2d)):
-            layer.momentum = momentum
-        self.optimizer = torch.optim.SGD(self.parallel.parameters(), 0.1, momentum=0.9)
-
-    def step(self, batch, grad):
-        """Train with `batch`, and return all that the step computes. As a gradient scaler does, skip what overflows."""
-        self.optimizer.zero_grad()
-        input = batch.clone(memory_format=torch.preserve_format).requires_grad_()
-        output = self.parallel(input)
-        output.backward(grad)
-        grads = [parameter.grad for parameter in self.parallel.parameters()]
-        if all(bool(found.isfinite().all()) for found in grads):
-            self.optimizer.step()
-        state = [tensor.clone() for tensor in self.parallel.state_dict().values()]
-        return [output.detach(), input.grad, *grads, *state]
-
-    def saved(self):
-        file = io.BytesIO()
-        torch.save([self.parallel.state_dict(), self.optimizer.state_dict()], file)
-        file.seek(0)
-        return file
-
-    def load(self, file):
-        for part, state in zip((self.parallel, self.optimizer), torch.load(file), strict=True):
-            part.load_state_dict(state)
+def run(model):
+    """Return a wrapper on two CPU replicas, and its optimizer."""
+    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(model)), ["cpu"] * 2, timeout=5.0)
+    return parallel, torch.optim.SGD(parallel.parameters(), 0.1, momentum=0.9)
 
 
-def assert_same_bits(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def step(parallel, optimizer, batch, grad):
+    """Train with `batch`, and return all that the step computes. As a gradient scaler does, skip what overflows."""
+    optimizer.zero_grad()
+    input = batch.clone(memory_format=torch.preserve_format).requires_grad_()
+    output = parallel(input)
+    output.backward(grad)
+    grads = [parameter.grad for parameter in parallel.parameters()]
+    if all(bool(found.isfinite().all()) for found in grads):
+        optimizer.step()
+    state = [tensor.clone() for tensor in parallel.state_dict().values()]
+    return [output.detach(), input.grad, *grads, *state]
 
 
 def net(kind):
@@ -83,10 +65,13 @@ def batches(kind):
 def test_run_that_is_resumed_after_an_unusual_batch_is_the_uninterrupted_one(unusual, kind):
     model, steps = net(kind), batches(kind)
     steps[1][0] = UNUSUAL[unusual](steps[1][0])
-    first = Run(model)
-    for step in steps[:2]:
-        first.step(*step)
-    second = Run(model)
-    second.load(first.saved())
-    for step in steps[2:]:
-        assert_same_bits(second.step(*step), first.step(*step))
+    first, second, file = run(model), run(model), io.BytesIO()
+    for pair in steps[:2]:
+        step(*first, *pair)
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    for part, state in zip(second, torch.load(file), strict=True):
+        part.load_state_dict(state)
+    for pair in steps[2:]:
+        for one, other in zip(step(*second, *pair), step(*first, *pair), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -511,17 +511,6 @@ def what_other_processes_cannot_take_is_refused() -> None:
 
 
 @check
-def replicas_that_do_not_know_each_other_never_communicate() -> None:
-    plain, model = twins(nn.BatchNorm2d(3))
-    replica = model._replicate_for_data_parallel()  # as a stock `nn.DataParallel` makes it, which refuses the CPU
-    replica.weight, replica.bias = plain.weight, plain.bias
-    batch = images()
-    with Collectives() as collectives, pytest.warns(UserWarning, match="in replicas that are not connected"):
-        assert torch.equal(replica(batch), plain(batch))
-    assert collectives.found == []
-
-
-@check
 def group_size_counts_replicas_of_one_process() -> None:
     layer = SynchronizedBatchNorm2d(3, group_size=2)
     batch = torch.randn(5, 3, 4, 4) + RANK

@@ -34,22 +34,6 @@ from sync_batchnorm import (
 )
 
 
-class Net(nn.Module):
-    """A net with a layer of torch, to convert, and one of the library."""
-
-    def __init__(self, num_classes: int = 4) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.bn1 = nn.BatchNorm2d(8)
-        self.bn2 = SynchronizedBatchNorm2d(8, momentum=None, eps_mode="clamp", group_size=2)
-        self.head = nn.Linear(8, num_classes)
-
-    def forward(self, input: Tensor) -> Tensor:
-        hidden: Tensor = self.bn2(torch.relu(self.bn1(self.conv(input))))
-        logits: Tensor = self.head(hidden.mean((2, 3)))
-        return logits
-
-
 def merge(messages: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
     """Tell every replica how many of them there are."""
     return [(identifier, len(messages)) for identifier, _ in messages]
@@ -81,8 +65,9 @@ class Centered(nn.Module):
 
 def train() -> None:
     """Train a converted net, and turn it back."""
-    net = convert_model(Net(), eps_mode="plus", group_size=None)
-    assert_type(net, Net)
+    own = SynchronizedBatchNorm2d(8, momentum=None, eps_mode="clamp", group_size=2)
+    net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), own), eps_mode="plus", group_size=None)
+    assert_type(net, nn.Sequential)
     parallel = DataParallelWithCallback(net, ["cpu"] * 2, output_device="cpu", dim=0, timeout=60.0)
     wrapped: nn.DataParallel[Any] = parallel
     assert_synchronized(parallel)
@@ -92,9 +77,9 @@ def train() -> None:
         output: Tensor = wrapped(torch.randn(4, 3, 8, 8))
     except ReplicaSyncError as error:
         raise RuntimeError(f"the replicas could not meet: {error}") from error
-    nn.functional.cross_entropy(output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+    output.square().mean().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    assert_type(revert_model(net), Net)
+    assert_type(revert_model(net), nn.Sequential)
 
 
 def build() -> list[nn.modules.batchnorm._BatchNorm]:
@@ -121,15 +106,16 @@ def wrap() -> None:
 
 def mistakes() -> None:
     """Pass what the library refuses; never called."""
-    convert_model(Net(), "clamp")  # type: ignore[call-arg, arg-type]
-    convert_model(Net(), group_size="2")  # type: ignore[arg-type]
-    assert_matches_one_device(Net(), torch.sum, loss=3.0)  # type: ignore[arg-type]
+    net = nn.Linear(2, 2)
+    convert_model(net, "clamp")  # type: ignore[call-arg, arg-type]
+    convert_model(net, group_size="2")  # type: ignore[arg-type]
+    assert_matches_one_device(net, torch.sum, loss=3.0)  # type: ignore[arg-type]
     set_sbn_eps_mode(None)  # type: ignore[arg-type]
-    patch_replication_callback(Net())  # type: ignore[type-var]
-    DataParallelWithCallback(Net(), [0], None, 0, 3.0)  # type: ignore[call-arg]
+    patch_replication_callback(net)  # type: ignore[type-var]
+    DataParallelWithCallback(net, [0], None, 0, 3.0)  # type: ignore[call-arg]
     SynchronizedBatchNorm2d(8, sync=True)  # type: ignore[call-arg]
     SyncMaster(len)  # type: ignore[arg-type]
-    message: str = convert_model(Net())  # type: ignore[assignment]
+    message: str = convert_model(net)  # type: ignore[assignment]
     print(message)
 
 

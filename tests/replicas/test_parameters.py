@@ -138,17 +138,6 @@ def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, fro
     assert_equal(getattr(case.layer, name).grad, case.parts[name][1])
 
 
-@several
-def test_part_of_a_replica_without_a_part_in_loss_and_penalty_is_zero(devices):
-    seen = {}
-    case = Case(devices, lambda bn, replica: bn.bias.register_hook(partial(seen.__setitem__, replica)))
-    output = case.raw_outputs()[1]
-    (grad,) = torch.autograd.grad(output, case.input, torch.randn_like(output), create_graph=True)
-    torch.autograd.backward([output, grad], [torch.ones_like(output), torch.randn_like(grad)])
-    assert_equal(seen.pop(1).to(case.input.device), torch.full_like(case.layer.bias, len(output)))
-    assert [int(grad.count_nonzero()) for grad in seen.values()] == [0] * (case.number - 1)
-
-
 def scaling(function: Any = lambda net, input: input * net.weight) -> Net:
     """Return a net that by default multiplies by its weight, which is all that its backward needs."""
     return Net(function, weight=nn.Parameter(torch.rand(4)))

@@ -40,14 +40,6 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize("rows", [4, 5, 6])
-def test_trees_are_cut_as_their_tensors_are(kind, rows):
-    x = torch.randn(rows, 2)
-    expected = [TREES[kind](chunk) for chunk in x.chunk(4)]
-    assert equal(scatter(TREES[kind](x), [CPU] * 4, 0), expected)
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_other_dimensions_can_be_cut(dim):
     x = torch.randn(4, 6, 5)

@@ -33,17 +33,6 @@ def test_module_that_calls_itself_has_left_only_at_the_end(wrap):
     assert_equal(wrap(module)(x), expected, "output")
 
 
-def test_batches_of_any_size_in_turn_meet_with_the_replicas_that_there_are(wrap):
-    parallel = wrap(scripted())
-    for step in range(20):
-        rows = [8, 3, 2, 6, 4][step % 5]
-        inputs = torch.randn(rows, 4, dtype=torch.float64), torch.arange(rows)
-        parallel.train(step % 3 < 2)  # evaluation, with more or with fewer replicas, leaves nothing behind
-        plain = copy.deepcopy(parallel.module)
-        assert_equal(parallel(*inputs), plain(*inputs), f"output of step {step}")
-        assert_equal(parallel.module.head.running_var, plain.head.running_var, f"running_var of step {step}")
-
-
 def test_one_wrapper_in_several_user_threads_is_right(wrap):
     model = scripted()
     model.stem[0].track_running_stats = model.head.track_running_stats = False  # who comes last is up to the threads
