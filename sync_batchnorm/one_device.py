@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .conversion import convert_model
 from .layers import _SynchronizedBatchNorm
@@ -149,6 +149,12 @@ class _Record(TorchFunctionMode):
         return _double(func(*args, **kwargs) if name.endswith("_") else func(*map(_double, args), **kwargs))
 
 
+def _tell(method: Any, name: str, *args: Any) -> None:
+    """Call a method of the record of this replica, the mode of its thread; threads of the user's have none."""
+    if has_torch_function((name,)):
+        handle_torch_function(method, (), name, *args)
+
+
 class _Copy(nn.Module):
     """A copy of the model, and what the caller sees of its training step; each replica has a record of its own."""
 
@@ -168,15 +174,14 @@ class _Copy(nn.Module):
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
-        tell: Any = handle_torch_function  # calls the mode of this thread, which is the record of this replica
         for name, module in self.module.named_modules():
             if isinstance(getattr(module, "dropout", None), float):  # as of `nn.LSTM` and `nn.MultiheadAttention`
                 module.dropout = 0.0
             if isinstance(module, nn.DataParallel):
                 module.device_ids = []  # It runs its module.
             if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
-                module.register_forward_pre_hook(partial(tell, _Record.begin, (), name), with_kwargs=True)
-                module.register_forward_hook(partial(tell, _Record.end, (), name), always_call=True)
+                module.register_forward_pre_hook(partial(_tell, _Record.begin, name), with_kwargs=True)
+                module.register_forward_hook(partial(_tell, _Record.end, name), always_call=True)
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         self.copy_id = copy_id

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy
@@ -217,6 +218,11 @@ def in_checkpoint(self, x):
     return checkpoint(lambda y: F.dropout(self.parts[1](self.parts[0](y))).exp(), x, use_reentrant=False)
 
 
+def in_thread(self, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(self.parts[0], x).result()
+
+
 def experts(self, x):
     """Route each row to one of two experts, which get other numbers of rows in replicas."""
     is_first = x[:, :1] > 0
@@ -274,6 +280,7 @@ RIGHT = {
     "float32 target": (lambda: nn.Linear(3, 3), VECTORS, {"loss": lambda output: F.mse_loss(output, VECTORS)}),
     "complex": (lambda: Apply(lambda self, x: torch.fft.rfft(x)), VECTORS),
     "siamese": (Siamese, VECTORS, {"kwargs": {"right": VECTORS.roll(1, 0)}}),
+    "thread": (lambda: Apply(in_thread, nn.Linear(3, 3)), VECTORS),
     "experts": (lambda: Apply(experts, nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(16, 3)),
     "script": (lambda: nn.Sequential(quietly(torch.jit.script, nn.Linear(3, 3)), nn.ReLU()), VECTORS),
     "weight norm": (lambda: quietly(nn.utils.weight_norm, nn.Linear(3, 3)), VECTORS),
