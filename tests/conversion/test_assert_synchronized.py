@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import Net
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
@@ -30,12 +31,9 @@ def _ours(net: nn.Module) -> DataParallelWithCallback:
     return DataParallelWithCallback(net, ["cpu"] * 2)
 
 
-class InAList(nn.Module):
-    """Has a layer where torch does not find it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)]
+def _in_a_list() -> Net:
+    """Return a model with a layer where torch does not find it."""
+    return Net(len, layers=[nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_synchronized_model_passes(model):
     assert_synchronized(model)
 
 
-@pytest.mark.parametrize("held", [nn.Linear(2, 2), InAList()], ids=["none", "in a list"])
+@pytest.mark.parametrize("held", [nn.Linear(2, 2), _in_a_list()], ids=["none", "in a list"])
 def test_model_without_batch_norms_that_torch_registers_fails(held):
     with pytest.raises(
         RuntimeError,
@@ -229,7 +227,7 @@ WARN_IN_THEIR_LINE: dict[str, Callable[[], object]] = {
     "replicas that are not connected": lambda: TorchStyle(Own(lambda own, x: own.layer(x), _net()[1]), 2)(X),
     "all input tensors were scalars": lambda: _ours(Own(lambda own, x: x.sum(), nn.ReLU()))(X),
     "modified parameters": lambda: _ours(Own(lambda own, x: nn.init.ones_(own.layer.weight), nn.Linear(4, 4)))(X),
-    "convert_model left BatchNorm": lambda: convert_model(InAList()),
+    "convert_model left BatchNorm": lambda: convert_model(_in_a_list()),
     "revert_model left modules": lambda: revert_model(type("Sub", (SynchronizedBatchNorm1d,), {})(4)),
 }
 

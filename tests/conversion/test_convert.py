@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.ao.nn.quantized as quantized
 import torch.nn.functional as F
-from helpers import anatomy, assert_equal, assert_same_state, assert_same_step, classes, randomize
+from helpers import Net, anatomy, assert_equal, assert_same_state, assert_same_step, classes, randomize
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import fuse_conv_bn_eval, parametrize
@@ -266,24 +266,6 @@ def test_a_graph_that_is_alive_outlives_conversion(convert):
     assert_same_state(net, plain)
 
 
-class Sealed(nn.Module):
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        raise RuntimeError("sealed")
-
-
-def test_a_cycle_of_modules_that_refuse_new_children_is_converted_deep_in_a_model():
-    net = Sealed()
-    net.layer, net.child = nn.BatchNorm2d(2), nn.Module()
-    net.child.parent, net.child.layer = net, nn.BatchNorm2d(2)
-    deep: nn.Module = net
-    for _ in range(200):
-        deep = nn.Sequential(deep)
-    convert_model(deep)
-    assert type(net.layer) is type(net.child.layer) is SynchronizedBatchNorm2d
-    revert_model(deep)
-    assert type(net.layer) is type(net.child.layer) is nn.BatchNorm2d
-
-
 def test_a_sync_batch_norm_keeps_its_group_unless_one_is_given():
     layer = nn.SyncBatchNorm(3, process_group="its own")
     assert convert_model(layer).process_group == "its own"
@@ -343,14 +325,10 @@ def left(net: nn.Module, convert: Callable[[nn.Module], nn.Module] = convert_mod
     return str(caught[0].message)
 
 
-class Holds(nn.Module):
-    """Has layers in attributes in which torch does not find them, and others that it finds."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__()
-        self.found = nn.Sequential(nn.BatchNorm2d(4))
-        self.known = [self.found[0]]
-        self.held = held
+def holding(held: Any) -> Net:
+    """Return a module with layers in attributes in which torch does not find them, and others that it finds."""
+    found = nn.Sequential(nn.BatchNorm2d(4))
+    return Net(len, found=found, known=[found[0]], held=held)
 
 
 RING: list[Any] = [nn.BatchNorm2d(4)]
@@ -364,12 +342,12 @@ RING.append(RING)
 def test_layers_in_a_plain_container_are_named(held):
     why = r"- 1\.held: in a plain list or dict, which torch does not register; use nn\.ModuleList or nn\.ModuleDict"
     with pytest.warns(UserWarning, match=f"left BatchNorm layers as they are, .*, 1 in all:\n{why}$"):
-        convert_model(nn.Sequential(nn.ReLU(), Holds(held)))
+        convert_model(nn.Sequential(nn.ReLU(), holding(held)))
 
 
 @pytest.mark.parametrize("held", [[nn.ReLU()], [[nn.ReLU(), 3]], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])
 def test_other_plain_containers_are_not_named(held):
-    assert isinstance(convert_model(Holds(held)).known[0], SynchronizedBatchNorm2d)
+    assert isinstance(convert_model(holding(held)).known[0], SynchronizedBatchNorm2d)
 
 
 Called = type("Called", (nn.BatchNorm2d,), {"__call__": lambda self, input: input})
@@ -379,9 +357,8 @@ Grouped = type("Grouped", (nn.BatchNorm2d,), {"group_size": property(lambda self
 Sync = type("Sync", (nn.SyncBatchNorm,), {})
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
+def doubled() -> Net:
+    return Net(lambda net, weight: 2 * weight)
 
 
 def layer_with(**attributes: Any) -> nn.Module:
@@ -392,7 +369,7 @@ def layer_with(**attributes: Any) -> nn.Module:
 
 def parametrized() -> nn.Module:
     layer = nn.BatchNorm2d(2)
-    parametrize.register_parametrization(layer, "weight", Doubled())
+    parametrize.register_parametrization(layer, "weight", doubled())
     return layer
 
 
@@ -479,7 +456,7 @@ def test_a_converted_layer_can_be_parametrized_and_is_then_left_by_revert_model(
     kind = type(plain[0])
     net = convert_model(copy.deepcopy(plain), classes={NormTanh: SynchronizedNormTanh})
     for model in (plain, net):
-        parametrize.register_parametrization(model[0], "weight", Doubled())
+        parametrize.register_parametrization(model[0], "weight", doubled())
     synchronized_step(net, plain, 3, 4, 4)
     assert "is parametrized; remove its parametrizations first" in left(net, revert_model)
     parametrize.remove_parametrizations(net[0], "weight")
@@ -833,17 +810,6 @@ def test_subclass_that_computes_something_else_is_named_where_it_is_built():
     (warning,) = caught
     assert warning.filename == __file__
     assert type(layer) is BatchNormReLU
-
-
-@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])
-def test_lazy_layer_is_named_where_it_is_built_and_converts_once_it_has_seen_an_input(lazy):
-    with patch_sync_batchnorm():
-        with pytest.warns(UserWarning, match=f"{PATCH_LEFT}{lazy.__name__} is lazy and has seen no input; run one"):
-            net = nn.Sequential(lazy())
-        net(torch.randn(2, 3, *[4] * int(lazy.__name__[-2])))
-    assert type(net[0]) is lazy.cls_to_become
-    assert type(convert_model(net)[0]) is dict(KINDS)[lazy.cls_to_become]
-    assert_not_patched()
 
 
 def test_building_converting_and_reverting_synchronized_layers_work_inside_of_the_context():

@@ -16,8 +16,6 @@ from sync_batchnorm import (
     SyncMaster,
     execute_replication_callbacks,
 )
-from sync_batchnorm.comm import joining
-from sync_batchnorm.coordinator import Coordinator
 
 
 def everything(messages):
@@ -117,20 +115,6 @@ def test_merge_that_does_not_answer_everybody_is_refused(results):
     assert type(raised) is RuntimeError
     assert text in str(raised)
     assert isinstance(released, ReplicaSyncError)
-
-
-def test_error_that_crosses_two_exchanges_has_the_note_of_each_once():
-    def fails(messages):
-        raise ArithmeticError("the merge")
-
-    with joining(Coordinator()) as here:
-        here.name = "inner"
-        inner = SyncMaster(fails)
-        here.name = "outer"
-        outer = SyncMaster(inner.run_master)
-    with pytest.raises(ArithmeticError, match="the merge") as caught:
-        outer.run_master("own")
-    assert caught.value.__notes__ == [f"Raised in the exchange of {name}, call 1." for name in ("inner", "outer")]
 
 
 def test_pickled_master_keeps_its_callback_only():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import FORMATS, Net, as_devices, assert_equal, assert_same_step, doubles, randomize, twins
+from helpers import FORMATS, Net, assert_equal, assert_same_step, doubles, randomize, twins
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -38,25 +38,6 @@ def test_copies_of_ones_own_may_share_some_parameters(own):
     assert len(found) == (3 if own is None else 4)
     for one, other in zip(found, wanted, strict=True):
         assert_equal(one, other)
-
-
-def fast_weight(net, input):
-    """Trains a weight of each replica, which begins as that of the layer, in its memory."""
-    net.bn.weight = net.bn.weight.detach().requires_grad_()
-    return net.bn(input)
-
-
-@pytest.mark.parametrize("devices", device_lists(3))
-def test_leaves_of_replicas_over_one_memory_get_gradients_of_their_own(devices):
-    _, parallel = twins(Net(fast_weight, bn=nn.BatchNorm1d(3)).double(), devices)
-    data, grad = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    parts = [(part.to(device),) for part, device in zip(data.chunk(3), as_devices(devices), strict=True)]
-    outputs = parallel.parallel_apply(replicas, parts, [{}] * 3)
-    torch.cat([output.to(data) for output in outputs]).backward(grad)
-    products = F.batch_norm(data, None, None, training=True) * grad
-    for replica, part in zip(replicas, products.chunk(3), strict=True):
-        assert_equal(replica.bn.weight.grad.to(data), part.sum(0))
 
 
 @pytest.mark.usefixtures("kernel")
@@ -125,15 +106,9 @@ def test_changes_in_place_of_a_saved_input_are_noticed(devices):
         output.backward(torch.randn_like(output))
 
 
-class Calling(nn.Module):
-    """Calls a layer as a function `body` does."""
-
-    def __init__(self, bn, body):
-        super().__init__()
-        self.bn, self.body = bn, body
-
-    def forward(self, input):
-        return self.body(self.bn, input)
+def calling(bn, body):
+    """Return a net that calls a layer as a function `body` does."""
+    return Net(lambda net, input: body(net.bn, input), bn=bn)
 
 
 VIEWS = {
@@ -149,7 +124,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_inputs_and_upstream_gradients_need_not_be_contiguous(devices, view, kind):
-    plain, parallel = twins(Calling(nn.BatchNorm2d(3), lambda bn, x: bn(VIEWS[view](x))).double(), devices)
+    plain, parallel = twins(calling(nn.BatchNorm2d(3), lambda bn, x: bn(VIEWS[view](x))).double(), devices)
     data = doubles(6, 3, 4, 4, devices=devices).contiguous(memory_format=FORMATS[kind])
     sizes = VIEWS[view](data).shape
     expanded = doubles(1, 3, 1, 1, devices=devices).expand(sizes)
@@ -175,7 +150,7 @@ _old_compiler = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name):
     layer = nn.BatchNorm1d(3, track_running_stats=False)
-    plain, parallel = twins(Calling(layer, TRANSFORMS[name]).double(), devices)
+    plain, parallel = twins(calling(layer, TRANSFORMS[name]).double(), devices)
     data = doubles(6, 3, devices=devices)
     plain(data)
     with pytest.raises(
@@ -192,7 +167,7 @@ def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name
 @pytest.mark.parametrize("name", ["input", "weight"])
 def test_tangents_are_refused_and_not_lost(name, grad_mode):
     layer = nn.BatchNorm1d(3, track_running_stats=False)
-    plain, parallel = twins(Calling(layer, lambda bn, x: bn(x)).double(), ["cpu"] * 2)
+    plain, parallel = twins(calling(layer, lambda bn, x: bn(x)).double(), ["cpu"] * 2)
     data, tangent = doubles(6, 3), doubles(6, 3)
     with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
         assert_equal(parallel(data), plain(data))  # a level alone is no reason to refuse

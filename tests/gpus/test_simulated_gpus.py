@@ -204,14 +204,3 @@ def test_batch_norm_elemt_refuses_the_dtypes_that_cuda_refuses(input, weight, bi
     x = torch.randn(2, 3, 4, 4, device="cuda").to(input, memory_format=memory_format)
     with pytest.raises(RuntimeError, match=f"Expected {wrong} to have type"):
         torch.batch_norm_elemt(x, *vectors(weight, bias, mean, mean), 0.0)
-
-
-def test_backward_takes_a_float16_weight_in_channels_last_only():
-    x, dy = (torch.randn(2, 3, 4, 4, device="cuda", dtype=F16) for _ in range(2))
-    weight, mean, invstd, a, b = vectors(F16, F32, F32, F32, F32)
-    count = torch.tensor([32], device="cuda", dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="Expected weight to have type Float but got Half"):
-        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
-    x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
-    dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
-    assert dx.stride() == x.stride()

@@ -198,29 +198,6 @@ def test_saved_tensors_may_be_kept_elsewhere(devs, where):
         assert_same_step(plain, parallel, doubles(8, 3, 6, 6, devices=devs))
 
 
-def differentiating(net, input):
-    """Takes a gradient through its layer in the forward of each replica, all of them at once."""
-    input = input.detach().requires_grad_()
-    output = net.bn(input)
-    (grad,) = torch.autograd.grad(output, input, torch.cos(input.detach()), create_graph=net.create_graph)
-    return output + grad
-
-
-@pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_replicas_may_take_gradients_in_their_forward(devices, create_graph):
-    plain, parallel = twins(Net(differentiating, bn=nn.BatchNorm2d(3), create_graph=create_graph).double(), devices)
-    data = doubles(6, 3, 4, 5, devices=devices)
-    size, grads = 6 // len(devices), []
-    input = data.clone().requires_grad_()
-    output = plain.bn(input)
-    for rows in (slice(i, i + size) for i in range(0, 6, size)):  # each by its own rows, of the loss of its own rows
-        (grad,) = torch.autograd.grad(output[rows], input, torch.cos(data[rows]), retain_graph=True)
-        grads.append(grad[rows])
-    for _ in range(100):  # Torch frees what a node has saved in all threads at once.
-        assert_equal(parallel(data).detach(), (output + torch.cat(grads)).detach())
-
-
 def differentiating_twice(net, input):
     """Takes the gradient of a gradient through its layer in the forward of each replica, all of them at once."""
     input = input.detach().requires_grad_()
@@ -249,22 +226,16 @@ def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, time
         sys.setswitchinterval(interval)
 
 
-class TrainingInside(nn.Module):
-    """Goes backward from its own part of the loss in the forward of each replica, all of them at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = TwoLayers()
-
-    def forward(self, input, weights):
-        output = self.net(input)
-        (output * weights).sum().backward(retain_graph=True)
-        return output.detach()
+def training_inside(net, input, weights):
+    """Go backward from its own part of the loss in the forward of each replica, all of them at once."""
+    output = net.net(input)
+    (output * weights).sum().backward(retain_graph=True)
+    return output.detach()
 
 
 @pytest.mark.parametrize("devices", device_lists(1, 2, 3))
 def test_backward_in_the_forward_of_each_replica_is_that_of_the_sum_of_their_losses(devices):
-    plain, parallel = twins(TrainingInside().double(), devices)
+    plain, parallel = twins(Net(training_inside, net=TwoLayers()).double(), devices)
     for _ in range(5):
         data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
         expected = plain.net(data)
@@ -273,18 +244,16 @@ def test_backward_in_the_forward_of_each_replica_is_that_of_the_sum_of_their_los
         assert_same_state(parallel, plain)
 
 
-class FreeingInside(TrainingInside):
-    """Frees the graph of all replicas by the backward pass in its forward."""
-
-    def forward(self, input, weights):
-        (self.net(input) * weights).sum().backward()
+def freeing_inside(net, input, weights):
+    """Free the graph of all replicas by the backward pass in its forward."""
+    (net.net(input) * weights).sum().backward()
 
 
 @pytest.mark.watchdog(60)
 @pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices, times):
-    _, parallel = twins(FreeingInside().double(), devices)
+    _, parallel = twins(Net(freeing_inside, net=TwoLayers()).double(), devices)
     data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

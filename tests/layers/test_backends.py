@@ -10,7 +10,7 @@ from helpers import as_devices, assert_equal, assert_same_parts, assert_same_ste
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sync_batchnorm.backends import base, cuda
+from sync_batchnorm.backends import base
 from sync_batchnorm.backends.base import GENERAL, Backend
 
 
@@ -60,28 +60,6 @@ def test_operators_of_the_cpu_need_float64():
     _, parallel = twins(WithoutFloat64(), ["cpu"] * 3)
     with pytest.raises(AssertionError):
         parallel(torch.randn(7, 3, 4))
-
-
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch):
-    """Vectors of counts, here on the CPU, in place of a GPU that captures no graph."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "_made", {})
-    return lambda *numbers: cuda._counts(torch.device("cpu"), numbers, torch.float32)
-
-
-def test_counts_that_a_graph_captures_are_not_kept(counts, monkeypatch):
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        captured = counts(3, 4)
-    assert counts(3, 4) is not captured
-    assert counts(3, 4) is counts(3, 4)
-
-
-def test_counts_are_forgotten_when_they_are_many(counts):
-    for number in range(3000):
-        assert counts(number).tolist() == [number]
-    assert len(cuda._made) < 1025
 
 
 def test_output_of_a_contiguous_or_channels_last_input_has_the_strides_of_torch():

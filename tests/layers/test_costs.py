@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import KERNELS, device_lists
-from helpers import FORMATS, as_devices, run_parts, saved_bytes, twins
+from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,23 +60,17 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-class Allocating(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(8)
-        self.counts = []
-
-    def forward(self, input):
-        with Allocations(input) as allocations:
-            output = self.bn(input)
-        self.counts.append(len(allocations.taken))
-        return output
+def allocating(net, input):
+    with Allocations(input) as allocations:
+        output = net.bn(input)
+    net.counts.append(len(allocations.taken))
+    return output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kind, dtype):
-    _, parallel = twins(Allocating(), ["cpu"] * 2)
+    _, parallel = twins(Net(allocating, bn=nn.BatchNorm2d(8), counts=[]), ["cpu"] * 2)
     data = torch.randn(4, 8, 150, 150, dtype=dtype).contiguous(memory_format=FORMATS[kind])
     parts = [part.requires_grad_() for part in data.chunk(2)]
     outputs = run_parts(parallel, parts)

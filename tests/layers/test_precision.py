@@ -162,38 +162,6 @@ def test_data_that_mislead_leave_the_step_as_exact(make, memory_format):
     Errors(make(), [4, 4], FORMATS[memory_format]).check()
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio:g}")
-def test_one_value_a_channel_in_each_replica_loses_what_rounding_takes_of_its_terms(ratio, replicas):
-    # The gradient may be a difference of equal terms, so errors are relative to these. Torch has up to 2.8e-7 of them.
-    data = (noise(replicas, 16, 1, 1) + ratio * channels(16)).float()
-    var, mean = torch.var_mean(data.double(), 0, correction=0, keepdim=True)
-    errors = Errors(data, [1] * replicas, torch.contiguous_format)
-    weight, invstd = errors.layer.weight.detach().abs().view(1, -1, 1, 1), (var + errors.layer.eps).rsqrt()
-    terms = weight * (1 + mean.abs() * invstd)
-    offset = errors.layer.bias.detach().abs().view(1, -1, 1, 1)
-    largest_upstream = errors.upstream.double().abs().amax(0, keepdim=True)
-    for (found, expected), scale in zip(
-        errors.tensors, (terms + offset, terms * invstd * largest_upstream), strict=True
-    ):
-        assert worst(found, expected, scale) <= ROUNDING
-    assert errors.ours_variance <= VARIANCE
-
-
-@pytest.mark.parametrize("replica", [0, 1])
-def test_gradient_of_the_weight_of_one_replica_keeps_the_digits_of_a_large_mean(replica):
-    data = (noise(*SIZES["large"]) + 1e6 * channels(8)).float()
-    _, parallel = twins(nn.BatchNorm2d(8), ["cpu"] * 2)
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    outputs = parallel.parallel_apply(replicas, [(part,) for part in data.chunk(2)], [{}, {}])
-    upstream = [1 + torch.randn_like(output) for output in outputs]
-    (found,) = torch.autograd.grad(outputs, replicas[replica].weight, upstream)
-    var, mean = torch.var_mean(data.double(), (0, 2, 3), correction=0, keepdim=True)
-    normalized = (data.double() - mean) * (var + 1e-5).rsqrt()
-    expected = (normalized.chunk(2)[replica] * upstream[replica]).sum((0, 2, 3))
-    assert worst(found, expected) <= 2 * ROUNDING * upstream[replica][:, 0].numel()
-
-
 @on_every_kernel
 @pytest.mark.parametrize("value", [0.0, 1e6, -1e-6], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS)

@@ -92,22 +92,6 @@ def test_a_net_is_copied_pickled_and_loaded_as_before(net):
         assert classes(revert_model(copied)) == classes(plain)
 
 
-def test_frozen_layers_stay_as_they_are(net):
-    from timm.layers import FrozenBatchNormAct2d
-    from timm.utils import freeze
-
-    freeze(net, ["blocks.0"])
-    kinds = classes(net)
-    frozen = {name for name, cls in kinds.items() if issubclass(cls, FrozenBatchNormAct2d)}
-    assert frozen
-    convert_model(net)
-    assert {name for name, cls in classes(net).items() if issubclass(cls, FrozenBatchNormAct2d)} == frozen
-    freeze(net, ["blocks.1"])  # also freezes a net that is converted
-    assert len([module for module in net.modules() if isinstance(module, FrozenBatchNormAct2d)]) > len(frozen)
-    unfrozen = [layer for layer in zoo.batch_norms(net) if not layer.training]
-    assert not unfrozen
-
-
 @pytest.mark.parametrize("module", ["timmy.layers.norm_act", "timm.models.layers.norm_act"], ids=["other", "timm 0.6"])
 def test_a_class_of_that_name_from_elsewhere_is_left(module):
     namespace = {"__module__": module, "forward": lambda self, input: input}

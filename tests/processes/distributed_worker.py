@@ -406,20 +406,6 @@ def recomputation_exchanges_again() -> None:
 
 
 @check
-def gradients_that_are_not_needed_take_no_collective() -> None:
-    plain, model = twins(nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm2d(3)]))
-    batch, grad = images(), images()
-    with Collectives() as collectives:
-        outputs = [layer(cut(batch)) for layer in model]
-        outputs[0].backward(cut(grad))  # not that of its input, nor any of the other layer
-        with torch.no_grad():
-            model[1](cut(batch))
-    assert collectives.found == [GATHER] * 3
-    plain[0](batch).backward(grad)
-    assert_same_gradients(model, plain)
-
-
-@check
 def eval_never_communicates() -> None:
     plain, model = twins(conv_net())
     batch = images()

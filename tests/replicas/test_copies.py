@@ -27,22 +27,20 @@ def test_replicas_share_parameters_and_only_the_first_has_the_buffers(devices):
         assert replica.weight.grad_fn is not None
 
 
-class WithBuffers(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.register_buffer("factor", factor)
-        self.register_buffer("offset", torch.ones(3, dtype=factor.dtype, device=factor.device))
-        self.seen = []
+def with_buffers(factor):
+    def forward(net, input):
+        net.seen.append((net.factor.requires_grad, net.offset.requires_grad))
+        return input * net.factor.sin() + net.offset
 
-    def forward(self, input):
-        self.seen.append((self.factor.requires_grad, self.offset.requires_grad))
-        return input * self.factor.sin() + self.offset
+    net = Net(forward, offset=nn.Buffer(torch.ones_like(factor.detach())), seen=[])
+    net.register_buffer("factor", factor)
+    return net
 
 
 @pytest.mark.parametrize("devices", device_lists(1, 3))
 def test_buffers_that_require_grad_get_it(devices):
     def run(factor, input):
-        return DataParallelWithCallback(WithBuffers(factor), devices)(input)
+        return DataParallelWithCallback(with_buffers(factor), devices)(input)
 
     inputs = [doubles(*shape, devices=devices).requires_grad_() for shape in ((3,), (4, 3))]
     assert torch.autograd.gradcheck(run, inputs)
@@ -50,7 +48,7 @@ def test_buffers_that_require_grad_get_it(devices):
 
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_nothing_in_replicas_requires_grad_under_no_grad(devices):
-    parallel = DataParallelWithCallback(WithBuffers(doubles(3, devices=devices).requires_grad_()), devices)
+    parallel = DataParallelWithCallback(with_buffers(doubles(3, devices=devices).requires_grad_()), devices)
     output = parallel(doubles(4, 3, devices=devices))
     with torch.no_grad():
         parallel(doubles(4, 3, devices=devices))

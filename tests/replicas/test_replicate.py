@@ -9,7 +9,7 @@ from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
+from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
 
 
 class Registering(nn.Module):
@@ -36,14 +36,6 @@ def test_callbacks_run_on_every_copy_and_share_a_context_with_their_copies(devs)
         by_context = {ctx: [c for c, _, _ in calls].count(ctx) for ctx, _, _ in calls}
         assert list(by_context.values()) == ([copies, copies] if copies else [])
         assert len({module for _, _, module in calls}) == 2 * copies
-
-
-def test_callbacks_can_be_executed_by_hand():
-    calls = []
-    copies = [nn.Sequential(Registering(calls), nn.ReLU()) for _ in range(3)]
-    execute_replication_callbacks(copies)
-    assert [(copy_id, module) for _, copy_id, module in calls] == [(i, copies[i][0]) for i in range(3)]
-    assert len({ctx for ctx, _, _ in calls}) == 1
 
 
 def test_module_under_two_names_is_called_back_once_a_copy():

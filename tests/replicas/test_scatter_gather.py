@@ -89,18 +89,6 @@ def test_scalars_become_a_vector_with_a_warning():
     assert [scalar.grad.item() for scalar in scalars] == [3.0, 4.0, 5.0]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_torch_itself_cuts_for_distinct_gpus_and_gathers_from_them(monkeypatch):
-    called = []
-    for name in ("scatter", "gather"):
-        step = getattr(nn.DataParallel, name)
-        monkeypatch.setattr(nn.DataParallel, name, lambda *args, s=step, n=name: called.append(n) or s(*args))
-    rows = torch.arange(4.0).cuda()
-    assert equal(DataParallelWithCallback(nn.Identity(), [0, 1])(rows), rows)
-    assert called == ["scatter", "gather"]
-
-
 def test_outputs_of_another_dtype_are_gathered_under_autocast():
     rows = torch.arange(4, dtype=torch.float16)  # which autocast on the CPU does not concatenate
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -47,26 +47,6 @@ def test_one_wrapper_in_several_user_threads_is_right(wrap):
     in_threads(*[functools.partial(train, i) for i in range(4)])
 
 
-def test_failure_in_one_user_thread_leaves_another_alone(wrap):
-    good, bad = wrap(scripted()), wrap(scripted((2, "between", raising(LookupError("the cause")))))
-    plain = copy.deepcopy(good.module)
-    inputs = [batch() for _ in range(10)]
-    failures = []
-
-    def train() -> None:
-        for pair in inputs:
-            assert_equal(good(*pair), plain(*pair), "output")
-
-    def fail() -> None:
-        for _ in range(10):
-            with pytest.raises((LookupError, ReplicaSyncError), match="LookupError in replica 2") as caught:
-                bad(*batch())
-            failures.append(caught.type)
-
-    in_threads(train, fail)
-    assert len(failures) == 10
-
-
 def outer(net, x: Tensor, replica: Tensor) -> Tensor:
     return net.inner(net.bn(x), replica)
 

@@ -14,7 +14,7 @@ from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster, convert_model
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster
 from sync_batchnorm.parallel.random_states import RandomStates
 
 SHARED = [pytest.param(["cpu"] * 4, id="cpu-4")]
@@ -197,29 +197,6 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
         parallel(*inputs)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
     release.set()
-
-
-def inside(net, x: Tensor) -> Tensor:
-    """Runs a wrapper in each replica."""
-    return F.dropout(net.bn(F.dropout(net.inner[0](net.bn(x)))))
-
-
-def test_wrapper_inside_of_a_replica_takes_turns_of_its_own():
-    inner = DataParallelWithCallback(
-        convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Tanh())), ["cpu"] * 2
-    )
-    inner.module[0].eval()
-    _, parallel = twins(Net(inside, bn=nn.BatchNorm1d(3), inner=[inner]), ["cpu"] * 2)
-    input = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
-    results = []
-    for _ in range(5):
-        torch.manual_seed(0)
-        output = parallel(input)
-        results.append((output, *torch.autograd.grad(output, input, torch.cos(output.detach()))))
-    for output, gradient in results:
-        assert torch.equal(output, results[0][0])
-        assert_equal(gradient, results[0][1], "input gradient")
-        assert gradient.abs().max() > 1e-3
 
 
 def test_pipes_of_no_forward_pass_let_others_have_their_turns():
