@@ -207,19 +207,15 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_th
         output.backward(torch.randn_like(output))
 
 
-class Siamese(nn.Module):
+class Siamese(Net):
     """Runs one backbone on two views of a batch, each in a checkpoint of its own."""
 
     def __init__(self):
-        super().__init__()
-        self.backbone, self.checkpoints = TwoLayers(), True
+        super().__init__(None)
+        self.backbone = TwoLayers()
 
     def forward(self, one, other):
-        views = [
-            checkpoint(self.backbone, x, use_reentrant=False) if self.checkpoints else self.backbone(x)
-            for x in (one, other)
-        ]
-        return views[0] * views[1]
+        return self.run(self.backbone, one) * self.run(self.backbone, other)
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import TwoLayers, as_devices, doubles, twins
+from helpers import Net, TwoLayers, as_devices, doubles, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
 from sync_batchnorm.replicate import spans_of_forward
 
 
@@ -45,20 +45,14 @@ def names_of(prof: profile) -> Counter[str]:
     return Counter(span.name for span in spans_of(prof))
 
 
-class Nested(nn.Module):
-    """A layer whose name has several parts, called twice in a forward, and another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
-        self.head = nn.BatchNorm2d(3)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(self.features(input)))
+def nested() -> Net:
+    """Return a net that calls a layer twice, whose name has several parts, and another one."""
+    features = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    return Net(lambda net, x: net.head(net.features(net.features(x))), features=features, head=nn.BatchNorm2d(3))
 
 
 def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
-    _, parallel = twins(Nested().double(), devs)
+    _, parallel = twins(nested().double(), devs)
     with recording() as prof:
         parallel(doubles(12, 3, 5, 5, devices=devs))
     names = names_of(prof)
@@ -76,7 +70,7 @@ def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
 
 
 def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
-    _, parallel = twins(Nested().double(), ["cpu"] * 3)
+    _, parallel = twins(nested().double(), ["cpu"] * 3)
     with recording() as prof:
         parallel(doubles(6, 3, 5, 5))
         with torch.profiler.record_function("sync_batchnorm: the caller"):
@@ -95,38 +89,20 @@ def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
     assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
-class Exchanging(nn.Module):
-    """A module of the user's own that exchanges something."""
-
-    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        if copy_id == 0:
-            ctx.master = SyncMaster(self.merge)
-        self.pipe = ctx.master.register_slave(copy_id) if copy_id else ctx.master
-
-    def merge(self, messages: list[Any]) -> list[Any]:
-        return messages
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input if self.pipe.run("hello") == "hello" else -input
-
-
-class FailingToMerge(Exchanging):
-    def merge(self, messages: list[Any]) -> list[Any]:
-        raise OSError("the master")
-
-
 def test_failure_leaves_no_span_open():
-    parallel = DataParallelWithCallback(nn.Sequential(FailingToMerge()), ["cpu"] * 3, timeout=5.0)
+    layer = SynchronizedBatchNorm1d(4, affine=False, track_running_stats=False)
+    net = Net(lambda net, input: net.bn(input[:, : int(input[0, 0])]), bn=layer)  # other channels in the last replica
+    parallel = DataParallelWithCallback(net, ["cpu"] * 3, timeout=5.0)
     with recording() as prof:
-        with pytest.raises(OSError, match="the master"):
-            parallel(torch.ones(3))
+        with pytest.raises(ValueError, match="inputs with the same dtype"):
+            parallel(torch.tensor([[4.0], [4.0], [3.0]]).expand(3, 4))
         with torch.profiler.record_function("sync_batchnorm: after it"):
             pass
     spans = spans_of(prof)
     after = next(span for span in spans if span.name == "after it")
     names = Counter(span.name for span in spans)
     assert [names[f"replica {i} on device cpu"] for i in range(3)] == [1] * 3
-    assert names["0, merging"] == 1
+    assert names["bn, merging"] == 1
     assert all(span.end <= after.start for span in spans if span is not after)
 
 
