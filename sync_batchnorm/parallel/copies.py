@@ -20,7 +20,11 @@ Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the orig
 
 def _alias(tensor: Tensor) -> Tensor:
     """Return a function of `tensor` over the same memory, which shares its version counter; a copy if it is sparse."""
-    return tensor[...] if tensor.layout == torch.strided else tensor.clone()
+    alias = tensor[...] if tensor.layout == torch.strided else tensor.clone()
+    if alias.grad_fn is not None:  # Autograd numbers nodes anew in each thread, and orders backward passes by that.
+        # Those of replicas come later, in the first step of the caller's thread too.
+        alias.grad_fn._set_sequence_nr(2**62)  # type: ignore[attr-defined]
+    return alias
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
