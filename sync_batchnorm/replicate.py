@@ -100,8 +100,10 @@ def _is_called_back(module: nn.Module) -> bool:
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
     """Raise an error for replicas inside of a replica that would synchronize only with each other."""
-    if is_in_replica() and any(child.training and _is_called_back(child) for child in module.modules()):
-        raise_foreign_layer(wrapper)
+    if is_in_replica():
+        for child in module.modules():  # Layers without running statistics use the batch in eval mode too.
+            if _is_called_back(child) and (child.training or getattr(child, "running_mean", 0) is None):
+                raise_foreign_layer(wrapper)
 
 
 class _ReplicationMixin(DataParallel[Any]):

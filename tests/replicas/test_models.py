@@ -107,10 +107,13 @@ INNER = {
 
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_wrapper_that_trains_and_is_no_part_of_the_model_is_refused(wrap, inner, mode):
-    net = inner_net().append(nn.BatchNorm1d(4)).double()
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_wrapper_whose_layers_use_the_batch_and_that_is_no_part_of_the_model_is_refused(
+    wrap, inner, mode, has_statistics
+):
+    net = inner_net().append(nn.BatchNorm1d(4, track_running_stats=has_statistics)).double()
     inner = inner(net)
-    net[1].eval()
+    net.eval()[-1].train(has_statistics)
     message = r"replica [0-9] .* called \w+, which belongs to no replica: every replica would"
     with mode(), pytest.raises(RuntimeError, match=message):
         wrap(convert_model(calling(inner).double()))(doubles(12, 4))
