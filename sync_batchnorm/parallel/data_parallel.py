@@ -14,7 +14,7 @@ from ..refusals import check_module, warn_once
 from ..torch_private import plain_tensors
 from .copies import replicate
 from .random_states import RandomStates
-from .scatter_gather import check_sizes, check_structures, gather, scatter, tensors_in
+from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
 
 __all__: list[str] = []
 
@@ -117,11 +117,13 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         devices = list(map(as_device, device_ids))
         tensors = tensors_in((inputs, kwargs))
         if len(devices) > 1:
-            check_sizes([tuple(tensor.shape) for tensor in tensors], self.dim, len(devices))
+            # PyTorch would make a part for every device where some arguments are no tensors, and fill up the others.
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            devices = devices[: number_of_chunks(shapes, self.dim, len(devices))]
         elif all([tensor.device == devices[0] for tensor in tensors]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         if not unsupported_by_torch(devices) and all([tensor.dim() for tensor in tensors]):  # PyTorch cuts no scalars.
-            return super().scatter(inputs, kwargs, device_ids)  # type: ignore[arg-type]
+            return super().scatter(inputs, kwargs, devices)
         with plain_tensors():  # as those that torch makes
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
 

@@ -53,8 +53,8 @@ def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     return [_rebuild(tree, own) for own in of_replicas]
 
 
-def check_sizes(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> None:
-    """Raise an error unless tensors of `shapes`, but for scalars, make the same number of chunks along `dim`."""
+def number_of_chunks(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> int:
+    """Return how many chunks along `dim` tensors of `shapes`, but for scalars, make; raise an error if they differ."""
     shapes = list(filter(None, shapes)) or shapes
     numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
     if 0 in numbers or len(set(numbers)) > 1:
@@ -63,6 +63,7 @@ def check_sizes(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> None:
             "make the same number; give every tensor a row for each sample, and make what every replica "
             "needs as a whole a buffer of the module"
         )
+    return numbers[0] if numbers else most
 
 
 def _number_of_chunks(size: int, most: int) -> int:

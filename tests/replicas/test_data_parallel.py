@@ -83,6 +83,19 @@ def test_tensors_that_torch_cuts_into_equally_many_chunks_are_taken(devices, siz
     assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
 
 
+def times(net, factor, input):
+    return net.bn(input) * factor
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("devices", device_lists(4))
+def test_fewer_samples_than_devices_may_come_with_arguments_that_are_no_tensors(devices, rows):
+    plain, parallel = twins(Net(times, bn=nn.BatchNorm1d(3)).double(), devices)
+    input = doubles(rows, 3, 2, devices=devices)
+    assert_equal(parallel(2, input=input), plain(2, input))
+    assert_equal(parallel(input=input, factor=2), plain(2, input))
+
+
 def failing_forward(net, input):
     """Raises a `KeyError` in the replicas whose numbers, which are its input, it is told."""
     if int(input[0]) in net.failing:
