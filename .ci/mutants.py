@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "out", "venv")  # is not part of a copy
+IGNORED = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "build", "out")  # is not part of a copy
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4")}  # with the options of pytest
 JOBS = os.cpu_count() or 1
 LIMIT = 1200.0  # seconds, after which tests that hang are killed

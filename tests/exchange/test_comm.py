@@ -117,16 +117,12 @@ def test_merge_that_does_not_answer_everybody_is_refused(results):
     assert isinstance(released, ReplicaSyncError)
 
 
-def test_pickled_master_keeps_its_callback_only():
+def test_pickled_master_keeps_its_callback_only_and_a_pickled_pipe_is_none():
     master = SyncMaster(everything)
-    master.register_slave(1)
+    pipe = master.register_slave(1)
     for twin in (pickle.loads(pickle.dumps(master)), copy.deepcopy(master)):
         assert twin.nr_slaves == 0
         assert twin.run_master("own") == (0, [(0, "own")])
-
-
-def test_pickled_pipe_is_none():
-    pipe = SyncMaster(everything).register_slave(1)
     assert isinstance(pipe, SlavePipe)
     assert pickle.loads(pickle.dumps(pipe)) is None
     assert copy.deepcopy({"pipe": pipe}) == {"pipe": None}

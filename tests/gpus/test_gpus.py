@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+from sync_batchnorm.backends import cuda
 from sync_batchnorm.parallel.data_parallel import check_copies
 
 pytestmark = [
@@ -313,3 +314,13 @@ def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkey
     for name, value in parallel.state_dict().items():
         assert torch.equal(value, before[name])
     parallel(torch.randn(4, 3, device="cuda"))
+
+
+def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_them(monkeypatch):
+    monkeypatch.setattr(cuda, "_made", {})
+    counts = functools.partial(cuda._counts, torch.device("cuda", 0), dtype=torch.float32)
+    assert [counts((number,)).tolist() for number in range(1100)] == [[number] for number in range(1100)]
+    assert len(cuda._made) < 1025
+    assert counts((3, 4)) is counts((3, 4))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert counts((5, 6)) is not counts((5, 6))

@@ -30,14 +30,6 @@ pytestmark = usual_kernels
 SECOND_TIME = "Trying to backward through the graph a second time"
 
 
-def hooked(net, input):
-    """Runs a layer with hooks that save what `pack` makes of a tensor."""
-    input = input * 1
-    net.kept.append(weakref.ref(input))
-    with torch.autograd.graph.saved_tensors_hooks(net.pack, lambda tensor: tensor):
-        return net.bn(input)
-
-
 @pytest.mark.parametrize("after", ["backward", "deletion"])
 def test_nothing_outlives_its_use(after):
     _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["cpu"] * 2)
@@ -51,15 +43,6 @@ def test_nothing_outlives_its_use(after):
     else:
         del output
     assert [reference() for reference in kept] == [None, None]
-
-
-@pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copies", "itself"])
-def test_input_that_hooks_have_saved_lives_as_long_as_they_keep_it(pack):
-    _, parallel = twins(Net(hooked, bn=nn.BatchNorm2d(3), pack=pack, kept=[]), ["cpu"] * 2)
-    output = parallel(torch.randn(6, 3, 2, 2, requires_grad=True))
-    assert [reference() is None for reference in parallel.module.kept] == [pack is torch.clone] * 2
-    output.backward(torch.randn_like(output))
-    assert [reference() for reference in parallel.module.kept] == [None, None]
 
 
 @pytest.mark.parametrize("multithreading", [True, False], ids=["default", "single-threaded"])

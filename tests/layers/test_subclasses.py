@@ -112,20 +112,6 @@ def test_parameter_of_a_subclass_has_its_gradient(devices):
 
 
 @SUBCLASSES
-def test_gradients_of_gradients_on_a_subclass_equal_one_device(make):
-    plain, parallel = twins(making(nn.Tanh(), make).double(), ["cpu"] * 2)
-    data, grad = doubles(6, 3, 8, 8), doubles(6, 2, 4, 4)
-    found = []
-    for model in (plain, parallel):
-        leaf = make(data.clone()).requires_grad_()
-        output = model(leaf)
-        (first,) = torch.autograd.grad(output, leaf, grad, create_graph=True)
-        first.pow(2).sum().backward()
-        found.append(leaf.grad)
-    assert_equal(*(gradient.as_subclass(Tensor) for gradient in found))
-
-
-@SUBCLASSES
 def test_moments_of_a_subclass_are_those_of_the_tensor(make):
     data = doubles(6, 3, 4)
     mean, var, count = sync_moments(make(data), None)

@@ -275,17 +275,6 @@ def running_statistics_are_the_same_bits_in_all_processes() -> None:
 
 
 @check
-def forward_without_gradient_still_counts() -> None:
-    plain, model = twins(nn.BatchNorm2d(3))
-    for context in (torch.no_grad, torch.inference_mode):
-        batch = images()
-        with context():
-            assert_equal(model(cut(batch)), cut(plain(batch)))
-        assert_same_buffers(model, plain)
-    assert_same_step(plain, model, batch)
-
-
-@check
 def several_calls_in_one_loss_equal_one_process() -> None:
     for net in (Residual, Ignored):
         plain, model = twins(net())

@@ -133,17 +133,6 @@ def test_replicas_may_be_made_and_run_by_hand():
     assert parallel.module.factor == 1.0
 
 
-def test_replicas_in_eval_mode_leave_the_module_in_its_own():
-    plain, parallel = twins(scaling().double(), DEVICES)
-    data = doubles(6, 3)
-    replicas = [replica.eval() for replica in parallel.replicate(parallel.module, parallel.device_ids)]
-    assert not any(replica.training for replica in replicas)
-    assert_equal(torch.cat(parallel.parallel_apply(replicas, data.chunk(R), [{}] * R)), plain.eval()(data))
-    assert parallel.module.training
-    assert parallel.module.bn.training
-    assert parallel.module.bn.num_batches_tracked == 0
-
-
 def test_traced_graph_runs_as_a_root():
     plain = randomize(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double())
     root = convert_model(fx.symbolic_trace(copy.deepcopy(plain)))

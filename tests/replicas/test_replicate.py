@@ -45,26 +45,6 @@ def test_module_under_two_names_is_called_back_once_a_copy():
     assert [copy_id for _, copy_id, _ in calls] == [0, 1]
 
 
-class Forwarding(nn.Module):
-    """Sets attributes on the module that it stands for instead of on itself."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def __setattr__(self, name, value):
-        own = "module" not in self.__dict__.get("_modules", ()) or name in self.__dict__ or name == "module"
-        super().__setattr__(name, value) if own else setattr(self.module, name, value)
-
-    def forward(self, input):
-        return self.module(input)
-
-
-def test_module_that_forwards_what_is_set_runs_in_replicas(devs):
-    plain, parallel = twins(Forwarding(nn.BatchNorm1d(3)).double(), devs)
-    assert_same_step(plain, parallel, doubles(8, 3, devices=devs))
-
-
 class Balanced(TorchStyle):
     """Gives the first device fewer rows, with the signatures that several projects have for this."""
 
