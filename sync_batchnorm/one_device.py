@@ -69,7 +69,7 @@ def assert_matches_one_device(
             warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
             one, many = (_Copy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
             parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
-            chunks = zip(*parallel.scatter(many.given[0], many.given[1], parallel.device_ids), strict=True)
+            chunks = parallel.scatter(many.given, {}, parallel.device_ids)[0]
             sizes = [max(tensors_in(chunk), key=Tensor.dim).shape[dim] for chunk in chunks]
             if len(sizes) < 2 or not sum(sizes):
                 raise ValueError(f"expected at least two chunks, but got chunks of {sizes} rows; pass a larger batch")
@@ -294,7 +294,8 @@ def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], dr
         return f"a batch norm that convert_model has left alone, because it {reason}"
     if own_called["batch_norm"]:
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
-    for what in sorted((called - own_called) | (own_called - called), key=lambda what: hasattr(Tensor, what)):
+    # Names of modules come first.
+    for what in sorted((called - own_called) | (own_called - called), key=lambda what: (hasattr(Tensor, what), what)):
         return (
             f"it calls {what} {called[what]} times on one device, {own_called[what]} times there; look for a branch, a "
             "loop or a cache that depends on the batch or its size"

@@ -132,7 +132,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "NumPy's": (lambda: Apply(lambda self, x: x * numpy.random.rand()), VECTORS, "it draws random numbers"),
     "mix": (lambda: around(lambda self, x: x - x.mean(0)), IMAGES, f"output of 2 (Apply), in replica 0, ...{MIXES}"),
     "branch": (
-        *(lambda: around(lambda self, x: x * 2 if len(x) > 2 else x), IMAGES),
+        *(lambda: around(lambda self, x: x * x.ndim if len(x) > 2 else x), IMAGES),
         f"output of 2 (Apply), in replica 1, ...: it calls mul 1 times on one device, 0 times there{SIZE}",
     ),
     "calls": (
