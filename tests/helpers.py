@@ -146,8 +146,6 @@ def twins(
 WITHOUT_BIAS = [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
 needs_bias_argument = pytest.mark.skipif(not WITHOUT_BIAS, reason="the layers of this torch have no bias argument")
 
-# What tests ignore that train a model which nobody has converted, to see that a comparison tells it.
-WARNING_OF_BASELINES = r"ignore:\d+ BatchNorm:UserWarning"
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 

@@ -681,6 +681,17 @@ def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
     assert type(revert_model(net)[0]) is NormTanh
 
 
+def test_layer_whose_attributes_are_set_elsewhere_converts_and_reverts():
+    class Redirects(nn.BatchNorm2d):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name != "__class__":
+                super().__setattr__(name, value)
+
+    layer = Redirects(3)
+    assert isinstance(convert_model(layer), SynchronizedBatchNorm2d)
+    assert type(revert_model(layer)) is Redirects
+
+
 def checked(self: _BatchNorm, input: Tensor) -> Tensor:
     self._check_input_dim(input)
     return NormAbs.forward(self, input)
