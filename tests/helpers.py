@@ -47,18 +47,6 @@ def doubles(*shape: int, devices: Sequence[Any] = ("cpu",)) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device=as_devices(devices)[0])
 
 
-def graph_of(output: Tensor) -> list[Any]:
-    """Return the nodes of the graph behind `output`."""
-    seen: set[Any] = set()
-    ahead: list[Any] = [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return list(seen)
-
-
 def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what every module of `model` consists of, as identities: all attributes but class and `_sync_layer`."""
     found = {}
@@ -87,7 +75,9 @@ def saved_bytes(output: Tensor) -> int:
     Read from its nodes: hooks on saved tensors would change what a synchronized layer does.
     """
     sizes: dict[int, int] = {}
-    for node in graph_of(output):
+    nodes = [output.grad_fn]
+    for node in nodes:
+        nodes += [following for following, _ in node.next_functions if following not in (None, *nodes)]
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved = [*(node.saved_tensors if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names])]
         for of_replica in node.saved if node.name() == "_SyncBatchNormBackward" else ():

@@ -1,8 +1,11 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
 import copy
+import importlib
 import io
 import pickle
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,3 +162,15 @@ def test_checkpoint_with_the_sums_of_an_older_layer_loads_strictly():
         assert_equal(model.state_dict()[name], tensor)
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"1._tmp\""):
         model.load_state_dict(checkpoint | {"1._tmp": torch.ones(4)})
+
+
+def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monkeypatch):
+    data = pickle.dumps(nn.Sequential(OldLayer(4)), protocol=2)  # that of `torch.save`
+    older = data.replace(b"csync_batchnorm.layers", b"csync_batchnorm.batchnorm")  # where that one has its layers
+    inside = older.replace(b"csync_batchnorm.", b"cmodeling.sync_batchnorm.")
+    assert len({data, older, inside}) == 3
+    monkeypatch.setitem(sys.modules, "modeling", types.ModuleType("modeling"))
+    for name in ("batchnorm", "comm", "replicate"):
+        module = importlib.import_module(f"sync_batchnorm.{name}")
+        monkeypatch.setitem(sys.modules, f"modeling.sync_batchnorm.{name}", module)
+    assert type(pickle.loads(inside)[0]) is SynchronizedBatchNorm2d

@@ -53,19 +53,6 @@ class Waiting:
         return self.outcome_
 
 
-def test_groups_are_told_of_their_own_members_only():
-    coordinator = Coordinator(["cpu"] * 4)
-    layers = [layer_of("layer", pair) for pair in ((0, 1), (2, 3))]
-    first = Waiting(coordinator, layers[0], 0)
-    coordinator.leave(3)  # which replica 0 does not wait for
-    call(coordinator, layers[0], 1)
-    assert first.outcome() == [(0, "from 0"), (1, "from 1")]
-    waiting = Waiting(coordinator, layers[0], 0)
-    with pytest.raises(ReplicaSyncError, match=r"replica 3 .* left its forward while replica 2 on device cpu wa"):
-        call(coordinator, layers[1], 2)
-    assert "replica 3" in str(waiting.outcome())
-
-
 def test_merge_that_exchanges_with_those_who_wait_for_it_is_a_cycle():
     coordinator = Coordinator(["cpu"] * 2)
     outer, inner = layer_of("outer"), layer_of("inner")

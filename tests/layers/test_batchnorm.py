@@ -14,7 +14,6 @@ from helpers import (
     assert_same_step,
     doubles,
     needs_bias_argument,
-    randomize,
     run_parts,
     twins,
 )
@@ -27,7 +26,6 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
     assert_synchronized,
-    convert_model,
     set_sbn_eps_mode,
 )
 from sync_batchnorm.coordinator import Coordinator
@@ -260,14 +258,6 @@ def test_repr_shows_the_options_that_are_given():
     assert repr(SynchronizedBatchNorm1d(3)) == "Synchronized" + repr(nn.BatchNorm1d(3))
     text = repr(SynchronizedBatchNorm1d(3, eps_mode="clamp", group_size=2))
     assert text.endswith(", eps_mode=clamp, group_size=2)")
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_unwrapped_layers_are_those_of_torch(training):
-    plain = randomize(TwoLayers().double()).train(training)
-    ours = convert_model(copy.deepcopy(plain))
-    for _ in range(2):
-        assert_same_step(plain, ours, doubles(4, 3, 6, 6))
 
 
 def test_moving_and_casting_between_forwards_works(devs):

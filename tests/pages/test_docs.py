@@ -215,8 +215,3 @@ def test_files_that_the_inner_pages_name_exist():
 def test_notes_that_a_page_names_stand_in_their_file(page: Path):
     for note, file in re.findall(r"(NOTE \[[^\]]+\])\s+in\s+`(\w+\.py)`", page.read_text(encoding="utf-8")):
         assert note in (ROOT / "sync_batchnorm" / file).read_text(encoding="utf-8"), f"{relative(page)}: {note}, {file}"
-
-
-def test_code_of_the_readme_fits_the_narrow_column_of_its_page():
-    lines = [line for block in blocks_of(ROOT / "README.md") for line in block.code.splitlines()]
-    assert max(map(len, lines)) <= 88

@@ -70,18 +70,16 @@ class Unused(nn.Linear):
         return super().forward(input)
 
 
-class Lists(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.list = nn.ParameterList([torch.randn(3) for _ in range(2)])
-        self.dict = nn.ParameterDict({"scale": torch.randn(3)})
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input):
-        parameters = [*self.list, self.dict["scale"]]
+def lists():
+    def forward(net, input):
+        parameters = [*net.list, net.dict["scale"]]
         assert all(parameter.requires_grad for parameter in parameters)
-        assert all((parameter.grad_fn is not None) == hasattr(self, "_is_replica") for parameter in parameters)
-        return self.bn(input) * self.list[0] + self.list[1] * self.dict["scale"]
+        assert all((parameter.grad_fn is not None) == hasattr(net, "_is_replica") for parameter in parameters)
+        return net.bn(input) * net.list[0] + net.list[1] * net.dict["scale"]
+
+    first, second, scale = torch.randn(3, 3)
+    dictionary = nn.ParameterDict({"scale": scale})
+    return Net(forward, list=nn.ParameterList([first, second]), dict=dictionary, bn=nn.BatchNorm1d(3))
 
 
 class Tied(nn.Module):
@@ -157,7 +155,7 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
-@pytest.mark.parametrize("net", [Unused, Lists, Tied, recurrent, computing])
+@pytest.mark.parametrize("net", [Unused, lists, Tied, recurrent, computing])
 def test_modules_of_any_kind_train_in_replicas(devs, net):
     plain, parallel = twins(net().double(), devs)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, parallel)]
@@ -225,15 +223,6 @@ def test_sparse_gradients_stay_sparse_and_add_up(devices):
     weight = parallel.module[0].weight
     assert weight.grad.is_sparse
     assert_equal(weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-def test_zero_grad_in_a_replica_warns():
-    def clearing(net, input):
-        net.zero_grad()
-        return input
-
-    with pytest.warns(UserWarning, match=r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel"):
-        DataParallelWithCallback(Net(clearing, weight=nn.Parameter(torch.ones(1))), ["cpu"] * 2)(torch.zeros(2))
 
 
 def test_uninitialized_lazy_modules_are_refused_in_the_words_of_torch():

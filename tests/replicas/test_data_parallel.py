@@ -132,23 +132,15 @@ def test_without_accelerator_and_devices_the_module_runs_directly(monkeypatch):
     assert (parallel.device_ids, parallel.dim) == ([], 0)
 
 
+@pytest.mark.parametrize("output_device", [None, "second", -1, "cpu", torch.device("cpu")], ids=repr)
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_outputs_are_gathered_on_the_output_device(devices):
-    module = nn.Linear(3, 2).to(as_devices(devices)[0])
-    data = torch.randn(4, 3, device=as_devices(devices)[0])
-    for output_device, expected in ((None, as_devices(devices)[0]), (devices[1], as_devices(devices)[1])):
-        parallel = DataParallelWithCallback(module, devices, output_device)
-        assert parallel(data).device == expected
-    assert_equal(parallel(data).cpu(), module(data).cpu())
-
-
-@pytest.mark.parametrize("output_device", [-1, "cpu", torch.device("cpu")], ids=repr)
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_outputs_are_gathered_on_the_cpu_in_every_spelling(devices, output_device):
-    module = nn.Linear(3, 2).to(as_devices(devices)[0])
-    data = torch.randn(4, 3, device=as_devices(devices)[0])
-    output = DataParallelWithCallback(module, devices, output_device)(data)
-    assert_equal(output, module(data).cpu())
+def test_outputs_are_gathered_on_the_output_device_in_every_spelling(devices, output_device):
+    first, second = as_devices(devices)
+    module, data = nn.Linear(3, 2).to(first), torch.randn(4, 3, device=first)
+    given = devices[1] if output_device == "second" else output_device
+    output = DataParallelWithCallback(module, devices, given)(data)
+    assert output.device == {None: first, "second": second}.get(output_device, torch.device("cpu"))
+    assert_equal(output.cpu(), module(data).cpu())
     if are_distinct_gpus(devices) and output_device == -1:  # as torch spells it
         assert_equal(patch_replication_callback(nn.DataParallel(module, devices, -1))(data), module(data).cpu())
 
@@ -156,6 +148,7 @@ def test_outputs_are_gathered_on_the_cpu_in_every_spelling(devices, output_devic
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
 def test_cpu_has_one_name(name):
     assert as_device(name) == torch.device("cpu")
+    assert as_device("cuda") == torch.device("cuda", 0)
     plain, parallel = twins(TwoLayers().double(), ["cpu", "cpu"])
     parallel = DataParallelWithCallback(parallel.module, [name, "cpu"])
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sync_batchnorm import (
     DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
     SyncMaster,
     assert_synchronized,
     convert_model,
@@ -95,13 +94,6 @@ def test_replicas_keep_buffers_of_the_first_and_no_attributes(devices):
         parallel(torch.randn(4, 1, device=device))
     assert parallel.module.calls == 0
     assert parallel.module.count == 3
-
-
-def test_stateless_calls_are_refused_as_torch_refuses_them():
-    buffers = {"module.running_mean": torch.zeros(3)}
-    for wrapper in (nn.DataParallel, DataParallelWithCallback):
-        with pytest.raises(RuntimeError, match=r"stateless API can't be used with nn\.DataParallel"):
-            torch.func.functional_call(wrapper(SynchronizedBatchNorm1d(3)), buffers, torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("devices", device_lists(4))
