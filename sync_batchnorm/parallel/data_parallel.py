@@ -155,15 +155,13 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             run.coordinator.take_turns(ids, states.save, states.restore)
         # After Ctrl-C in the caller, a busy daemon thread does not block exit.
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive() and not (run and run.coordinator.has_given_up):
-                    thread.join(1.0)
-        finally:
-            if states is not None:
-                states.restore_caller()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not (run and run.coordinator.has_given_up):
+                thread.join(1.0)
+        if states is not None:  # not after Ctrl-C in the caller, while replicas still run
+            states.restore_caller()
         if shares and versions != (now := _versions(self.module)):
             warn_once(
                 f"forward() modified parameters {[name for name in now if now[name] != versions[name]]} in place; each "

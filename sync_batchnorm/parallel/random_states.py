@@ -1,12 +1,19 @@
-"""A random state for each replica of those that share a device, whose threads would draw from one generator."""
+"""A random state for each replica of those that share a device, whose threads would draw from one generator.
 
-from collections.abc import Mapping
+NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. The garbage
+collector may run there, and give up the interpreter lock, which a thread has that waits for the generator (torch 2.13).
+"""
+
+from collections.abc import Iterable, Mapping
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
+
+_lock = RLock()  # see NOTE [one state at a time]
 
 
 class RandomStates:
@@ -18,7 +25,8 @@ class RandomStates:
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         self._generators = {replica_id: _generators(device) for replica_id, device in devices.items()}
-        self._of_caller = {g: g.get_state() for generators in self._generators.values() for g in generators}
+        distinct = dict.fromkeys([generator for own in self._generators.values() for generator in own])
+        self._of_caller = dict(zip(distinct, _read(distinct), strict=True))
         self._next = torch.Generator()
         self._next.set_state(self._of_caller[torch.default_generator])
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._next))
@@ -30,20 +38,28 @@ class RandomStates:
 
     def save(self, replica_id: int) -> None:
         """Keep the state of a replica, at the end of its turn."""
-        self._states[replica_id] = [generator.get_state() for generator in self._generators[replica_id]]
+        self._states[replica_id] = _read(self._generators[replica_id])
 
     def restore(self, replica_id: int) -> None:
         """Bring the state of a replica back, at the beginning of its turn."""
-        for generator, state in zip(self._generators[replica_id], self._states[replica_id], strict=True):
-            generator.set_state(state)
+        _write(self._generators[replica_id], self._states[replica_id])
 
     def restore_caller(self) -> None:
         """Bring the state of the caller back, after all turns."""
-        for generator, state in self._of_caller.items():
+        _write(self._of_caller, self._of_caller.values())
+        if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
+            _write([torch.default_generator], [self._next.get_state()])
+
+
+def _read(generators: Iterable[Any]) -> list[Tensor]:
+    with _lock:
+        return [generator.get_state() for generator in generators]
+
+
+def _write(generators: Iterable[Any], states: Iterable[Tensor]) -> None:
+    with _lock:
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        for replica_id, states in self._states.items():
-            if not all(map(torch.equal, states, self._at_first[replica_id])):
-                torch.default_generator.set_state(self._next.get_state())
 
 
 def _generators(device: torch.device) -> list[Any]:

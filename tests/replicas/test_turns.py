@@ -1,6 +1,8 @@
 """Replicas that share a device run one at a time, each with a random state of its own."""
 
 import contextlib
+import faulthandler
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT
+from forks import forked, needs_fork
 from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -212,3 +215,27 @@ def test_pipes_of_no_forward_pass_let_others_have_their_turns():
     for _ in range(3):
         expected = expected + expected.mean() * 3
     assert_equal(output, expected)
+
+
+@needs_fork
+def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_other():
+    def switch_states() -> None:
+        faulthandler.dump_traceback_later(8, exit=True)  # A thread that waits in torch keeps the interpreter's lock.
+        gc.set_threshold(50)
+
+        def work() -> None:
+            states = RandomStates({0: torch.device("cpu")})
+            for _ in range(3000):
+                cycle: list[object] = [torch.zeros(1)]
+                cycle.append(cycle)  # The garbage collector gives up that lock when it frees a tensor.
+                states.save(0)
+                states.restore(0)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    assert forked(switch_states) == (0, "")
