@@ -145,8 +145,8 @@ class Coordinator:
                     "again for each forward pass"
                 )
             self._running[replica_id] = get_ident()
-            # The break that ends the turns leaves an item for those that have not begun. A mailbox is made with the lock
-            # held: two threads that make one at once may each get its own.
+            # The break that ends the turns leaves an item for those that have not begun. A mailbox is made under this
+            # lock: two threads that make one at once may each get its own.
             takes_turns = not self._mailboxes[replica_id].empty() or self._turns is not None
         if takes_turns:
             _taking_turns.set((self, replica_id))

@@ -3,6 +3,9 @@
 import contextlib
 import faulthandler
 import gc
+import os
+import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -239,3 +242,27 @@ def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_o
         faulthandler.cancel_dump_traceback_later()
 
     assert forked(switch_states) == (0, "")
+
+
+@pytest.mark.slow
+@needs_fork
+@pytest.mark.watchdog(120)
+def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn():
+    def interrupt_often() -> None:
+        plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
+        interrupted = 0
+        for _ in range(200):
+            timer = threading.Timer(random.uniform(1e-4, 4e-3), os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                parallel(doubles(6, 3, 6, 6))
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            except RuntimeError as error:  # `Thread.start` may turn the one into the other.
+                interrupted += isinstance(error.__context__, KeyboardInterrupt)
+        plain.load_state_dict(parallel.module.state_dict())
+        assert_same_step(plain, parallel, doubles(6, 3, 6, 6))
+        print(interrupted, len(sys._current_frames()))  # `active_count` has threads whose start was interrupted.
+
+    assert forked(interrupt_often) == (0, "200 1\n")
