@@ -76,8 +76,9 @@ def test_only_one_file_blocks(file):
     for node in ast.walk(TREES[file]):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("threading", "queue"):
             used.add(node.attr)
-    allowed = {"parallel.data_parallel": {"Thread"}, "replicate": {"TIMEOUT_MAX"}}.get(file, set())
-    assert file == "coordinator" or used - {""} <= allowed
+    allowed = {"parallel.data_parallel": {"Thread"}, "replicate": {"TIMEOUT_MAX"}}
+    allowed["parallel.random_states"] = {"RLock"}  # around two operators of torch
+    assert file == "coordinator" or used - {""} <= allowed.get(file, set())
 
 
 @pytest.mark.parametrize("file", [file for file in TREES if file != "torch_private"])
