@@ -39,7 +39,7 @@ def world_of(size: int, base: Path) -> tuple[Path, str]:
     folder.mkdir(exist_ok=True)
     with (folder / "printed").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.tell() == 0:
+        if os.fstat(file.fileno()).st_size == 0:  # nobody was here before the lock was free
             file.write(run_world(size, folder, [name for name in CHECKS if size > 2 or name not in SLOW]) or "nothing")
         file.seek(0)
         return folder, file.read()
