@@ -59,11 +59,7 @@ NAMES = {
     ),
     "sync_batchnorm.comm": ("SlavePipe", "SyncMaster"),
 }
-NAMES["sync_batchnorm"] = (
-    *NAMES["sync_batchnorm.batchnorm"],
-    "DataParallelWithCallback",
-    "patch_replication_callback",
-)
+NAMES["sync_batchnorm"] = (*NAMES["sync_batchnorm.batchnorm"], "DataParallelWithCallback", "patch_replication_callback")
 
 
 OTHERS = [

@@ -175,27 +175,6 @@ def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices
     assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
 
 
-class EvalOnAnotherStream(OnStreamOfItsOwn):
-    """Then calls it in eval mode on the current one."""
-
-    def forward(self, input):
-        super().forward(input)
-        self.bn.eval()
-        output = self.bn(input)
-        self.bn.train()
-        return output
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("devices", gpu_lists(2))
-def test_running_statistics_may_be_used_on_another_stream_than_that_of_the_call(devices, momentum):
-    plain, parallel = twins(EvalOnAnotherStream().double(), devices)
-    plain.bn.momentum = parallel.module.bn.momentum = momentum
-    data = doubles(4, 4, 5, 5).to(devices[0])
-    # Those of replica 0: the others have copies, as they were before the forward.
-    assert_equal(parallel(data)[:2], plain(data)[:2])
-
-
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "no_grad"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(1, 2, 4))

@@ -16,10 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")]
 
 DEVICES = [[0, 1], [0, 0], [0, 1, 0, 1], [0, 1, 2], [1, 0], [0, 1, 2, 3]]
 

@@ -47,10 +47,7 @@ from sync_batchnorm import (
 from sync_batchnorm.distributed import Peers
 
 CHECKS: dict[str, Callable[[], None]] = {}
-SLOW = {
-    "compiled_ddp_equals_one_process",
-    "fsdp2_equals_one_process",
-}
+SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process"}
 ON_GPUS = [
     "steps_of_a_net_are_those_of_one_process",
     "an_empty_process_takes_part",

@@ -52,11 +52,7 @@ def compiled_by_itself():
     return net
 
 
-WAYS = {
-    "list": Steps,
-    "closure": with_forward_in_a_closure,
-    "compile": compiled_by_itself,
-}
+WAYS = {"list": Steps, "closure": with_forward_in_a_closure, "compile": compiled_by_itself}
 
 
 @pytest.mark.watchdog(120.0)

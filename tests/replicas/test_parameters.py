@@ -39,10 +39,7 @@ class Case:
         self.rows = torch.arange(len(self.input), device=self.input.device) // 3
         normalized = F.batch_norm(self.input.detach(), None, None, training=True)
         parts = [(normalized[self.rows == i], self.upstream[self.rows == i]) for i in range(self.number)]
-        self.parts = {
-            "weight": [(x * dy).sum(0) for x, dy in parts],
-            "bias": [dy.sum(0) for _, dy in parts],
-        }
+        self.parts = {"weight": [(x * dy).sum(0) for x, dy in parts], "bias": [dy.sum(0) for _, dy in parts]}
 
     def forward(self) -> Tensor:
         output: Tensor = self.parallel(self.input, self.rows)

@@ -13,11 +13,7 @@ from helpers import Net, assert_equal, assert_same_step, doubles, randomize, twi
 from scripted import WRAPPERS, R
 from torch import Tensor, fx, nn
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
-    convert_model,
-)
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
 
 DEVICES = ["cpu"] * R
 

@@ -9,13 +9,7 @@ from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sync_batchnorm import (
-    DataParallelWithCallback,
-    SyncMaster,
-    assert_synchronized,
-    convert_model,
-    revert_model,
-)
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, assert_synchronized, convert_model, revert_model
 
 
 def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):

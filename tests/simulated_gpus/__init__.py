@@ -8,14 +8,4 @@ from __future__ import annotations
 from simulated_gpus.install import NotPossible, is_simulated, simulate
 from simulated_gpus.reports import Entry, Recording, clear, recording, reports, settle
 
-__all__ = [
-    "Entry",
-    "NotPossible",
-    "Recording",
-    "clear",
-    "is_simulated",
-    "recording",
-    "reports",
-    "settle",
-    "simulate",
-]
+__all__ = ["Entry", "NotPossible", "Recording", "clear", "is_simulated", "recording", "reports", "settle", "simulate"]

@@ -107,12 +107,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 
 PROPERTIES = SimpleNamespace(
-    name="simulated GPU",
-    major=9,
-    minor=0,
-    total_memory=1 << 34,
-    multi_processor_count=1,
-    warp_size=32,
+    name="simulated GPU", major=9, minor=0, total_memory=1 << 34, multi_processor_count=1, warp_size=32
 )
 
 
