@@ -1,8 +1,8 @@
 """Converts a model to synchronized layers, and back.
 
 A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
-and buffers, stays valid. A class with its own forward cannot be swapped: such a layer
-is not converted, and a warning names it.
+and buffers, stays valid. A class with its own forward cannot be swapped: such a layer is not converted, and a warning
+names it.
 """
 
 import copy

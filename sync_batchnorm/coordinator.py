@@ -11,9 +11,9 @@ once, at once, in the thread in which one of these conditions becomes true:
    members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`_wait`).
 
-Who puts an item, ``(delivered, value)``, into the mailbox of a replica takes it out of `_waiting`, so no mailbox holds
-more than one. A replica that got its answer before the break returns it, and all replicas get the error in their next
-call at the latest. A broken coordinator stays broken: the next forward makes its own.
+Whoever puts an item, ``(delivered, value)``, into the mailbox of a replica takes that replica out of `_waiting`, so no
+mailbox holds more than one. A replica that got its answer before the break returns it, and all replicas get the error
+in their next call at the latest. A broken coordinator stays broken: the next forward makes its own.
 """
 
 from collections import defaultdict

@@ -60,9 +60,8 @@ class Request(NamedTuple):
     saved: Saved | None  # None if the replica records no graph
 
 
-Answer = tuple[
-    Tensor, Pair
-]  # the output, in the graph if the replica records one and not filled in yet; mean and invstd
+# The output, in the graph if the replica records one and not filled in yet; mean and invstd.
+Answer = tuple[Tensor, Pair]
 
 
 def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Any, settings: Settings) -> Tensor:

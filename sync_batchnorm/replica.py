@@ -93,7 +93,8 @@ def is_in_replica() -> bool:
     return current_replica.get() is not None
 
 
-# As `torch.compiler.assume_constant_result`, which would import the compiler: that cannot trace a `ContextVar`.
+# As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and
+# so keeps the answer of the first call: what it has compiled outside of replicas does not ask again inside.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 

@@ -60,9 +60,8 @@ def check_copies(devices: frozenset[torch.device]) -> None:
         torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
     try:
         for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
-            numbers = torch.arange(
-                i, 65536 + i, dtype=torch.int32, device="cpu"
-            )  # not those that memory may still hold
+            # Not the numbers of the last pair, which memory may still hold.
+            numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
             sent = numbers.to(source)
             if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
                 raise RuntimeError(
@@ -162,11 +161,12 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
                 thread.join(1.0)
         if states is not None:  # not after Ctrl-C in the caller, while replicas still run
             states.restore_caller()
-        if shares and versions != (now := _versions(self.module)):
+        after = _versions(self.module) if shares else {}  # with those that forward() has added to the module
+        changed = [name for name, version in versions.items() if after.get(name, version) != version]
+        if changed:
             warn_once(
-                f"forward() modified parameters {[name for name in now if now[name] != versions[name]]} in place; each "
-                f"of the {len(replicas)} replicas, which share their memory, repeated the change; make it a buffer, or "
-                "change it outside forward()"
+                f"forward() modified parameters {changed} in place; each of the {len(replicas)} replicas, which share "
+                "their memory, repeated the change; make it a buffer, or change it outside forward()"
             )
         return outputs
 
@@ -181,5 +181,5 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
-    """Return the version of each parameter, which all that share its memory move on when they change it in place."""
+    """Return the version of each parameter, a number that grows with every change in place of the same memory."""
     return {name: 0 if own.is_inference() else own._version for name, own in module.named_parameters()}

@@ -1,7 +1,8 @@
 """A random state for each replica of those that share a device, whose threads would draw from one generator.
 
-NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. The garbage
-collector may run there, and give up the interpreter lock, which a thread has that waits for the generator (torch 2.13).
+NOTE [one state at a time]: Torch holds the lock of a generator while it makes the tensor of a state. If the garbage
+collector runs there, it may hand the interpreter lock to another thread, and if that thread waits for the same
+generator, neither goes on (torch 2.13).
 """
 
 from collections.abc import Iterable, Mapping

@@ -255,6 +255,17 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(
         assert float(parallel.module.calls) == len(devices) * float(plain.calls)
 
 
+@local
+def test_forward_that_adds_a_parameter_to_the_module_itself_has_changed_none(devices):
+    def adds(net: Net, input: Tensor) -> Tensor:
+        wrapped[0].register_parameter("late", nn.Parameter(torch.zeros(4)))
+        return input * net.weight
+
+    wrapped = [scaling(adds).to(as_devices(devices)[0])]
+    input = torch.randn(6, 4, device=as_devices(devices)[0])
+    assert_equal(DataParallelWithCallback(wrapped[0], devices)(input), input * wrapped[0].weight)
+
+
 @pytest.mark.filterwarnings("ignore:forward.. modified parameters")
 @local
 def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devices):
