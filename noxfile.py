@@ -19,5 +19,5 @@ def tests(session: nox.Session, torch: str) -> None:
     """Run the quick tests, or what the arguments after ``--`` ask for."""
     overrides = Path(session.create_tmp(), "overrides.txt")  # of the pins of setup.py
     overrides.write_text("\n".join([*TORCH[torch].split(), "setuptools<82"]))  # Some torch takes no newer setuptools.
-    session.install("--override", str(overrides), "--editable", ".[test]")
+    session.install("--override", str(overrides), "pip", "--editable", ".[test]")
     session.run("python", "-m", "pytest", "-rs", *session.posargs)
