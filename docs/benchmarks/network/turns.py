@@ -67,6 +67,8 @@ def main() -> None:
                 own.append(connection.recv())
         ours, other = (1e3 * statistics.median(own[1:]) for own in seconds)  # after a warm-up
         print(f"| {name} | {ours:.1f} | {other:.1f} | {ours / other:.2f} |", flush=True)
+    for connection in connections:
+        connection.send(None)
 
 
 if __name__ == "__main__":
