@@ -199,8 +199,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
             )
 
     def extra_repr(self) -> str:
-        options = sync_options(self.eps_mode, self.group_size, self.process_group)
-        given = [f"{name}={value}" for name, value in options.items()]
+        options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
 
 

@@ -256,8 +256,10 @@ def test_default_of_eps_holds_for_layers_that_have_none_of_their_own(own):
 
 def test_repr_shows_the_options_that_are_given():
     assert repr(SynchronizedBatchNorm1d(3)) == "Synchronized" + repr(nn.BatchNorm1d(3))
-    text = repr(SynchronizedBatchNorm1d(3, eps_mode="clamp", group_size=2))
-    assert text.endswith(", eps_mode=clamp, group_size=2)")
+    layer = SynchronizedBatchNorm1d(3, eps_mode="clamp", group_size=2)
+    assert repr(layer).endswith(", eps_mode=clamp, group_size=2)")
+    layer.group_size = 0  # which no layer takes, but an error message may show
+    assert repr(layer).endswith(", eps_mode=clamp, group_size=0)")
 
 
 def test_moving_and_casting_between_forwards_works(devs):
