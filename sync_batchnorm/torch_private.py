@@ -24,7 +24,6 @@ _REQUIRED = {
     "torch.Tensor._version": "notice of a parameter that is changed in place",
     "torch.Tensor._backward_hooks": "whether a parameter has hooks",
     "torch.Tensor._post_accumulate_grad_hooks": "whether a parameter has hooks that follow its gradient",
-    "torch._C._functions.AccumulateGrad._set_sequence_nr": "the order in which gradients of replicas are added up",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",

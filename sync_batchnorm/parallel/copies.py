@@ -18,13 +18,16 @@ _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` th
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a function of `tensor` over the same memory, which shares its version counter; a copy if it is sparse."""
-    alias = tensor[...] if tensor.layout == torch.strided else tensor.clone()
-    if alias.grad_fn is not None:  # Autograd numbers nodes anew in each thread, and orders backward passes by that.
-        # Those of replicas come later, in the first step of the caller's thread too.
-        alias.grad_fn._set_sequence_nr(2**62)  # type: ignore[attr-defined]
-    return alias
+def _aliases(tensor: Tensor, number: int) -> list[Tensor]:
+    """Return functions of `tensor` over the same memory, which share its version counter; copies if it is sparse.
+
+    Each gradient is a sum of two, so that no result depends on the order in which autograd runs the replicas.
+    """
+    aliases: list[Tensor] = []
+    for _ in range(number - 1):
+        alias, tensor = (tensor[...] if tensor.layout == torch.strided else tensor.clone() for _ in range(2))
+        aliases.append(alias)
+    return [*aliases, tensor]
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -79,14 +82,14 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
             of_plain = _copies(_broadcast, plain, distinct)
             copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
             at = [own | other for own, other in zip(copied, of_plain, strict=True)]
-        tensors: list[Tensors] = []
-        for i, device in enumerate(devices):
-            here = at[distinct.index(device)]
-            if len(distinct) < len(devices):
-                others = plain if device in devices[:i] else ()
-                aliases = {id(tensor): _alias(here[id(tensor)]) for tensor in differentiable}
-                here = here | aliases | {id(buffer): here[id(buffer)].detach().clone() for buffer in others}
-            tensors.append(here)
+        tensors = [at[distinct.index(device)].copy() for device in devices]
+        for device in distinct if len(distinct) < len(devices) else ():
+            first, *others = sharing = [own for own, other in zip(tensors, devices, strict=True) if other == device]
+            for tensor in differentiable:
+                for own, alias in zip(sharing, _aliases(first[id(tensor)], len(sharing)), strict=True):
+                    own[id(tensor)] = alias
+            for own in others:
+                own.update({id(buffer): first[id(buffer)].detach().clone() for buffer in plain})
     return _build(modules, tensors)
 
 
