@@ -27,7 +27,7 @@ from torch import Tensor
 from .backends.base import GENERAL, BatchStatistics, ReplicaBackward
 from .backends.streams import in_order_with_engine
 from .checkpoint import Saved
-from .torch_private import keeps_graph, plain_tensors, uncompiled, will_run
+from .torch_private import keeps_graph, uncompiled, will_run
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if batch.reduce is None and not any([grad is not None for grad in grads]):
             return (None,) * len(needed)
         devices = dict.fromkeys([own.device for own in saved] + [batch.master])
-        with plain_tensors():
+        with torch.DisableTorchFunctionSubclass():
             results: tuple[Tensor | None, ...] = in_order_with_engine(
                 list(devices), grads, _gradients, batch, saved, grads, needed
             )

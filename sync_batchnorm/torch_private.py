@@ -31,7 +31,6 @@ _REQUIRED = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether this thread compiles what it runs",
     "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
     "torch.utils._python_dispatch._disable_current_modes": "operators that a selective checkpoint does not count",
-    "torch._C.DisableTorchFunctionSubclass": "plain tensors in place of those of a subclass",
     "torch.autograd.profiler._is_profiler_enabled": "whether a profiler runs, in any thread",
 }
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     BatchNormBase = _BatchNorm
 else:
     BatchNormBase = nn.BatchNorm1d.__base__  # the class of all batch norm layers
-plain_tensors: Callable[[], AbstractContextManager[Any]] = _names["torch._C.DisableTorchFunctionSubclass"]
 without_modes: Callable[[], AbstractContextManager[Any]] = _names["torch.utils._python_dispatch._disable_current_modes"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..torch_private import has_hooks, names_of_modules, plain_tensors
+from ..torch_private import has_hooks, names_of_modules
 
 __all__: list[str] = []
 
@@ -75,7 +75,7 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     differentiable = parameters + [buffer for buffer in buffers if buffer.requires_grad and not detach]
     plain = [buffer for buffer in buffers if detach or not buffer.requires_grad]
     distinct = list(dict.fromkeys(devices))
-    with plain_tensors():  # as PyTorch makes; of a subclass they would be views
+    with torch.DisableTorchFunctionSubclass():  # as PyTorch makes; of a subclass they would be views
         original = {id(tensor): tensor for tensor in (*parameters, *buffers)}
         at = [original]
         if len(distinct) > 1:

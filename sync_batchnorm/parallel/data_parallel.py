@@ -11,7 +11,6 @@ from torch import nn
 
 from ..backends.streams import current_stream, entered
 from ..refusals import check_module, warn_once
-from ..torch_private import plain_tensors
 from .copies import replicate
 from .random_states import RandomStates
 from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
@@ -123,7 +122,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         if not unsupported_by_torch(devices) and all([tensor.dim() for tensor in tensors]):  # PyTorch cuts no scalars.
             return super().scatter(inputs, kwargs, devices)
-        with plain_tensors():  # as those that torch makes
+        with torch.DisableTorchFunctionSubclass():  # as those that torch makes
             return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
@@ -176,7 +175,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if not unsupported_by_torch(list(map(as_device, self.device_ids))):
             return super().gather(outputs, str(device))  # type: ignore[arg-type]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
-        with torch.autocast(device.type, enabled=False), plain_tensors():
+        with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
             return gather(outputs, device, self.dim)
 
 
