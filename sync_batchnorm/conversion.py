@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from .dynamic_subclass import make_subclass, swap_class
 from .layers import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -26,7 +25,14 @@ from .layers import (
     sync_options,
 )
 from .refusals import check_module, warn
-from .replicate import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
+from .replicate import (
+    DataParallelWithCallback,
+    _ReplicationMixin,
+    make_subclass,
+    patch,
+    swap_class,
+    use_devices_of_torch,
+)
 from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]

@@ -1,8 +1,10 @@
 """The run of one replica: in the modes of its caller, and such that its peers learn when it begins and how it ends."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,38 +15,25 @@ from .coordinator import Coordinator
 __all__: list[str] = []
 
 
-class CallerModes:
-    """Grad mode, inference mode, and autocast with its dtype, as they are in the thread that makes this object."""
-
-    def __init__(self) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._cache = torch.is_autocast_cache_enabled()
-        accelerator = torch.accelerator.current_accelerator()
-        self._autocast = []
-        for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-            if torch.is_autocast_enabled(device_type):
-                self._autocast.append((device_type, torch.get_autocast_dtype(device_type)))
-
-    def enter(self, stack: ExitStack) -> None:
-        """Enter these modes in the thread that calls this; `stack` leaves them."""
-        stack.enter_context(torch.inference_mode() if self._inference else torch.set_grad_enabled(self._grad))
-        for device_type, dtype in self._autocast:
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self._cache))
+def caller_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Return what makes the contexts of the grad mode, inference mode, and autocast with its dtype, of this thread."""
+    grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    modes: list[Any] = [torch.inference_mode if torch.is_inference_mode_enabled() else grad]
+    accelerator = torch.accelerator.current_accelerator()
+    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        if torch.is_autocast_enabled(device_type):
+            dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+            modes.append(partial(torch.autocast, device_type, dtype=dtype, cache_enabled=cache))
+    return modes
 
 
 @dataclass
 class Run:
-    """One run of a replica."""
+    """What the replicas of one forward have in common."""
 
     original: nn.Module  # the wrapped module
-    coordinator: Coordinator  # of the forward
-    replica_id: int
-    modes: CallerModes
-
-    def fail(self, error: BaseException) -> None:
-        """Record that the replica has ended with `error`."""
-        self.coordinator.leave(self.replica_id, error)
+    coordinator: Coordinator
+    modes: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # those of the caller
 
 
 class Replica(nn.Module):
@@ -52,10 +41,11 @@ class Replica(nn.Module):
 
     _sync_replica: nn.Module
     _sync_run: Run
+    _sync_id: int
 
-    def __init__(self, module: nn.Module, run: Run) -> None:
+    def __init__(self, module: nn.Module, run: Run, replica_id: int) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
-        self.__dict__.update(_sync_replica=module, _sync_run=run)
+        self.__dict__.update(_sync_replica=module, _sync_run=run, _sync_id=replica_id)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync_replica, name)
@@ -63,23 +53,21 @@ class Replica(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._sync_replica, name, value)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sync_replica.named_modules(*args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._sync_run
-        span = run.coordinator.begin(run.replica_id)
+        coordinator, replica_id = self._sync_run.coordinator, self._sync_id
+        span = coordinator.begin(replica_id)
         token = current_replica.set(self)
         try:
-            with span, ExitStack() as modes:
-                run.modes.enter(modes)
+            with span, ExitStack() as stack:
+                for mode in self._sync_run.modes:
+                    stack.enter_context(mode())
                 output = self._sync_replica(*args, **kwargs)
         except BaseException as error:
-            run.fail(error)
+            coordinator.leave(replica_id, error)
             raise
         finally:
             current_replica.reset(token)
-        run.coordinator.leave(run.replica_id)
+        coordinator.leave(replica_id)
         return output
 
     forward = __call__
@@ -101,10 +89,10 @@ vars(is_in_replica).update(_dynamo_marked_constant=True)
 def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
     replica = current_replica.get() if is_in_replica() else None
-    if replica is None or any(module is foreign for module in replica.modules()):
+    if replica is None or any(module is foreign for module in replica._sync_replica.modules()):
         return
     run = replica._sync_run
-    who = run.coordinator.who(run.replica_id)
+    who = run.coordinator.who(replica._sync_id)
     names = [name for name, module in run.original.named_modules() if module is foreign]
     which = names[0] if names and names[0] else type(foreign).__name__
     whose = "of the original module instead of its own copy" if names else "which belongs to no replica"

@@ -1,8 +1,7 @@
 """The replication callback, and two ways to have it called: `DataParallelWithCallback` and a patched `DataParallel`.
 
-A forward of the wrapper makes its replicas, connects each of them to one `Coordinator`, and calls
-`__data_parallel_replicate__` on every copy of every submodule that has it. All state belongs to the replicas and ends
-with them. Any module may use the callback.
+A forward of the wrapper makes its replicas, connects them to one `Coordinator`, and calls `__data_parallel_replicate__`
+on every copy of every submodule that has it. All state belongs to the replicas and ends with them.
 """
 
 import functools
@@ -17,7 +16,6 @@ from torch.nn.parallel import DataParallel
 
 from .comm import SyncMaster, joining
 from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
-from .dynamic_subclass import make_subclass, swap_class
 from .errors import without_frames
 from .parallel.data_parallel import (
     NO_ACCELERATOR,
@@ -28,7 +26,7 @@ from .parallel.data_parallel import (
     unsupported_by_torch,
 )
 from .refusals import check_replicable, warn_of_plain_layers, warn_once
-from .replica import CallerModes, Replica, Run, is_in_replica, raise_foreign_layer
+from .replica import Replica, Run, caller_modes, is_in_replica, raise_foreign_layer
 from .torch_private import names_of_modules, uncompiled
 
 __all__ = [
@@ -39,6 +37,7 @@ __all__ = [
 ]
 
 DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
+_CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
@@ -58,51 +57,42 @@ class CallbackContext:
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
-    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule of every replica that has it.
+    """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it; for wrappers of your own.
 
-    All callbacks of copy 0 come first, then those of copy 1, and so on. The copies of one submodule share one
-    `CallbackContext`. For wrappers of your own: those of this library do this themselves.
-
-    Args:
-        modules: the replicas of one module, in the order of their copy ids.
+    `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
+    those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
     """
     _refuse_training_in_replica(modules[0], modules[0])
-    _execute_callbacks(modules, Coordinator(span=spans_of_forward()))
+    _execute_callbacks(modules, _coordinator())
 
 
 def _execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
     """Execute the callbacks; return whether there are any."""
-    names = [name for module, name in names_of_modules(modules[0]).items() if _is_called_back(module)]
-    contexts = [(name, name.split("."), CallbackContext()) for name in names]
+    contexts: dict[str, CallbackContext] = {}
     with joining(coordinator) as here:
         for here.replica_id, replica in enumerate(modules):
-            for name, path, ctx in contexts:
-                module: Any = replica
-                for part in path if name else ():
-                    module = module._modules[part]  # `getattr` takes ten times as long
-                here.name = name or type(module).__name__
-                module.__data_parallel_replicate__(ctx, here.replica_id)
+            for module, name in names_of_modules(replica).items():
+                if hasattr(type(module), _CALLBACK):
+                    here.name = name or type(module).__name__
+                    getattr(module, _CALLBACK)(contexts.setdefault(name, CallbackContext()), here.replica_id)
     return bool(contexts)
 
 
-def spans_of_forward() -> Callable[[str], AbstractContextManager[Any]] | None:
-    """Return the function that makes the spans of a forward pass in the profile, or None if no profiler is active."""
-    return _span if profiler._is_profiler_enabled else None
+def _coordinator(device_ids: Sequence[DeviceId] = (), timeout: float = DEFAULT_TIMEOUT) -> Coordinator:
+    """Return the coordinator of a forward pass, which makes spans in the profile if a profiler is active."""
 
+    def span(name: str) -> AbstractContextManager[Any]:
+        return profiler.record_function(f"sync_batchnorm: {name}")
 
-def _span(name: str) -> AbstractContextManager[Any]:
-    return profiler.record_function(f"sync_batchnorm: {name}")
-
-
-def _is_called_back(module: nn.Module) -> bool:
-    return hasattr(type(module), "__data_parallel_replicate__")
+    devices = [str(as_device(device)) for device in device_ids]
+    return Coordinator(devices, timeout, span if profiler._is_profiler_enabled else None)
 
 
 def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
     """Raise an error for replicas inside of a replica that would synchronize only with each other."""
     if is_in_replica():
         for child in module.modules():  # Layers without running statistics use the batch in eval mode too.
-            if _is_called_back(child) and (child.training or getattr(child, "running_mean", 0) is None):
+            if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
                 raise_foreign_layer(wrapper)
 
 
@@ -131,7 +121,7 @@ class _ReplicationMixin(DataParallel[Any]):
         check_replicable(self, module)
         check_copies(frozenset(map(as_device, device_ids)))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
-        coordinator = Coordinator(list(map(str, map(as_device, device_ids))), self._sync_timeout, spans_of_forward())
+        coordinator = _coordinator(device_ids, self._sync_timeout)
         try:
             has_callbacks = _execute_callbacks(replicas, coordinator)
         except BaseException as error:
@@ -139,35 +129,29 @@ class _ReplicationMixin(DataParallel[Any]):
             raise
         if not has_callbacks:
             warn_of_plain_layers(self, module)
-        modes = CallerModes()
-        return [Replica(replica, Run(module, coordinator, i, modes)) for i, replica in enumerate(replicas)]
+        run = Run(module, coordinator, caller_modes())
+        return [Replica(replica, run, i) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
-        modes = CallerModes()
-        watched = [replica for replica in replicas if isinstance(replica, Replica)]
-        if not watched:  # the module itself, for a single chunk, or replicas that the user has made
-            coordinator = Coordinator(
-                list(map(str, map(as_device, self.device_ids[: len(replicas)]))), self._sync_timeout
-            )
-            watched = [Replica(replica, Run(replica, coordinator, i, modes)) for i, replica in enumerate(replicas)]
-            replicas = watched
-        coordinator = watched[0]._sync_run.coordinator
-        coordinator.expect([replica._sync_run.replica_id for replica in watched])
-        for replica in watched:
-            replica._sync_run.modes = modes
+        watched: list[Any] = list(replicas)
+        if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
+            run = Run(watched[0], _coordinator(self.device_ids[: len(watched)], self._sync_timeout))
+            watched = [Replica(replica, run, i) for i, replica in enumerate(watched)]
+        run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
+        run.modes = caller_modes()
+        coordinator.expect([replica._sync_id for replica in watched])
         try:
-            outputs: list[Any] = super().parallel_apply(replicas, *args, **kwargs)
+            outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
+            failure = coordinator.failure()
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             failure = None if interrupted else coordinator.failure()  # asked before replicas fail because of the abort
             coordinator.abort(error, PATIENCE if interrupted else 0.0)
             if failure is None:
                 raise
-        else:
-            failure = coordinator.failure()
-            if failure is None:
-                return outputs
+        if failure is None:
+            return outputs
         who, failed = failure
         del failure
         try:  # The wrapper around this one shows the frames of both.
@@ -179,10 +163,9 @@ class _ReplicationMixin(DataParallel[Any]):
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
 
-    It calls the callbacks of all replicas, see `execute_replication_callbacks`. If a replica fails or ends while others
-    wait for it, they are released at once. The caller gets the exception of the replica, with a note that has the
-    replica's traceback as text. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
-    runs: no replicas, no threads, no callbacks.
+    If a replica fails or ends while others wait for it, they are released at once, and the caller gets its exception,
+    with its traceback in a note. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
+    runs: no replicas, no threads, no callbacks (see `execute_replication_callbacks`).
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
@@ -194,17 +177,15 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`. This is a last resort:
-            failures are noticed at once.
+        timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type, and a bad `timeout`.
         ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
             or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, if copies from one device to another lose data, if a replica trains a synchronized layer that
-            does not belong to it, also in another wrapper, or if `torch.distributed` has several processes and a
-            replica trains a layer that synchronizes them.
+            replicated, if copies between devices lose data, or if a replica trains a synchronized layer that does not
+            belong to it, also in another wrapper, or that synchronizes several processes.
         ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:
@@ -230,18 +211,13 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 
     Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
     subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
-    changes nothing, not even the timeout.
+    changes nothing, not even the `timeout`, which is that of `DataParallelWithCallback`.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
-    Args:
-        data_parallel: the object to patch.
-        timeout: seconds after which a wait of one replica for another ends with a `ReplicaSyncError`.
-
     Raises:
-        TypeError: if it is not a `DataParallel`, or for a bad `timeout`.
-        ValueError: for a bad `timeout`.
+        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.
     """
     if not isinstance(data_parallel, DataParallel):
         raise TypeError(
@@ -270,6 +246,46 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
     devices = list(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):
         data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+
+
+class DynamicSubclass(nn.Module):
+    """The base of classes that are derived from the user's at run time; a pickle names the user's, to derive again."""
+
+    _original: type[nn.Module]
+    _derive: Callable[[Any], Any]
+
+    def __init_subclass__(cls) -> None:
+        pass  # not the user's, which may register classes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, args, *rest = tuple(super().__reduce_ex__(protocol))
+        call = [self._original if item is type(self) else item for item in (function, *args)]
+        return _derived, (self._original, self._derive, *call), *rest
+
+
+def _derived(original: Any, derive: Callable[[Any], Any], function: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Return the module that `function` makes, and let its class be derived again if it is the original one."""
+    module = function(*args)
+    if type(module) is original:
+        swap_class(module, derive(original))
+    return module
+
+
+def make_subclass(name: str, base: type[nn.Module], original: Any, derive: Callable[[Any], Any], **names: Any) -> Any:
+    """Return a class that is derived from `base` and `original`, as ``derive(original)`` does."""
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        return _derived(original, derive, super(DynamicSubclass, self).__deepcopy__, memo)
+
+    names |= {"__module__": original.__module__, "_original": original, "_derive": staticmethod(derive)}
+    if hasattr(original, "__deepcopy__"):
+        names["__deepcopy__"] = __deepcopy__
+    return type(name, (DynamicSubclass, base, original), names)
+
+
+def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make `cls` the class of `module`, even if `module.__setattr__` sets attributes of another module."""
+    object.__setattr__(module, "__class__", cls)
 
 
 @functools.lru_cache(maxsize=256)

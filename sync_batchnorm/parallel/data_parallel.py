@@ -140,7 +140,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
                     args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                     outputs[i] = replicas[i](*args, **kwargs[i])
             except BaseException as error:
-                replicas[i]._sync_run.fail(error)
+                replicas[i]._sync_run.coordinator.leave(replicas[i]._sync_id, error)
 
         if len(replicas) == 1:
             work(0)
@@ -148,7 +148,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         run, states, shares = getattr(replicas[0], "_sync_run", None), None, len(streams) < len(devices)
         versions = _versions(self.module) if shares else {}
         if run is not None and shares:
-            ids = [replica._sync_run.replica_id for replica in replicas]
+            ids = [replica._sync_id for replica in replicas]
             states = RandomStates(dict(zip(ids, devices, strict=True)))
             run.coordinator.take_turns(ids, states.save, states.restore)
         # After Ctrl-C in the caller, a busy daemon thread does not block exit.
