@@ -30,7 +30,7 @@ from traceback import format_stack
 from typing import Any
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .turns import Item, Keep, Turns
+from .turns import Item, Turns
 
 __all__: list[str] = []
 
@@ -128,11 +128,11 @@ class Coordinator:
             if replica_id not in replica_ids:
                 self._left[replica_id] = "was given no input"
 
-    def take_turns(self, replica_ids: Collection[int], save: Keep, restore: Keep) -> None:
+    def take_turns(self, replica_ids: Collection[int], begin: Callable[[int], None]) -> None:
         """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
             if self._broken is None:
-                self._turns = Turns(replica_ids, self._mailboxes, save, restore)
+                self._turns = Turns(replica_ids, self._mailboxes, begin)
 
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
@@ -279,7 +279,7 @@ class Coordinator:
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
         if (turns := self._turns) is not None:
-            turns.restore(replica_id)
+            turns.begin(replica_id)
         return value
 
     def _waited(self, replica_id: int, since: float) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 __all__: list[str] = []
 
 Item = tuple[bool, Any]
-Keep = Callable[[int], None]  # of a random state
 BEGIN: Item = (True, None)  # what each replica gets first
 
 
@@ -20,18 +19,13 @@ class Turns:
     Args:
         replica_ids: those that take turns; each has one at the beginning.
         mailboxes: those of all replicas.
-        save: keeps the random state of a replica, at the end of its turn.
-        restore: brings it back; called by the replica when its turn has begun.
+        begin: called by a replica when its turn has begun, with its number.
     """
 
     def __init__(
-        self,
-        replica_ids: Collection[int],
-        mailboxes: Mapping[int, Any],
-        save: Keep,
-        restore: Keep,
+        self, replica_ids: Collection[int], mailboxes: Mapping[int, Any], begin: Callable[[int], None]
     ) -> None:
-        self._mailboxes, self._save, self.restore = mailboxes, save, restore
+        self._mailboxes, self.begin = mailboxes, begin
         self.pending = dict.fromkeys(replica_ids, BEGIN)  # the replicas that can run, with their items
         self._begin_next()
 
@@ -44,7 +38,6 @@ class Turns:
     def end(self, replica_id: int) -> None:
         """End the turn of a replica, if it has one: it waits from now on, or has ended."""
         if replica_id == self.runs:
-            self._save(replica_id)
             self._begin_next()
 
     def _begin_next(self) -> None:

@@ -248,7 +248,7 @@ class _Scene:
                 for here.replica_id in members[1:]:
                     self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
         if scenario.turns:
-            self.coordinator.take_turns(range(self.number), self._check_turn, self._check_turn)
+            self.coordinator.take_turns(range(self.number), self._check_turn)
         else:
             for replica, script in enumerate(scenario.scripts):
                 if script != "-":

@@ -150,7 +150,7 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if run is not None and shares:
             ids = [replica._sync_id for replica in replicas]
             states = RandomStates(dict(zip(ids, devices, strict=True)))
-            run.coordinator.take_turns(ids, states.save, states.restore)
+            run.coordinator.take_turns(ids, states.begin_turn)
         # After Ctrl-C in the caller, a busy daemon thread does not block exit.
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(replicas))]
         for thread in threads:

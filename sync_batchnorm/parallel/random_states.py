@@ -5,7 +5,7 @@ collector runs there, it may hand the interpreter lock to another thread, and if
 generator, neither goes on (torch 2.13).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from threading import RLock
 from typing import Any
 
@@ -27,7 +27,8 @@ class RandomStates:
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         self._generators = {replica_id: _generators(device) for replica_id, device in devices.items()}
         distinct = dict.fromkeys([generator for own in self._generators.values() for generator in own])
-        self._of_caller = dict(zip(distinct, _read(distinct), strict=True))
+        with _lock:
+            self._of_caller = {generator: generator.get_state() for generator in distinct}
         self._next = torch.Generator()
         self._next.set_state(self._of_caller[torch.default_generator])
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._next))
@@ -36,31 +37,28 @@ class RandomStates:
             for replica_id, generators in self._generators.items()
         }
         self._states = dict(self._at_first)
+        self._last: int | None = None  # whose states the generators have
 
-    def save(self, replica_id: int) -> None:
-        """Keep the state of a replica, at the end of its turn."""
-        self._states[replica_id] = _read(self._generators[replica_id])
-
-    def restore(self, replica_id: int) -> None:
-        """Bring the state of a replica back, at the beginning of its turn."""
-        _write(self._generators[replica_id], self._states[replica_id])
+    def begin_turn(self, replica_id: int) -> None:
+        """Give the generators the states of a replica, and keep those of the one that had the last turn."""
+        with _lock:
+            self._keep_states()
+            for generator, state in zip(self._generators[replica_id], self._states[replica_id], strict=True):
+                generator.set_state(state)
+            self._last = replica_id
 
     def restore_caller(self) -> None:
-        """Bring the state of the caller back, after all turns."""
-        _write(self._of_caller, self._of_caller.values())
-        if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
-            _write([torch.default_generator], [self._next.get_state()])
+        """Bring the states of the caller back, after all turns."""
+        with _lock:
+            self._keep_states()
+            if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
+                self._of_caller[torch.default_generator] = self._next.get_state()
+            for generator, state in self._of_caller.items():
+                generator.set_state(state)
 
-
-def _read(generators: Iterable[Any]) -> list[Tensor]:
-    with _lock:
-        return [generator.get_state() for generator in generators]
-
-
-def _write(generators: Iterable[Any], states: Iterable[Tensor]) -> None:
-    with _lock:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    def _keep_states(self) -> None:
+        if self._last is not None:
+            self._states[self._last] = [generator.get_state() for generator in self._generators[self._last]]
 
 
 def _generators(device: torch.device) -> list[Any]:

@@ -219,7 +219,7 @@ def test_control_c_at_any_line_of_an_exchange_releases_the_peer(replica, order):
     for line in itertools.count(1):
         pair = Pair()
         if order == "in turns":
-            pair.coordinator.take_turns([0, 1], lambda replica: None, lambda replica: None)
+            pair.coordinator.take_turns([0, 1], lambda replica: None)
         peer = threading.Thread(target=pair.run, args=(1 - replica,))
         peer.start()
         while order == "comes last" and not pair.coordinator._waiting:

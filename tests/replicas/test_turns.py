@@ -231,8 +231,7 @@ def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_o
             for _ in range(3000):
                 cycle: list[object] = [torch.zeros(1)]
                 cycle.append(cycle)  # The garbage collector gives up that lock when it frees a tensor.
-                states.save(0)
-                states.restore(0)
+                states.begin_turn(0)
 
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
