@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .backends.streams import current_stream, on_streams
-from .torch_private import graph_task_id, hooks_of_thread
+from .torch_private import graph_task_id
 
 running_backward = graph_task_id  # in this thread, which is then inside of a recomputation; -1 if there is none
 
@@ -108,13 +108,6 @@ class SavedByHooks(Saved):
 
     def drop(self) -> None:
         self._output = None
-
-
-def save(input: Tensor, weight: Tensor | None) -> Saved | None:
-    """Save `input` and `weight` for the backward pass; None if this thread does not record a graph."""
-    if not torch.is_grad_enabled():
-        return None
-    return Saved(input, weight) if hooks_of_thread(True) is None else SavedByHooks(input, weight)
 
 
 class _Refuse(torch.autograd.Function):

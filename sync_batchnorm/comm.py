@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from .coordinator import MASTER, Coordinator, MasterCallback, Rendezvous
+from .coordinator import MASTER, NO_SPAN, Coordinator, MasterCallback, Messages, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
 
@@ -152,11 +152,11 @@ class SyncMaster(_Member):
         """
         if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.
             self.begin_anew()
-        coordinator, rendezvous, callback = self._coordinator, self._rendezvous, self._master_callback
-        if not self.nr_slaves:
-            return coordinator.merged(rendezvous, callback, [(MASTER, msg)])[MASTER]
+        coordinator, rendezvous = self._coordinator, self._rendezvous
+        if len(rendezvous.members) == 1:
+            return self._answers([(MASTER, msg)])[MASTER]
         try:
-            answers = coordinator.merged(rendezvous, callback, coordinator.send(rendezvous, MASTER, msg))
+            answers = self._answers(coordinator.send(rendezvous, MASTER, msg))
             coordinator.answer(rendezvous, answers)
         except BaseException as error:
             self._interrupt(error)
@@ -164,3 +164,18 @@ class SyncMaster(_Member):
         return answers[MASTER]
 
     run = run_master
+
+    def _answers(self, messages: Messages) -> dict[Hashable, Any]:
+        span = self._coordinator.span
+        try:
+            with NO_SPAN if span is None else span(f"{self._rendezvous.name}, merging"):
+                answers = dict(self._master_callback(messages))
+        except Exception as error:
+            error.add_note(f"Raised in the exchange of {self._rendezvous}.")
+            raise
+        if answers.keys() != dict(messages).keys():
+            raise RuntimeError(
+                f"expected the master callback to return one result for each of {list(dict(messages))}, but got "
+                f"results for {list(answers)} ({self._rendezvous}); return a list of (identifier, result)"
+            )
+        return answers

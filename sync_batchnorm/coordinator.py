@@ -27,7 +27,7 @@ from sys import _current_frames
 from threading import Lock, get_ident
 from time import monotonic, sleep
 from traceback import format_stack
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
 from .turns import Item, Turns
@@ -46,7 +46,7 @@ Mailbox = SimpleQueue[Item]
 MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 RUNS = "is still running"
-_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
 class Rendezvous:
@@ -92,7 +92,7 @@ class Coordinator:
         span: Callable[[str], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.timeout = timeout
-        self._span = span
+        self.span = span
         self._lock = Lock()
         self._devices = dict(enumerate(devices))
         self._mailboxes: dict[int, Mailbox] = defaultdict(SimpleQueue)
@@ -137,8 +137,8 @@ class Coordinator:
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
         with self._lock:
-            if replica_id in self._left:
-                self._raise_if_broken(replica_id)
+            if replica_id in self._left and self._broken is not None:
+                self._raise_broken(replica_id)
             if replica_id in self._running or replica_id in self._left:
                 raise RuntimeError(
                     f"expected each replica to run once, but {self.who(replica_id)} was called twice; call replicate "
@@ -151,7 +151,7 @@ class Coordinator:
         if takes_turns:
             _taking_turns.set((self, replica_id))
             self._wait(replica_id)
-        return _NO_SPAN if self._span is None else self._span(self.who(replica_id))
+        return NO_SPAN if self.span is None else self.span(self.who(replica_id))
 
     def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
@@ -167,7 +167,8 @@ class Coordinator:
             if failure is not None:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, type(failure))
-            self._end_turn(replica_id)
+            if self._turns is not None:
+                self._turns.end(replica_id)
             if self._broken is not None and replica_id in self._released:
                 raise type(self._broken)(
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
@@ -213,16 +214,27 @@ class Coordinator:
         """Send the message of a member; block until there is an answer, which for the master is all messages."""
         members, replica_id = rendezvous.members, rendezvous.members[identifier]
         with self._lock:
-            self._arrive(rendezvous, identifier, message)
-            self._waiting[replica_id] = rendezvous
             messages = rendezvous.messages
+            if self._broken is not None:
+                self._raise_broken(replica_id)
+            is_busy = replica_id in self._waiting or identifier in messages
+            has_answer = not self._mailboxes[replica_id].empty() or (self._turns and replica_id in self._turns.pending)
+            if is_busy or has_answer:  # which another thread has not taken yet
+                raise RuntimeError(
+                    f"expected one thread of a replica to exchange at a time, but got {self.who(replica_id)} calling "
+                    f"{rendezvous.name} while it waits in {self._waiting.get(replica_id, rendezvous)}; call "
+                    "synchronized layers from one thread of each replica"
+                )
+            messages[identifier] = message
+            self._waiting[replica_id] = rendezvous
             if len(messages) == len(members):
                 # After Ctrl-C in a comprehension here, the lock would stay held (Python 3.12 and 3.13).
                 self._deliver(members[MASTER], list(zip(members, map(messages.get, members), strict=True)))
             else:
                 self._find_deadlock(replica_id, rendezvous)
-            self._end_turn(replica_id)
-        with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, waiting"):
+            if self._turns is not None:
+                self._turns.end(replica_id)
+        with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"):
             turn = _taking_turns.get()
             if turn is None or turn[0] is self:
                 return self._wait(replica_id)
@@ -232,33 +244,20 @@ class Coordinator:
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
         """Deliver the answers of the master to the slaves, which ends the call."""
         with self._lock:
-            self._raise_if_broken(rendezvous.members[MASTER])
+            if self._broken is not None:
+                self._raise_broken(rendezvous.members[MASTER])
             rendezvous.messages = {}
             rendezvous.call += 1
             for member, replica_id in rendezvous.members.items():
                 if member != MASTER:
                     self._deliver(replica_id, answers[member])
 
-    def merged(self, rendezvous: Rendezvous, callback: MasterCallback, messages: Messages) -> dict[Hashable, Any]:
-        """Return the answers that the `callback` of a master makes of `messages`, by identifier."""
-        try:
-            with _NO_SPAN if self._span is None else self._span(f"{rendezvous.name}, merging"):
-                answers = dict(callback(messages))
-        except Exception as error:
-            error.add_note(f"Raised in the exchange of {rendezvous}.")
-            raise
-        if answers.keys() != dict(messages).keys():
-            raise RuntimeError(
-                f"expected the master callback to return one result for each of {list(dict(messages))}, "
-                f"but got results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
-            )
-        return answers
-
     @contextmanager
     def _pause(self, replica_id: int) -> Iterator[None]:
         """Let others have their turns inside the block."""
         with self._lock:
-            self._end_turn(replica_id)
+            if self._turns is not None:
+                self._turns.end(replica_id)
         try:
             yield
         finally:
@@ -296,19 +295,6 @@ class Coordinator:
 
     # All methods below are called with the lock held.
 
-    def _arrive(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> None:
-        replica_id = rendezvous.members[identifier]
-        self._raise_if_broken(replica_id)
-        is_busy = replica_id in self._waiting or identifier in rendezvous.messages
-        has_answer = not self._mailboxes[replica_id].empty() or (self._turns and replica_id in self._turns.pending)
-        if is_busy or has_answer:  # which another thread has not taken yet
-            raise RuntimeError(
-                f"expected one thread of a replica to exchange at a time, but got {self.who(replica_id)} calling "
-                f"{rendezvous.name} while it waits in {self._waiting.get(replica_id, rendezvous)}; call synchronized "
-                "layers from one thread of each replica"
-            )
-        rendezvous.messages[identifier] = message
-
     def _deliver(self, replica_id: int, value: Any) -> None:
         if self._turns is None:
             self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
@@ -316,14 +302,9 @@ class Coordinator:
             self._turns.add(replica_id, (True, value))
         del self._waiting[replica_id]
 
-    def _end_turn(self, replica_id: int) -> None:
-        if self._turns is not None:
-            self._turns.end(replica_id)
-
-    def _raise_if_broken(self, replica_id: int) -> None:
-        if self._broken is not None:
-            self._released.add(replica_id)
-            raise copy(self._broken)
+    def _raise_broken(self, replica_id: int) -> NoReturn:
+        self._released.add(replica_id)
+        raise copy(self._broken)  # type: ignore[misc]
 
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
         # Ctrl-C may interrupt this method: then the next break releases the remaining replicas.

@@ -29,8 +29,8 @@ from .backends.base import (
     single_value,
 )
 from .backends.streams import on_default_streams
-from .checkpoint import Remembered, Saved, SavedByHooks, recall, refuse_gradient, running_backward, save
-from .torch_private import without_modes
+from .checkpoint import Remembered, Saved, SavedByHooks, recall, refuse_gradient, running_backward
+from .torch_private import hooks_of_thread, without_modes
 
 __all__: list[str] = []
 
@@ -72,13 +72,17 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
     if input.is_inference() and torch.is_grad_enabled():
         input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-    saved, recomputes = save(input, weight), running_backward() != -1
+    saved: Saved | None = None  # without a graph
+    if torch.is_grad_enabled():
+        saved = Saved(input, weight) if hooks_of_thread(True) is None else SavedByHooks(input, weight)
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
-    devices = {} if pipe is None else {input.device: None, settings.master_device or input.device: None}
     with without_modes() if isinstance(saved, SavedByHooks) else nullcontext():
-        output: Tensor = on_default_streams(devices, _exchanged, input, weight, bias, pipe, settings, saved, recomputes)
-    return output
+        args = (input, weight, bias, pipe, settings, saved)
+        if pipe is None or not input.is_cuda:
+            return _exchanged(*args)
+        output: Tensor = on_default_streams({input.device, settings.master_device or input.device}, _exchanged, *args)
+        return output
 
 
 def _exchanged(
@@ -88,9 +92,8 @@ def _exchanged(
     pipe: Any,
     settings: Settings,
     saved: Saved | None,
-    recomputes: bool,
 ) -> Tensor:
-    device_type = input.device.type
+    device_type, recomputes = input.device.type, running_backward() != -1
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     autocast = torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
@@ -139,6 +142,8 @@ def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[H
         if request.signature != first.signature:
             raise _different(messages)
         devices[request.input.device] = None
+    if len(devices) == 1:
+        return _answers(messages)
     answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages)
     return answers
 

@@ -87,13 +87,13 @@ def test_large_inputs_take_no_memory_but_that_of_output_and_gradient(kind, dtype
 @pytest.mark.usefixtures("kernel")
 def test_each_call_of_a_layer_is_one_exchange(replicas, monkeypatch):
     _, parallel = twins(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)), ["cpu"] * replicas)
-    arrive, layers = Coordinator._arrive, []
+    send, layers = Coordinator.send, []
 
-    def note_and_arrive(coordinator, rendezvous, *args):
+    def note_and_send(coordinator, rendezvous, *args):
         layers.append(rendezvous.name)
-        return arrive(coordinator, rendezvous, *args)
+        return send(coordinator, rendezvous, *args)
 
-    monkeypatch.setattr(Coordinator, "_arrive", note_and_arrive)
+    monkeypatch.setattr(Coordinator, "send", note_and_send)
     output = parallel(torch.randn(6, 4, 5, 5, requires_grad=True))
     output.backward(torch.randn_like(output))
     assert sorted(layers) == ["0"] * replicas + ["1"] * replicas
