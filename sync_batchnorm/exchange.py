@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, distributed
-from .autograd import make_node
+from .autograd import Saved, SavedByHooks, make_node, refuse_gradient
 from .backends.base import (
     GENERAL,
     Backend,
@@ -29,8 +29,8 @@ from .backends.base import (
     single_value,
 )
 from .backends.streams import on_default_streams
-from .checkpoint import Remembered, Saved, SavedByHooks, recall, refuse_gradient, running_backward
-from .torch_private import hooks_of_thread, without_modes
+from .checkpoint import Remembered, recall
+from .torch_private import graph_task_id, hooks_of_thread, without_modes
 
 __all__: list[str] = []
 
@@ -93,7 +93,7 @@ def _exchanged(
     settings: Settings,
     saved: Saved | None,
 ) -> Tensor:
-    device_type, recomputes = input.device.type, running_backward() != -1
+    device_type, recomputes = input.device.type, graph_task_id() != -1  # inside of a backward
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     autocast = torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():

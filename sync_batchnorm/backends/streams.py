@@ -76,12 +76,12 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
 def in_order_with_engine(
     devices: Sequence[torch.device], grads: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Return `function(*args)`, the backward of a node with tensors on `devices`, in order with the autograd engine.
+    """Return `function(*args)`, the backward of a node with tensors on several `devices`, in order with the engine.
 
     The engine knows a single stream of a node: that of its first output, which is on the first device. It assumes that
     the gradients that the node gets are ready on that stream, and that the gradients that the node returns are, too.
     """
-    if len(devices) == 1 or devices[0].type != "cuda":
+    if devices[0].type != "cuda":
         return function(*args)
     streams = list(map(current_stream, devices))
     if any([stream.stream_id for stream in streams]):
