@@ -14,6 +14,10 @@ once, at once, in the thread in which one of these conditions becomes true:
 Whoever puts an item, ``(delivered, value)``, into the mailbox of a replica takes that replica out of `_waiting`, so no
 mailbox holds more than one. A replica that got its answer before the break returns it, and all replicas get the error
 in their next call at the latest. A broken coordinator stays broken: the next forward makes its own.
+
+NOTE [turns]: Replicas that share a device run one at a time, so that no result depends on the order of their threads:
+the lowest that can run, until it waits or ends. A replica can run if there is an item for its mailbox (`_pending`),
+which is put there when its turn begins.
 """
 
 from collections import defaultdict
@@ -30,7 +34,6 @@ from traceback import format_stack
 from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .turns import Item, Turns
 
 __all__: list[str] = []
 
@@ -41,6 +44,7 @@ PATIENCE = 1.0
 LATE = 1.0  # seconds by which no wait is late unless the process was suspended
 MASTER = 0  # the identifier of every master
 
+Item = tuple[bool, Any]
 Messages = list[tuple[Hashable, Any]]  # by identifier
 Mailbox = SimpleQueue[Item]
 MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
@@ -98,7 +102,10 @@ class Coordinator:
         self._mailboxes: dict[int, Mailbox] = defaultdict(SimpleQueue)
         self._running: dict[int, int] = {}  # the replicas that run, with the threads in which they do
         self._waiting: dict[int, Rendezvous] = {}
-        self._turns: Turns | None = None
+        self._begin_turn: Callable[[int], None] | None = None  # None if replicas run at once; see NOTE [turns]
+        self._pending: dict[int, Item] = {}  # the replicas that can run, with what they will get
+        self._runs: int | None = None  # whose turn it is
+        self._turn_since = 0.0
         self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
         self._end_of_patience = inf
@@ -129,10 +136,14 @@ class Coordinator:
                 self._left[replica_id] = "was given no input"
 
     def take_turns(self, replica_ids: Collection[int], begin: Callable[[int], None]) -> None:
-        """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
+        """Let replicas run one at a time, until the forward pass ends or breaks; see NOTE [turns].
+
+        Each calls `begin` with its number when its turn has begun.
+        """
         with self._lock:
             if self._broken is None:
-                self._turns = Turns(replica_ids, self._mailboxes, begin)
+                self._begin_turn, self._pending = begin, dict.fromkeys(replica_ids, (True, None))
+                self._end_turn(None)
 
     def begin(self, replica_id: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
@@ -147,7 +158,7 @@ class Coordinator:
             self._running[replica_id] = get_ident()
             # The break that ends the turns leaves an item for those that have not begun. A mailbox is made under this
             # lock: two threads that make one at once may each get its own.
-            takes_turns = not self._mailboxes[replica_id].empty() or self._turns is not None
+            takes_turns = not self._mailboxes[replica_id].empty() or self._begin_turn is not None
         if takes_turns:
             _taking_turns.set((self, replica_id))
             self._wait(replica_id)
@@ -167,8 +178,7 @@ class Coordinator:
             if failure is not None:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, type(failure))
-            if self._turns is not None:
-                self._turns.end(replica_id)
+            self._end_turn(replica_id)
             if self._broken is not None and replica_id in self._released:
                 raise type(self._broken)(
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
@@ -218,7 +228,7 @@ class Coordinator:
             if self._broken is not None:
                 self._raise_broken(replica_id)
             is_busy = replica_id in self._waiting or identifier in messages
-            has_answer = not self._mailboxes[replica_id].empty() or (self._turns and replica_id in self._turns.pending)
+            has_answer = not self._mailboxes[replica_id].empty() or replica_id in self._pending
             if is_busy or has_answer:  # which another thread has not taken yet
                 raise RuntimeError(
                     f"expected one thread of a replica to exchange at a time, but got {self.who(replica_id)} calling "
@@ -232,8 +242,7 @@ class Coordinator:
                 self._deliver(members[MASTER], list(zip(members, map(messages.get, members), strict=True)))
             else:
                 self._find_deadlock(replica_id, rendezvous)
-            if self._turns is not None:
-                self._turns.end(replica_id)
+            self._end_turn(replica_id)
         with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"):
             turn = _taking_turns.get()
             if turn is None or turn[0] is self:
@@ -256,15 +265,16 @@ class Coordinator:
     def _pause(self, replica_id: int) -> Iterator[None]:
         """Let others have their turns inside the block."""
         with self._lock:
-            if self._turns is not None:
-                self._turns.end(replica_id)
+            self._end_turn(replica_id)
         try:
             yield
         finally:
             with self._lock:
-                if (turns := self._turns) is not None:
-                    turns.add(replica_id, (True, None))
-            if turns is not None:
+                takes_turns = self._begin_turn is not None
+                if takes_turns:
+                    self._pending[replica_id] = (True, None)
+                    self._end_turn(None)
+            if takes_turns:
                 self._wait(replica_id)
 
     def _wait(self, replica_id: int) -> Any:
@@ -277,8 +287,8 @@ class Coordinator:
                 since = self._waited(replica_id, since)
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
-        if (turns := self._turns) is not None:
-            turns.begin(replica_id)
+        if (begin_turn := self._begin_turn) is not None:
+            begin_turn(replica_id)
         return value
 
     def _waited(self, replica_id: int, since: float) -> float:
@@ -287,8 +297,8 @@ class Coordinator:
             now = monotonic()
             if now > since + self.timeout + LATE:  # This process was suspended, and all replicas with it.
                 return now
-            if self._turns is not None and self._turns.since > since:  # Another replica runs than did at that time.
-                return self._turns.since
+            if self._turn_since > since:  # Another replica runs than did at that time.
+                return self._turn_since
             if self._mailboxes[replica_id].empty():  # Otherwise an item was put just now.
                 self._break_by_timeout(replica_id)
             return now
@@ -296,11 +306,20 @@ class Coordinator:
     # All methods below are called with the lock held.
 
     def _deliver(self, replica_id: int, value: Any) -> None:
-        if self._turns is None:
+        if self._begin_turn is None:
             self._mailboxes[replica_id].put((True, value))  # first, so that Ctrl-C in between loses no release
         else:
-            self._turns.add(replica_id, (True, value))
+            self._pending[replica_id] = (True, value)
+            self._end_turn(None)
         del self._waiting[replica_id]
+
+    def _end_turn(self, replica_id: int | None) -> None:
+        """End the turn of a replica, if it has one; None if no replica has. The lowest that can run has the next."""
+        if replica_id == self._runs and self._begin_turn is not None:
+            self._turn_since = monotonic()
+            self._runs = min(self._pending, default=None)
+            if self._runs is not None:
+                self._mailboxes[self._runs].put(self._pending.pop(self._runs))
 
     def _raise_broken(self, replica_id: int) -> NoReturn:
         self._released.add(replica_id)
@@ -316,9 +335,8 @@ class Coordinator:
             self._end_of_patience = monotonic() + (self.timeout if kind is ReplicaSyncError else PATIENCE)
         for rendezvous in self._waiting.values():
             rendezvous.messages = dict.fromkeys(rendezvous.messages)  # A kept `SyncMaster` would keep them too.
-        pending = {} if self._turns is None else self._turns.pending
-        self._turns = None
-        for waits in (self._waiting, pending):
+        self._begin_turn = self._runs = None
+        for waits in (self._waiting, self._pending):
             for replica_id in list(waits):
                 self._mailboxes[replica_id].put((False, None))
                 self._released.add(replica_id)
@@ -368,7 +386,7 @@ class Coordinator:
             if any(peer not in self._running for peer in peers):
                 remedy += ", and run each replica in its own thread: one after another in one thread, they deadlock"
         else:
-            peers = [] if self._turns is None or self._turns.runs is None else [self._turns.runs]
+            peers = [] if self._runs is None else [self._runs]
             late = " and ".join(f"{self.who(peer)} {self._state(peer)}" for peer in peers)
             text = f"{self.who(replica_id)} waits for its turn while {late}"
             remedy += "; replicas on one device run one at a time, and may wait for each other only in an exchange"
@@ -389,7 +407,7 @@ class Coordinator:
             return f"waits in {self._waiting[replica_id]}"
         if replica_id not in self._running:
             return "has not started"
-        return "waits for its turn" if self._turns and replica_id in self._turns.pending else RUNS
+        return "waits for its turn" if replica_id in self._pending else RUNS
 
     def _wait_text(self, rendezvous: Rendezvous) -> str:
         waiting = sorted(replica for replica, other in self._waiting.items() if other is rendezvous)

@@ -64,10 +64,10 @@ def test_documented_table_has_every_file_behind_those_that_it_imports():
         assert own_imports(file) <= set(rows[:i]), f"{file} stands above what it imports"
 
 
-@pytest.mark.parametrize("file", ["errors", "turns", "coordinator", "comm"])
+@pytest.mark.parametrize("file", ["errors", "coordinator", "comm"])
 def test_threads_meet_without_torch(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
-    assert own_imports(file) <= {"errors", "turns", "coordinator"}
+    assert own_imports(file) <= {"errors", "coordinator"}
 
 
 @every_file
