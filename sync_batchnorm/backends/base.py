@@ -129,17 +129,16 @@ class BatchStatistics(NamedTuple):
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
     def totals(self, sums: Sequence[Tensor]) -> Tensor:
-        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``."""
+        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``.
+
+        The second total, of what depends on the variance, is zero where eps has replaced that.
+        """
         mean, _ = self.mean_invstd[self.master]
         pairs = torch.cat(tuple(sums)).view(-1, 2, len(mean)) if sums else mean.new_zeros(1, 2, len(mean))
-        total = pairs.sum(0)
-        return total if self.reduce is None else self.reduce(total)
-
-    def without_clamped(self, totals: Tensor) -> Tensor:
-        """Return `totals`, with zero for the gradient of invstd where eps has replaced the variance."""
-        if self.clamped is None:
-            return totals
-        return torch.stack((totals[0], totals[1].masked_fill(self.clamped, 0)))
+        total = pairs.sum(0) if self.reduce is None else self.reduce(pairs.sum(0))
+        if self.clamped is not None:
+            total = torch.stack((total[0], total[1].masked_fill(self.clamped, 0)))
+        return total
 
 
 class ReplicaBackward(NamedTuple):
@@ -241,7 +240,7 @@ class Backend:
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]
         count = batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1)
-        terms = batch.without_clamped(batch.totals(sums)) / count
+        terms = batch.totals(sums) / count
         results: list[Gradients] = []
         for replica, grads, (normalized, direct) in zip(replicas, of_parameters, own_parts, strict=True):
             grad_input = None

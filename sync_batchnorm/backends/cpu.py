@@ -89,7 +89,7 @@ class Cpu(Backend):
         if wanted:
             # All replicas add ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)`` to their gradient.
             factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
-            terms = batch.without_clamped(batch.totals(sums)) * (invstd if factor is None else factor)
+            terms = batch.totals(sums) * (invstd if factor is None else factor)
             offset, second = terms.div_(-batch.elements).unbind()
             # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
             slope = (second * invstd).to(dtype)

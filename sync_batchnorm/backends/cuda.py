@@ -94,7 +94,7 @@ class Cuda(Backend):
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]
 
-        totals, count = batch.without_clamped(batch.totals(sums)), batch.elements
+        totals, count = batch.totals(sums), batch.elements
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
         terms = {batch.master: totals}

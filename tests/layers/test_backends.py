@@ -108,7 +108,7 @@ class Plain(Backend):
             pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
             own.append((pair[1], pair[0]))
             sums += base.sent([vector * weight for vector in pair], batch.master)
-        totals = batch.without_clamped(batch.totals(sums)) / batch.elements
+        totals = batch.totals(sums) / batch.elements
         results = []
         for replica, x, parameters in zip(replicas, normalized, own, strict=True):
             mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(replica.device))
