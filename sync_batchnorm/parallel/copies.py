@@ -18,16 +18,9 @@ _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` th
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
-def _aliases(tensor: Tensor, number: int) -> list[Tensor]:
-    """Return functions of `tensor` over the same memory, which share its version counter; copies if it is sparse.
-
-    Each gradient is a sum of two, so that no result depends on the order in which autograd runs the replicas.
-    """
-    aliases: list[Tensor] = []
-    for _ in range(number - 1):
-        alias, tensor = (tensor[...] if tensor.layout == torch.strided else tensor.clone() for _ in range(2))
-        aliases.append(alias)
-    return [*aliases, tensor]
+def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return functions of `tensor` over the same memory, which share its version counter; copies if it is sparse."""
+    return (tensor[...], tensor[...]) if tensor.layout == torch.strided else (tensor.clone(), tensor.clone())
 
 
 def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -70,81 +63,72 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     buffers of the module itself, all others have copies.
     """
     modules = list(names_of_modules(module))
-    parameters = _distinct([tensor for child in modules for tensor in child._parameters.values()])
-    buffers = _distinct([tensor for child in modules for tensor in child._buffers.values()])
-    differentiable = parameters + [buffer for buffer in buffers if buffer.requires_grad and not detach]
-    plain = [buffer for buffer in buffers if detach or not buffer.requires_grad]
+    differentiable: Tensors = {}
+    plain: Tensors = {}
+    for child in modules:
+        for parameter in child._parameters.values():
+            if parameter is not None:
+                differentiable[id(parameter)] = parameter
+        for buffer in child._buffers.values():
+            if buffer is not None:
+                (differentiable if buffer.requires_grad and not detach else plain)[id(buffer)] = buffer
     distinct = list(dict.fromkeys(devices))
     with torch.DisableTorchFunctionSubclass():  # as PyTorch makes; of a subclass they would be views
-        original = {id(tensor): tensor for tensor in (*parameters, *buffers)}
-        at = [original]
+        at = [differentiable | plain]
         if len(distinct) > 1:
-            of_plain = _copies(_broadcast, plain, distinct)
             copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
-            at = [own | other for own, other in zip(copied, of_plain, strict=True)]
+            at = [own | other for own, other in zip(copied, _copies(_broadcast, plain, distinct), strict=True)]
         tensors = [at[distinct.index(device)].copy() for device in devices]
-        for device in distinct if len(distinct) < len(devices) else ():
-            first, *others = sharing = [own for own, other in zip(tensors, devices, strict=True) if other == device]
-            for tensor in differentiable:
-                for own, alias in zip(sharing, _aliases(first[id(tensor)], len(sharing)), strict=True):
-                    own[id(tensor)] = alias
-            for own in others:
-                own.update({id(buffer): first[id(buffer)].detach().clone() for buffer in plain})
+        for i, (device, own) in enumerate(zip(devices, tensors, strict=True), 1):
+            if device in devices[i:]:
+                following = tensors[devices.index(device, i)]
+                for key in differentiable:  # Sums of two do not depend on the order in which autograd runs replicas.
+                    own[key], following[key] = _two_aliases(own[key])
+                for key in plain:
+                    following[key] = own[key].detach().clone()
     return _build(modules, tensors)
 
 
-def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
-
-
-def _copies(function: Callable[..., Any], originals: Sequence[Tensor], devices: Devices) -> list[Tensors]:
+def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:
     """Return for each device the copies that `function` makes of the originals."""
     made: list[Tensors] = [{} for _ in devices]
     # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
-    groups: list[list[Tensor]] = [[]]
-    for tensor in originals:
-        if has_hooks(tensor) or tensor.grad_fn is not None:
-            groups.append([tensor])
-        else:
-            groups[0].append(tensor)
-    for group in groups:
-        outputs = function(devices, *group) if group else ()
+    groups: dict[int, Tensors] = {}
+    for key, tensor in originals.items():
+        groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
+    for group in groups.values():
+        outputs = function(devices, *group.values())
         for i, own in enumerate(made):
-            own.update(zip(map(id, group), outputs[i * len(group) : (i + 1) * len(group)], strict=True))
+            own.update(zip(group, outputs[i * len(group) : (i + 1) * len(group)], strict=True))
     return made
 
 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    # The dictionaries are filled directly: setting hundreds of attributes through `nn.Module.__setattr__` takes longer
-    # than all the rest of a replication.
     copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
-    bound: list[tuple[nn.Module, str, Any]] = []
     for child in modules:
-        parameters = [(name, id(tensor)) for name, tensor in child._parameters.items() if tensor is not None]
-        buffers = [(name, id(tensor)) for name, tensor in child._buffers.items() if tensor is not None]
-        nones = [name for name, tensor in child._parameters.items() if tensor is None]
-        plain = type(child).__setattr__ is nn.Module.__setattr__  # whether attributes may be set without calling it
-        if not _BOUND.isdisjoint(map(type, child.__dict__.values())):
-            bound += [(child, name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
+        is_overridden = type(child).__setattr__ is not nn.Module.__setattr__
         for of_modules, own in zip(copies, tensors, strict=True):
             replica = of_modules[child] = _copy(child)
-            for name in nones:
-                replica._parameters[name] = None
-            if plain:
-                replica.__dict__.update([(name, own[key]) for name, key in parameters])
-                for name, key in buffers:
-                    replica._buffers[name] = own[key]
-            else:
-                for name, key in parameters + buffers:
-                    setattr(replica, name, own[key])
+            # Setting hundreds of attributes through `nn.Module.__setattr__` takes longer than all the rest.
+            set_parameter: Any = partial(setattr, replica) if is_overridden else replica.__dict__.__setitem__
+            set_buffer: Any = set_parameter if is_overridden else replica._buffers.__setitem__
+            for name, parameter in child._parameters.items():
+                if parameter is None:
+                    replica._parameters[name] = None
+                else:
+                    set_parameter(name, own[id(parameter)])
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    set_buffer(name, own[id(buffer)])
     for of_modules in copies:
         for child, replica in of_modules.items():
             for name, grandchild in child._modules.items():
                 if grandchild is not None:
                     replica._modules[name] = of_modules[grandchild]
-        for child, name, value in bound:
-            of_modules[child].__dict__[name] = _bind(value, of_modules)
+            if not _BOUND.isdisjoint(map(type, child.__dict__.values())):
+                bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
+                replica.__dict__.update([(name, _bind(value, of_modules)) for name, value in bound])
     return [of_modules[modules[0]] for of_modules in copies]
 
 

@@ -52,25 +52,16 @@ def check_copies(devices: frozenset[torch.device]) -> None:
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
     """
-    if len(devices) < 2:
-        return
-    mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
-    if mode:
-        torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
-    try:
-        for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
-            # Not the numbers of the last pair, which memory may still hold.
-            numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
-            sent = numbers.to(source)
-            if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
-                raise RuntimeError(
-                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
-                    "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
-                    "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
-                )
-    finally:
-        if mode:
-            torch.cuda.set_sync_debug_mode(mode)
+    for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
+        # Not the numbers of the last pair, which memory may still hold.
+        numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
+        sent = numbers.to(source)
+        if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
+            raise RuntimeError(
+                f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
+                "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
+                "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
+            )
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -116,9 +107,8 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         tensors = tensors_in((inputs, kwargs))
         if len(devices) > 1:
             # PyTorch would make a part for every device where some arguments are no tensors, and fill up the others.
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            devices = devices[: number_of_chunks(shapes, self.dim, len(devices))]
-        elif all([tensor.device == devices[0] for tensor in tensors]):
+            devices = devices[: number_of_chunks(tensors, self.dim, len(devices))]
+        if len(devices) == 1 and all([tensor.device == devices[0] for tensor in tensors]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         if not unsupported_by_torch(devices) and all([tensor.dim() for tensor in tensors]):  # PyTorch cuts no scalars.
             return super().scatter(inputs, kwargs, devices)

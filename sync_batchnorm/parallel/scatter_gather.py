@@ -1,12 +1,12 @@
 """Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..refusals import warn
 
 __all__: list[str] = []
 
@@ -20,43 +20,37 @@ def _rebuild(like: Any, items: Sequence[Any]) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts, in order."""
-    tensors, stack = [], [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, Tensor):
-            tensors.append(node)
-        elif isinstance(node, dict):
-            stack += reversed(node.values())
+    """Return the tensors of a tree of tuples, lists and dicts, those that are less deep first."""
+    nodes = [tree]
+    for node in nodes:  # which grows
+        if isinstance(node, dict):
+            nodes += node.values()
         elif isinstance(node, (list, tuple)):
-            stack += reversed(node)
-    return tensors
+            nodes += node
+    return [node for node in nodes if isinstance(node, Tensor)]
 
 
 def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """Cut every tensor of `tree` into at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
+    """Copy every tensor of `tree` in at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Each chunk has a copy of every scalar tensor, and all share what is no tensor. Several chunks are copies: in-place
-    changes stay with those who make them.
+    Each chunk has a copy of every scalar tensor, and all share what is no tensor.
     """
     if isinstance(tree, Tensor):
-        if not tree.dim():
-            return [tree.to(device, copy=True) for device in devices]
-        chunks = tree.chunk(len(devices), dim)
-        several = len(chunks) > 1
-        pairs = zip(chunks if several else [tree], devices, strict=False)
-        return [chunk.to(device, copy=several) for chunk, device in pairs]
+        chunks = tree.chunk(len(devices), dim) if tree.dim() else [tree] * len(devices)
+        return [chunk.to(device, copy=True) for chunk, device in zip(chunks, devices, strict=False)]
     if not isinstance(tree, (dict, list, tuple)) or not tree:
         return [tree] * len(devices)
     children = tree.values() if isinstance(tree, dict) else tree
-    of_replicas = zip(*[scatter(child, devices, dim) for child in children], strict=False)
-    return [_rebuild(tree, own) for own in of_replicas]
+    of_replicas = zip(*map(partial(scatter, devices=devices, dim=dim), children), strict=False)
+    return list(map(partial(_rebuild, tree), of_replicas))
 
 
-def number_of_chunks(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> int:
-    """Return how many chunks along `dim` tensors of `shapes`, but for scalars, make; raise an error if they differ."""
-    shapes = list(filter(None, shapes)) or shapes
-    numbers = [_number_of_chunks(shape[dim], most) if -len(shape) <= dim < len(shape) else 0 for shape in shapes]
+def number_of_chunks(tensors: Sequence[Tensor], dim: int, most: int) -> int:
+    """Return how many chunks along `dim` tensors, except for scalars, make; raise an error if they differ."""
+    shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()] or [()] * len(tensors)
+    # As `torch.chunk` cuts them; nothing is cut into empty chunks.
+    sizes = [shape[dim] if -len(shape) <= dim < len(shape) else None for shape in shapes]
+    numbers = [0 if size is None else -(-size // -(-size // most)) if size else most for size in sizes]
     if 0 in numbers or len(set(numbers)) > 1:
         raise ValueError(
             f"tensors of shapes {shapes} make {numbers} chunks along dimension {dim} for {most} devices, but must all "
@@ -64,11 +58,6 @@ def number_of_chunks(shapes: Sequence[tuple[int, ...]], dim: int, most: int) -> 
             "needs as a whole a buffer of the module"
         )
     return numbers[0] if numbers else most
-
-
-def _number_of_chunks(size: int, most: int) -> int:
-    """Return into how many chunks `torch.chunk` cuts `size`, at most `most`; if empty, into `most` empty ones."""
-    return -(-size // -(-size // most)) if size else most
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
@@ -105,9 +94,10 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
         moved = [output.to(device) for output in outputs]
         if first.dim() or dim:
             return torch.cat(moved, dim)
-        warn(
+        warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector."
+            "and return a vector.",
+            stacklevel=2,
         )
         return torch.stack(moved)
     if first is None:

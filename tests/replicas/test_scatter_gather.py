@@ -60,11 +60,6 @@ def test_chunks_have_memory_of_their_own():
     assert not any(part["x"]._is_view() for part in parts)
 
 
-def test_single_chunk_is_the_tensor_itself():
-    x = torch.randn(1, 2)
-    assert scatter([x], [CPU] * 2, 0)[0][0] is x
-
-
 @pytest.mark.parametrize(
     "x",
     [
@@ -98,10 +93,12 @@ def test_outputs_of_another_dtype_are_gathered_under_autocast():
 ECHO = Net(lambda net, *args, **kwargs: (list(args), kwargs))
 
 
-def test_module_of_one_device_gets_the_objects_of_the_caller():
-    tree = [doubles(5, 2), {"a": doubles(5, 2)}]
-    (positional,), kwargs = DataParallelWithCallback(ECHO, ["cpu"])(tree, named=tree)
-    assert positional is kwargs["named"] is tree
+@pytest.mark.parametrize(("number", "rows"), [(1, 5), (2, 1)])
+def test_single_chunk_has_the_objects_of_the_caller(number, rows):
+    tree = [doubles(rows, 2), {"a": doubles(rows, 2)}]
+    module = Net(lambda net, positional, named: net.seen.extend([positional, named]), seen=[])
+    DataParallelWithCallback(module, ["cpu"] * number)(tree, named=tree)
+    assert module.seen[0] is module.seen[1] is tree
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
