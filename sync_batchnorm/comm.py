@@ -1,7 +1,6 @@
 """`SyncMaster` and `SlavePipe`, the two sides of an exchange between replicas. Messages can be any object."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ __all__ = ["SlavePipe", "SyncMaster"]
 
 
 @dataclass
-class _Joining:
+class Joining:
     """The replication callback that runs in this thread."""
 
     coordinator: Coordinator
@@ -20,18 +19,7 @@ class _Joining:
     name: str = ""
 
 
-_joining: ContextVar[_Joining | None] = ContextVar("sync_batchnorm_joining", default=None)
-
-
-@contextmanager
-def joining(coordinator: Coordinator) -> Iterator[_Joining]:
-    """Attach masters and slaves that are created inside the block to a forward pass."""
-    here = _Joining(coordinator)
-    token = _joining.set(here)
-    try:
-        yield here
-    finally:
-        _joining.reset(token)
+joining: ContextVar[Joining | None] = ContextVar("sync_batchnorm_joining", default=None)
 
 
 class _Member:
@@ -98,7 +86,7 @@ class SyncMaster(_Member):
                 f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
             )
         self._master_callback = master_callback
-        self._is_kept = _joining.get() is None  # by a module, across forward passes
+        self._is_kept = joining.get() is None  # by a module, across forward passes
         self.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +97,7 @@ class SyncMaster(_Member):
 
     def begin_anew(self) -> None:
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
-        here = _joining.get() or _Joining(Coordinator(), name="a SyncMaster of its own")
+        here = joining.get() or Joining(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
         self.remembered = ()
 
@@ -128,7 +116,7 @@ class SyncMaster(_Member):
             ValueError: if the identifier is taken.
             RuntimeError: in a callback, if this object belongs to another forward pass.
         """
-        here = _joining.get()
+        here = joining.get()
         if here is None:
             if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
                 self.begin_anew()

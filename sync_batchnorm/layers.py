@@ -104,7 +104,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0:
             ctx.sync_master = state["_sync_pipe"] = SyncMaster(merge_requests)
             tensor = self.weight if self.running_mean is None else self.running_mean
-            ctx.device = None if tensor is None else tensor.device
+            vars(ctx)["device"] = None if tensor is None else tensor.device
         else:
             state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
         state["_sync_master_device"] = ctx.device

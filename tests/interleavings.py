@@ -239,13 +239,15 @@ class _Scene:
         self.coordinator = Coordinator(["cpu"] * self.number, timeout=1.0)
         self.pipes: dict[str, dict[int, Any]] = {}
         self.completed: list[list[tuple[str, int]]] = [[] for _ in scenario.scripts]
-        with comm.joining(self.coordinator) as here:
-            for here.name, members in scenario.layers.items():
-                here.replica_id = members[0]
-                master = SyncMaster(self._merge)
-                self.pipes[here.name] = {members[0]: master}
-                for here.replica_id in members[1:]:
-                    self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
+        here = comm.Joining(self.coordinator)
+        token = comm.joining.set(here)
+        for here.name, members in scenario.layers.items():
+            here.replica_id = members[0]
+            master = SyncMaster(self._merge)
+            self.pipes[here.name] = {members[0]: master}
+            for here.replica_id in members[1:]:
+                self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
+        comm.joining.reset(token)
         if scenario.turns:
             self.coordinator.take_turns(range(self.number), self._check_turn)
         else:

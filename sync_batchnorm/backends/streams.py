@@ -6,7 +6,7 @@ else has to know of streams. In a process of its own nothing is entered, so that
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,11 +18,6 @@ __all__: list[str] = []
 def current_stream(device: torch.device) -> Any:
     """Return the stream of `device` that this thread uses; None if the device has none."""
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
-
-
-def entered(stream: Any) -> AbstractContextManager[Any]:
-    """Return a context in which `stream` and its device are the current ones; None changes nothing."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def on_default_streams(devices: Iterable[torch.device], function: Callable[..., Any], *args: Any) -> Any:

@@ -4,12 +4,13 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..backends.streams import current_stream, entered
+from ..backends.streams import current_stream
 from ..refusals import check_module, warn_once
 from .copies import replicate
 from .random_states import RandomStates
@@ -52,16 +53,25 @@ def check_copies(devices: frozenset[torch.device]) -> None:
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
     """
-    for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
-        # Not the numbers of the last pair, which memory may still hold.
-        numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
-        sent = numbers.to(source)
-        if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
-            raise RuntimeError(
-                f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
-                "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
-                "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
-            )
+    if len(devices) < 2:
+        return
+    mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
+    try:
+        for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
+            # Not the numbers of the last pair, which memory may still hold.
+            numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
+            sent = numbers.to(source)
+            if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
+                raise RuntimeError(
+                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
+                    "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
+                    "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
+                )
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
@@ -121,12 +131,13 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         """Call each `Replica` in a thread of its own; return the outputs in order, or None for one that has failed."""
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        streams = {device: current_stream(device) for device in devices}
+        streams = {device: current_stream(device) for device in set(devices)}
         outputs: list[Any] = [None] * len(replicas)
 
         def work(i: int) -> None:
             try:
-                with entered(streams[devices[i]]):
+                stream = streams[devices[i]]
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
                     args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                     outputs[i] = replicas[i](*args, **kwargs[i])
             except BaseException as error:

@@ -1,12 +1,13 @@
 """Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..refusals import warn
 
 __all__: list[str] = []
 
@@ -94,10 +95,9 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
         moved = [output.to(device) for output in outputs]
         if first.dim() or dim:
             return torch.cat(moved, dim)
-        warnings.warn(
+        warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector.",
-            stacklevel=2,
+            "and return a vector."
         )
         return torch.stack(moved)
     if first is None:

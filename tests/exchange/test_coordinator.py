@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
-from sync_batchnorm.comm import joining
+from sync_batchnorm.comm import Joining, joining
 from sync_batchnorm.coordinator import MASTER, Coordinator, Rendezvous
 
 
@@ -193,10 +193,12 @@ class Pair:
 
     def __init__(self):
         self.coordinator, self.errors = Coordinator(["cpu"] * 2), []
-        with joining(self.coordinator) as here:
-            master = SyncMaster(lambda messages: messages)
-            here.replica_id = 1
-            self.ends = [master, master.register_slave(1)]
+        here = Joining(self.coordinator)
+        token = joining.set(here)
+        master = SyncMaster(lambda messages: messages)
+        here.replica_id = 1
+        self.ends = [master, master.register_slave(1)]
+        joining.reset(token)
 
     def run(self, replica):
         """Do what a wrapper does that runs a replica."""
