@@ -6,20 +6,19 @@ matrices may differ inside replicas that are right.
 
 import copy
 import math
-import pickle
 import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, wrap_torch_function
 
-from .conversion import convert_model
+from .conversion import _convert
 from .layers import _SynchronizedBatchNorm
 from .parallel.scatter_gather import tensors_in
 from .refusals import check_module
@@ -62,8 +61,8 @@ def assert_matches_one_device(
     check_module(model)
     dim = getattr(model, "dim", 0) if isinstance(model, nn.DataParallel) else 0
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-    states = _random_states()
     modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False)
+    loss, states = loss or partial(_random_loss, []), _random_states()
     try:
         with modes[0], modes[1], modes[2], warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
@@ -73,35 +72,28 @@ def assert_matches_one_device(
             sizes = [max(tensors_in(chunk), key=Tensor.dim).shape[dim] for chunk in chunks]
             if len(sizes) < 2 or not sum(sizes):
                 raise ValueError(f"expected at least two chunks, but got chunks of {sizes} rows; pass a larger batch")
-            many.records = [_Record() for _ in sizes]
-            try:
-                one.step(one, loss, None)
-            except Exception as error:
-                error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
-                raise
-            try:
-                many.step(parallel, loss, one.outputs)
-            except Exception as error:
-                text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
-                raise AssertionError(text) from error
+            for run, net in (one, one), (many, parallel):
+                try:
+                    run.step(net, loss)
+                except Exception as error:
+                    if run is many:
+                        text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
+                        raise AssertionError(text) from error
+                    error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
+                    raise
             for text in _differences(one, many, sizes):
                 raise AssertionError(f"{text} (dropout is switched off in both copies)")
     finally:
-        _set_random_states(states)
+        torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8))
+        random.setstate(states[1])
+        if states[2] is not None:
+            sys.modules["numpy"].random.set_state(states[2])
 
 
-def _random_states() -> bytes:
+def _random_states() -> tuple[Any, ...]:
     """Return the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
     numpy = sys.modules.get("numpy")
-    return pickle.dumps((torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state()))
-
-
-def _set_random_states(states: bytes) -> None:
-    torch_state, python_state, numpy_state = pickle.loads(states)
-    torch.set_rng_state(torch.tensor(torch_state, dtype=torch.uint8))
-    random.setstate(python_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
+    return torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state()
 
 
 def _double(value: Any) -> Any:
@@ -112,66 +104,66 @@ def _double(value: Any) -> Any:
     return value.to("cpu", value.dtype if has_integers else torch.promote_types(value.dtype, torch.float64))
 
 
-class _Record(TorchFunctionMode):
+@wrap_torch_function(lambda name, *_: (name,))
+def _event(name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+    """Tell the trace of this replica, the mode of its thread, that a call begins or ends; other threads have none."""
+
+
+class _Trace(TorchFunctionMode):
     """The calls of modules in one replica; a mode, in which torch computes in float64 and without dropout."""
 
     def __init__(self) -> None:
-        # Of each call: inputs, outputs, how often it calls modules and functions of torch, whether it draws numbers.
-        self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor], Counter[str], bool]] = {}
-        self._running: list[tuple[list[Tensor], Counter[str], bytes]] = []
+        # Of each call: its module, inputs, outputs, what it calls how often, and whether it draws random numbers.
+        self.calls: dict[tuple[str, int], tuple[nn.Module, list[Tensor], list[Tensor], Counter[str], bool]] = {}
+        self._running: list[tuple[list[Tensor], Counter[str], str]] = [([], Counter(), "")]
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def begin(self, name: str, module: nn.Module, *inputs: Any) -> None:
-        self._running.append((self._copied(inputs), Counter(), _random_states()))
-
-    def end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        inputs, called, states = self._running.pop()
-        number = sum(other == name for other, _ in self.calls)
-        self.calls[name, number] = inputs, self._copied(output), called, states != _random_states()
-        if self._running:
-            self._running[-1][1][name] += 1
-
-    def _copied(self, tree: Any) -> list[Tensor]:
-        """Return copies of the tensors, of each the same copy until it is changed in place."""
-        keys = [(id(t), t.is_inference() or t._version, t) for t in tensors_in(tree)]
-        return [self._copies.setdefault((i, version), (t, t.detach().clone()))[1] for i, version, t in keys]
+    def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        # Copies of tensors, of each the same copy until it is changed in place.
+        keys = [(id(t), t.is_inference() or t._version, t) for t in tensors_in(output or (args, kwargs))]
+        tensors = [self._copies.setdefault((i, version), (t, t.detach().clone()))[1] for i, version, t in keys]
+        states = str(_random_states())
+        if not output:
+            self._running.append((tensors, Counter(), states))
+            return
+        inputs, called, before = self._running.pop()
+        self.calls[name, sum(other == name for other, _ in self.calls)] = (
+            module,
+            inputs,
+            tensors,
+            called,
+            states != before,
+        )
+        self._running[-1][1][name] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (_Record.begin, _Record.end):
-            return func(self, *args)
-        name, kwargs = getattr(func, "__name__", ""), {key: _double(value) for key, value in (kwargs or {}).items()}
+        name = getattr(func, "__name__", "")
+        if func is _event:
+            return self._record(*args)
+        if func is Tensor.__deepcopy__:  # also of what is no leaf
+            return _double(args[0]).detach().clone().requires_grad_(args[0].requires_grad)
         if "dropout" in name:
             return args[0]
-        if "dropout_p" in kwargs:  # as of `scaled_dot_product_attention`
-            kwargs["dropout_p"] = 0.0
-        if self._running and name != "__get__":  # which reads an attribute of a tensor
+        if name != "__get__":  # which reads an attribute of a tensor
             self._running[-1][1][name] += 1
+        # `scaled_dot_product_attention` has `dropout_p`; what works in place gets the tensors themselves.
+        kwargs = {key: 0.0 if key == "dropout_p" else _double(value) for key, value in (kwargs or {}).items()}
         return _double(func(*args, **kwargs) if name.endswith("_") else func(*map(_double, args), **kwargs))
 
 
-def _tell(method: Any, name: str, *args: Any) -> None:
-    """Call a method of the record of this replica, the mode of its thread; threads of the user's have none."""
-    if has_torch_function((name,)):
-        handle_torch_function(method, (), name, *args)
-
-
 class _Copy(nn.Module):
-    """A copy of the model, and what the caller sees of its training step; each replica has a record of its own."""
+    """A copy of the model, and what the caller sees of its training step; each replica has a trace of its own."""
 
     def __init__(self, model: nn.Module, given: Any) -> None:
         super().__init__()
-        self.copy_id, self.records, self.grads = 0, [_Record()], dict[str, Tensor]()
-        attributes = [value for module in model.modules() for value in vars(module).values()]
-        tensors = [*tensors_in(given), *(value for value in attributes if isinstance(value, Tensor))]
+        self.trace, self.traces, self.grads = _Trace(), list[_Trace](), dict[str, Tensor]()
         try:
-            with torch.no_grad():  # as copies of scripted modules are no leaves
-                memo = {id(t): _double(t).clone().requires_grad_(t.requires_grad) for t in tensors}
-                module, self.given = copy.deepcopy((model, given), memo)
-                self.module = module.cpu().double()
+            with torch.no_grad(), _Trace():  # without gradients, as copies of scripted modules are no leaves
+                self.module, self.given = copy.deepcopy((model, given))
+                self.module.cpu().double()
             for name, parameter in self.module.named_parameters():
-                if parameter.requires_grad:  # The hook has no reference to this object, which would keep it alive.
-                    hook = partial(lambda grads, name, p: grads.update({name: p.grad.to_dense()}), self.grads, name)
-                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(self.grads.__setitem__, name))  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
         for name, module in self.module.named_modules():
@@ -180,46 +172,50 @@ class _Copy(nn.Module):
             if isinstance(module, nn.DataParallel):
                 module.device_ids = []  # It runs its module.
             if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
-                module.register_forward_pre_hook(partial(_tell, _Record.begin, name), with_kwargs=True)
-                module.register_forward_hook(partial(_tell, _Record.end, name), always_call=True)
+                module.register_forward_pre_hook(partial(_event, name), with_kwargs=True)
+                module.register_forward_hook(partial(_event, name), with_kwargs=True, always_call=True)
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-        self.copy_id = copy_id
+        self.trace = _Trace()
+        self.traces.append(self.trace)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self.records[self.copy_id]:
+        with self.trace:
             return self.module(*inputs, **kwargs)
 
-    def step(self, net: nn.Module, loss: Loss | None, like: Sequence[Tensor] | None) -> None:
+    def step(self, net: nn.Module, loss: Loss) -> None:
         """Run a forward and a backward pass of `net`, this or a wrapper of it."""
         output = net(*self.given[0], **self.given[1])
         self.outputs = tensors_in(output)
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}  # before a recomputation
-        self.state = dict(self.module.named_parameters()) | buffers
-        with _Record():  # also while checkpoints are recomputed
-            value = loss(output) if loss else _random_loss(self.outputs, self.outputs if like is None else like)
+        parameters = dict(self.module.named_parameters())
+        state = parameters | dict(self.module.named_buffers())
+        self.state = {name: tensor.detach().clone() for name, tensor in state.items()}  # before a recomputation
+        with _Trace():  # also while checkpoints are recomputed
+            value = loss(output)
             self.loss = value.detach()
             if value.requires_grad:  # A backward pass from a tensor would leave the mode.
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
+        grads = {name: parameters[name].grad for name in self.grads | parameters}
+        self.grads = {name: torch.zeros(()) if grad is None else grad.to_dense() for name, grad in grads.items()}
 
 
-def _random_loss(outputs: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+def _random_loss(grads: list[Tensor], output: Any) -> Tensor:
     """Return a loss with a random gradient for each output, or for the mean of what each replica has returned."""
-    generator, total = torch.Generator().manual_seed(0), torch.zeros(())
-    for output, tensor in zip(outputs, like, strict=True):
-        grad = torch.randn(tensor.shape, generator=generator)
-        total = total + ((output if output.shape == grad.shape else output.double().mean()) * grad).sum().real
-    return total
+    generator, outputs = torch.Generator().manual_seed(0), tensors_in(output)
+    grads += [] if grads else [torch.randn(own.shape, generator=generator) for own in outputs]  # on one device
+    pairs = zip(outputs, grads, strict=True)
+    products = [(own if own.shape == grad.shape else own.double().mean()) * grad for own, grad in pairs]
+    return sum([product.sum().real for product in products], torch.zeros(()))
 
 
 def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield what differs for the caller, in the order of the training step."""
-    shapes, found = ([tuple(tensor.shape) for tensor in step.outputs] for step in (one, many))
+    shapes, found = ([tuple(tensor.shape) for tensor in run.outputs] for run in (one, many))
     pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
     has_scalars = len(pairs) < len(shapes)  # one from each replica
-    if len(shapes) != len(found) or any(a.shape != e.shape for a, e in pairs):
+    gap = max((_gap(*pair) for pair in pairs), default=0.0) if len(shapes) == len(found) else math.inf
+    if gap == math.inf:
         yield f"outputs have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
-    gap = max((_gap(*pair) for pair in pairs), default=0.0)
     loss_differs = _gap(many.loss, one.loss, TOLERANCE * max(map(_largest, one.outputs), default=0.0)) > TOLERANCE
     if gap > TOLERANCE or (loss_differs and has_scalars):
         yield from _modules(one, many, sizes)
@@ -237,11 +233,9 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
     floor = TOLERANCE * max(map(_largest, one.grads.values()), default=0.0)
-    for name in one.grads | many.grads:
-        expected, actual = (step.grads.get(name, torch.zeros(())) for step in (one, many))
-        expected, actual = expected.expand_as(actual + expected), actual.expand_as(actual + expected)
-        if _gap(actual, expected, floor) > TOLERANCE:
-            ratio = float(actual.norm() / expected.norm())
+    for name, expected in one.grads.items():
+        if _gap(many.grads[name], expected, floor) > TOLERANCE:
+            ratio = float(many.grads[name].norm() / expected.norm())
             cause = "they drop a part of it, or add up what should be a mean" if ratio else "only replicas drop it"
             yield (
                 "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that "
@@ -260,23 +254,18 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
 
 def _modules(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield which modules have inputs that agree, and outputs that do not."""
-    for (name, number), (inputs, outputs, called, draws) in one.records[0].calls.items():
-        for i, record in enumerate(many.records):
-            own_inputs, own_outputs, own_called, _ = record.calls.get((name, number), ([], [], called, draws))
-            rows = sum(sizes[:i]), sizes[i], sum(sizes)
-            inputs_agree = all(_gap_of_rows(*pair, rows) <= TOLERANCE for pair in zip(own_inputs, inputs, strict=False))
-            gaps = [
-                _gap_of_rows(*pair, rows) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1
-            ]
+    for (name, number), (module, inputs, outputs, called, draws) in one.trace.calls.items():
+        for i, trace in enumerate(many.traces):
+            _, own_inputs, own_outputs, own_called, _ = trace.calls.get((name, number), (0, [], [], called, 0))
+            gap_of = partial(_gap_of_rows, rows=(sum(sizes[:i]), sizes[i], sum(sizes)))
+            agree = all(gap_of(*pair) <= TOLERANCE for pair in zip(own_inputs, inputs, strict=False))
+            gaps = [gap_of(*pair) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1]
             gap = next((gap for gap in gaps if TOLERANCE < gap < math.inf), None)
-            if gap is not None and inputs_agree and len(own_inputs) == len(inputs):
-                module = one.module.get_submodule(name)
+            if gap is not None and agree and len(own_inputs) == len(inputs):
                 kind = f"{type(module).__name__}{f', call {number + 1}' if number else ''}"
+                where = f"output of {name or 'the model itself'} ({kind}), in replica {i}"
                 cause = _cause(module, called, own_called, draws)
-                yield (
-                    f"first difference: output of {name or 'the model itself'} ({kind}), in replica {i}, by {gap:.1e} "
-                    f"of its largest value: {cause}"
-                )
+                yield f"first difference: {where}, by {gap:.1e} of its largest value: {cause}"
 
 
 def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], draws: bool) -> str:
@@ -285,21 +274,17 @@ def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], dr
         return "it draws random numbers, which differ in replicas; switch that off to compare the rest"
     if isinstance(module, _SynchronizedBatchNorm):
         return f"group_size={module.group_size} and eps_mode={module.eps_mode!r} make it differ in replicas"
-    mark = f"(the module itself): {type(module).__name__} "
-    with warnings.catch_warnings(record=True) as left:
-        warnings.simplefilter("always")
-        if isinstance(convert_model(module), _SynchronizedBatchNorm):
-            return "a batch norm that is not synchronized; call convert_model(model)"
-    for reason in [str(warning.message).partition(mark)[2] for warning in left if mark in str(warning.message)]:
-        return f"a batch norm that convert_model has left alone, because it {reason}"
+    reason = _convert(module, {}, {})
+    if reason is not None:
+        return f"a batch norm that convert_model has left alone, because it {reason.partition(' ')[2]}"
+    if isinstance(module, _SynchronizedBatchNorm):
+        return "a batch norm that is not synchronized; call convert_model(model)"
     if own_called["batch_norm"]:
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
     # Names of modules come first.
     for what in sorted((called - own_called) | (own_called - called), key=lambda what: (hasattr(Tensor, what), what)):
-        return (
-            f"it calls {what} {called[what]} times on one device, {own_called[what]} times there; look for a branch, a "
-            "loop or a cache that depends on the batch or its size"
-        )
+        counts = f"it calls {what} {called[what]} times on one device, {own_called[what]} times there"
+        return f"{counts}; look for a branch, a loop or a cache that depends on the batch or its size"
     return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
@@ -317,11 +302,12 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE) -> float:
     if actual.shape != expected.shape:
         return math.inf
     actual, expected = (tensor.detach().to_dense().to(torch.complex128) for tensor in (actual, expected))
-    equal = (actual == expected) | (actual.isnan() & expected.isnan())
-    gaps = (actual - expected).abs().masked_fill(equal, 0.0).nan_to_num(1e99, 1e99)
-    return float(gaps.max()) / max(floor, _largest(expected)) if gaps.numel() else 0.0
+    equal = torch.isclose(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    gaps = (actual - expected).abs().nan_to_num(1e99, 1e99).masked_fill(equal, 0.0)
+    return _largest(gaps) / (max(floor, _largest(expected)) or 1.0)
 
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest finite value."""
-    return float(tensor.detach().to_dense().abs().nan_to_num(0.0, 0.0).max()) if tensor.numel() else 0.0
+    sizes = tensor.detach().to_dense().to(torch.complex128).abs().nan_to_num(0.0, 0.0)
+    return float(sizes.max()) if sizes.numel() else 0.0

@@ -289,6 +289,8 @@ RIGHT = {
     "sums of replicas": (lambda: Apply(lambda self, x: x.square().sum()), VECTORS, {"loss": torch.sum}),
     "integers": (lambda: nn.Embedding(9, 3, sparse=True), torch.arange(8) % 5, {"replicas": 3}),
     "NaN": (lambda: Apply(lambda self, x: x.log()), VECTORS),
+    "zeros": (lambda: Apply(lambda self, x: self.parts[0](x) * 0, nn.Linear(3, 3)), VECTORS),
+    "mask": (lambda: Apply(lambda self, x: x > 0), VECTORS),
 }
 
 
