@@ -1,6 +1,6 @@
 """Whether every batch norm of a model would synchronize in its next forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -34,29 +34,22 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
     """
     check_module(model)
     check_number("replicas", replicas)
-    if not any(isinstance(module, BatchNormBase) for module in model.modules()):
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BatchNormBase)}
+    if not layers:
         raise RuntimeError(
             f"expected a model with BatchNorm layers, but torch finds none in {type(model).__name__}; is one in a "
             "plain list? Use nn.ModuleList"
         )
-    problems = list(_unsynchronized(model, replicas))
-    if problems:
-        layers = "".join(
-            f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}" for name, layer, why in problems
-        )
-        raise RuntimeError(
-            f"expected every batch norm of the model to synchronize, but got {len(problems)} that would not:{layers}"
-        )
-
-
-def _unsynchronized(model: nn.Module, replicas: int | None) -> Iterator[tuple[str, nn.Module, str]]:
     wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
-    for name, layer in model.named_modules():
-        if isinstance(layer, BatchNormBase):
-            around = [wrapper for wrapper, modules in wrappers if layer in modules]
-            why = _why_unsynchronized(layer, around, replicas or 1)
-            if why is not None:
-                yield name, layer, why
+    problems = []
+    for name, layer in layers.items():
+        around = [wrapper for wrapper, modules in wrappers if layer in modules]
+        why = _why_unsynchronized(layer, around, replicas or 1)
+        if why is not None:
+            problems.append(f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}")
+    if problems:
+        found = f"{len(problems)} that would not:{''.join(problems)}"
+        raise RuntimeError(f"expected every batch norm of the model to synchronize, but got {found}")
 
 
 def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[Any]], replicas: int) -> str | None:
@@ -78,8 +71,5 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
         return f"its wrapper makes {number} of {replicas} replicas; name more devices"
     size = layer.group_size or number
     groups = [list(range(number))[i : i + size] for i in range(0, number, size)]
-    if len(groups) > 1:
-        return (
-            f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
-        )
-    return None
+    why = f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
+    return why if len(groups) > 1 else None

@@ -1,7 +1,6 @@
 """`assert_matches_one_device`: whether a model computes in replicas what it computes on one device, and what differs.
 
-What the caller sees decides. What modules return only says where a difference begins: experts, buckets or similarity
-matrices may differ inside replicas that are right.
+What the caller sees decides. What modules return, which may differ in replicas that are right, says where it begins.
 """
 
 import copy
@@ -45,16 +44,15 @@ def assert_matches_one_device(
 
     Args:
         model: the model, converted or not. Of a wrapper, its module.
-        inputs: the whole batch, in trees of tensors, which are cut into chunks as by a `DataParallel`.
+        inputs, kwargs: the whole batch, in trees of tensors, which are cut into chunks as by a `DataParallel`.
         loss: makes a scalar from the gathered output, as ``lambda output: cross_entropy(output, labels)``. None: each
             output gets a random gradient, or, where each replica returns a scalar, the mean of these.
         replicas: how many of them to compare with one device.
-        kwargs: keyword inputs.
 
     Raises:
-        AssertionError: naming the first module whose inputs agree and whose output does not; otherwise the loss, the
-            first gradient in the order of the backward pass, a parameter or a buffer; by how much, and the probable
-            cause. Also if only replicas raise an error.
+        AssertionError: if they do not; it names the first module whose inputs agree and whose output does not, or the
+            loss, the first gradient in the order of the backward pass, a parameter or a buffer; by how much, and the
+            probable cause. Also if only replicas raise an error.
         TypeError, ValueError: for bad arguments, and a batch of fewer than two chunks.
         RuntimeError: if the model cannot be copied.
     """
@@ -127,13 +125,8 @@ class _Trace(TorchFunctionMode):
             self._running.append((tensors, Counter(), states))
             return
         inputs, called, before = self._running.pop()
-        self.calls[name, sum(other == name for other, _ in self.calls)] = (
-            module,
-            inputs,
-            tensors,
-            called,
-            states != before,
-        )
+        number = sum(other == name for other, _ in self.calls)
+        self.calls[name, number] = module, inputs, tensors, called, states != before
         self._running[-1][1][name] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,7 +189,9 @@ class _Copy(nn.Module):
             if value.requires_grad:  # A backward pass from a tensor would leave the mode.
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
         grads = {name: parameters[name].grad for name in self.grads | parameters}
-        self.grads = {name: torch.zeros(()) if grad is None else grad.to_dense() for name, grad in grads.items()}
+        self.grads = {
+            name: torch.zeros_like(parameters[name]) if own is None else own.to_dense() for name, own in grads.items()
+        }
 
 
 def _random_loss(grads: list[Tensor], output: Any) -> Tensor:
@@ -214,13 +209,12 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
     has_scalars = len(pairs) < len(shapes)  # one from each replica
     gap = max((_gap(*pair) for pair in pairs), default=0.0) if len(shapes) == len(found) else math.inf
-    if gap == math.inf:
-        yield f"outputs have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
-    loss_differs = _gap(many.loss, one.loss, TOLERANCE * max(map(_largest, one.outputs), default=0.0)) > TOLERANCE
+    loss_differs = _gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs)) > TOLERANCE
     if gap > TOLERANCE or (loss_differs and has_scalars):
         yield from _modules(one, many, sizes)
     if gap > TOLERANCE:
-        yield f"outputs differ, by {gap:.1e} of their largest value"
+        sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
+        yield f"outputs {sizes_differ if gap == math.inf else f'differ, by {gap:.1e} of their largest value'}"
     if loss_differs:
         ratio, cause = float(many.loss / one.loss), "`loss` depends on more than the output, as on random numbers"
         if has_scalars and math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
@@ -232,7 +226,7 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
             cause += ", unless it is something else than a mean: take the loss of the gathered outputs"
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
-    floor = TOLERANCE * max(map(_largest, one.grads.values()), default=0.0)
+    floor = TOLERANCE * _largest(*one.grads.values())
     for name, expected in one.grads.items():
         if _gap(many.grads[name], expected, floor) > TOLERANCE:
             ratio = float(many.grads[name].norm() / expected.norm())
@@ -257,7 +251,7 @@ def _modules(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     for (name, number), (module, inputs, outputs, called, draws) in one.trace.calls.items():
         for i, trace in enumerate(many.traces):
             _, own_inputs, own_outputs, own_called, _ = trace.calls.get((name, number), (0, [], [], called, 0))
-            gap_of = partial(_gap_of_rows, rows=(sum(sizes[:i]), sizes[i], sum(sizes)))
+            gap_of = partial(_gap, rows=(sum(sizes[:i]), sizes[i], sum(sizes)))
             agree = all(gap_of(*pair) <= TOLERANCE for pair in zip(own_inputs, inputs, strict=False))
             gaps = [gap_of(*pair) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1]
             gap = next((gap for gap in gaps if TOLERANCE < gap < math.inf), None)
@@ -288,17 +282,15 @@ def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], dr
     return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
-def _gap_of_rows(part: Tensor, whole: Tensor, rows: tuple[int, int, int]) -> float:
-    """Return the difference of what a replica has from its part of what one device has; infinite for other shapes."""
+def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple[int, int, int] = (0, 1, 1)) -> float:
+    """Return the largest difference, relative to the largest value or `floor`; infinite for other shapes.
+
+    Two NaN agree. `rows`: the first row and the number of rows that `actual` has, of how many in `expected`.
+    """
     first, size, total = rows
-    for dim, (own, length) in enumerate(zip(part.shape, whole.shape, strict=False)):
-        if own != length and own * total == size * length:
-            return _gap(part, whole.narrow(dim, first * length // total, own))
-    return _gap(part, whole)
-
-
-def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE) -> float:
-    """Return the largest difference, relative to the largest value or `floor`; two NaN agree."""
+    for dim, (own, length) in enumerate(zip(actual.shape, expected.shape, strict=False)):
+        if own != length and own * total == size * length:  # as in both dimensions of a similarity matrix
+            expected = expected.narrow(dim, first * length // total, own)
     if actual.shape != expected.shape:
         return math.inf
     actual, expected = (tensor.detach().to_dense().to(torch.complex128) for tensor in (actual, expected))
@@ -307,7 +299,7 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE) -> float:
     return _largest(gaps) / (max(floor, _largest(expected)) or 1.0)
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest(*tensors: Tensor) -> float:
     """Return the largest finite value."""
-    sizes = tensor.detach().to_dense().to(torch.complex128).abs().nan_to_num(0.0, 0.0)
-    return float(sizes.max()) if sizes.numel() else 0.0
+    sizes = [tensor.detach().to_dense().to(torch.complex128).abs().nan_to_num(0.0, 0.0) for tensor in tensors]
+    return max((float(own.max()) for own in sizes if own.numel()), default=0.0)

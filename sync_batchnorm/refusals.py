@@ -66,14 +66,13 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
             f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
         )
     compiled_type = compiled_module_type()
-    for child, name in names_of_modules(module).items():
-        if isinstance(child, compiled_type):
-            # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
-            name = name or "the module itself"
-            raise RuntimeError(
-                f"expected modules that can be replicated, but got {name!r} from torch.compile; put the original "
-                "module, its attribute _orig_mod, back in its place, and compile functions that its forward calls"
-            )
+    compiled = [name for child, name in names_of_modules(module).items() if isinstance(child, compiled_type)]
+    if compiled:  # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+        raise RuntimeError(
+            f"expected modules that can be replicated, but got {compiled[0] or 'the module itself'!r} from "
+            "torch.compile; put the original module, its attribute _orig_mod, back in its place, and compile functions "
+            "that its forward calls"
+        )
 
 
 def warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
