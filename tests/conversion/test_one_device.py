@@ -193,6 +193,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: replica 0 returned"),
     "error": (lambda: Apply(lambda self, x: x.view(4, 3)), VECTORS, f"{FAILS}RuntimeError: "),
     "NaN": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), VECTORS, "the model itself (Apply), in"),
+    "behind similarities": (
+        *(lambda: nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])), VECTORS),
+        f"output of 1 (Apply), in replica 0, ...{MIXES}",
+    ),
     "similarities": (
         *(lambda: Apply(lambda self, x: x @ x.T), VECTORS),
         "outputs have shapes [(4, 4)] on one device, [(4, 2)] in replicas; return a row for each sample",
@@ -289,6 +293,10 @@ RIGHT = {
     "sums of replicas": (lambda: Apply(lambda self, x: x.square().sum()), VECTORS, {"loss": torch.sum}),
     "integers": (lambda: nn.Embedding(9, 3, sparse=True), torch.arange(8) % 5, {"replicas": 3}),
     "NaN": (lambda: Apply(lambda self, x: x.log()), VECTORS),
+    "zeros and None": (
+        lambda: Apply(lambda self, x: x + 0 * self.parts[0](x) if len(x) > 2 else x, nn.Linear(3, 3)),
+        VECTORS,
+    ),
     "zeros": (lambda: Apply(lambda self, x: self.parts[0](x) * 0, nn.Linear(3, 3)), VECTORS),
     "mask": (lambda: Apply(lambda self, x: x > 0), VECTORS),
 }
