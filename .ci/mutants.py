@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-IGNORED = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "build", "out")  # is not part of a copy
+IGNORED = shutil.ignore_patterns(".git", ".venv", ".nox", ".*_cache", "__pycache__", "build", "out")  # not in a copy
 PLACES = {"cpu": (), "4 gpus": ("--simulated-gpus", "4")}  # with the options of pytest
 JOBS = os.cpu_count() or 1
 LIMIT = 1200.0  # seconds, after which tests that hang are killed
@@ -43,7 +43,6 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: Cpu.gradients: `stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)` -> "
     "`stacked[1::2].addcmul_((rounded - mean) * invstd, stacked[::2])`": "the same product",
     "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
-    "layers.py: _SynchronizedBatchNorm.forward: `is_in_replica()` -> `True`": "what is called then asks again",
     "exchange.py: _exchanged: `0` -> `1`": "the name of the only replica",
     "distributed.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
     "backends/cpu.py: affine: `input.stride(1) == 1` -> `input.stride(1) != 1`": "the slower of two operators",
