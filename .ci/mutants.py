@@ -50,6 +50,12 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
+    "backends/base.py: Backend.merge: `len(set(parts)) > 1` -> `len(set(parts)) >= 1`": "fractions that are all equal",
+    "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
+    "exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
+    "parallel/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
+    "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `own[0].is_complex()`": "only NCCL "
+    "refuses complex numbers",
 }
 
 # The mutants.

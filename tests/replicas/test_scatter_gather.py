@@ -75,6 +75,11 @@ def test_chunks_keep_the_order_of_dimensions_in_memory(x):
         assert ours.stride() == theirs.clone().stride()
 
 
+def test_scalars_have_no_other_dimension_to_be_gathered_along():
+    with pytest.raises(RuntimeError, match="zero-dimensional tensor"):
+        gather([torch.tensor(1.0)] * 2, CPU, 1)
+
+
 def test_scalars_become_a_vector_with_a_warning():
     scalars = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
