@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..refusals import warn
-
 __all__: list[str] = []
 
 
@@ -93,13 +91,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         moved = [output.to(device) for output in outputs]
-        if first.dim() or dim:
-            return torch.cat(moved, dim)
-        warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector."
-        )
-        return torch.stack(moved)
+        return torch.cat(moved, dim) if first.dim() or dim else torch.stack(moved)
     if first is None:
         return None
     if isinstance(first, dict):
