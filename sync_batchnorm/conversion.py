@@ -1,8 +1,7 @@
 """Converts a model to synchronized layers, and back.
 
-A layer stays the same object; only ``layer.__class__`` changes. So every reference to the layer, or to its parameters
-and buffers, stays valid. A class with its own forward cannot be swapped: such a layer is not converted, and a warning
-names it.
+A layer stays the same object; only its class changes, which `object.__setattr__` sets, since a layer may redirect its
+own. So every reference to the layer, or to its parameters and buffers, stays valid.
 """
 
 import copy
@@ -25,14 +24,7 @@ from .layers import (
     sync_options,
 )
 from .refusals import check_module, warn
-from .replicate import (
-    DataParallelWithCallback,
-    _ReplicationMixin,
-    make_subclass,
-    patch,
-    swap_class,
-    use_devices_of_torch,
-)
+from .replicate import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
 from .torch_private import BatchNormBase
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
@@ -51,6 +43,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
 # A class that has its own version of one of these cannot be swapped for another one.
+_NormBase: Any = BatchNormBase.__base__  # of norms with running statistics, also of instance norms
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 _LAZY = "is lazy and has seen no input; run one batch through the model, then convert it"
 
@@ -66,10 +59,10 @@ def convert_model(
     """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
 
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch becomes a synchronized subclass of itself, so
-    does timm's `BatchNormAct2d`, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change:
-    modules, parameters, buffers, hooks, flags and attributes are the same objects as before, also in an optimizer.
-    Layers that are already synchronized do not change, nor do their options. `revert_model` is the inverse.
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch, and timm's `BatchNormAct2d`, a synchronized
+    subclass of itself, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change: modules,
+    parameters, buffers, hooks and attributes are the same objects as before, also in an optimizer. Layers that are
+    already synchronized do not change, nor do their options. `revert_model` is the inverse.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -78,17 +71,15 @@ def convert_model(
 
     Args:
         module: the model, or a single layer.
-        classes: for a class of yours that normalizes and computes more, the synchronized class that replaces it, such
-            as ``class SynchronizedNormAct(NormAct, SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls
-            ``super().forward(input)``; also for one that is no BatchNorm but has its code. This excludes subclasses.
-        eps_mode: an option of the converted layers, like the other two: see `SynchronizedBatchNorm`.
-        group_size: see there.
-        process_group: see there. None keeps the group of a `torch.nn.SyncBatchNorm`.
+        classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
+            the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
+            SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls ``super().forward(input)``.
+        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`.
 
     Raises:
         TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized one, or has the forward of only one of them. To see
-            that, its forward is called once with a copy of each layer, on the CPU.
+            from both the class that it replaces and a synchronized one, or has the forward of only one of them, which
+            is called once with a copy of each layer, on the CPU, to see that.
 
     Warns:
         UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
@@ -114,10 +105,8 @@ def convert_model(
 def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
 
-    Layers get back their former class, or the corresponding one of torch, and lose the options; that of
-    `SynchronizedBatchNorm` is `torch.nn.SyncBatchNorm`. A `DataParallel` cannot run replicas on the CPU or several on
-    one device: such `device_ids` are replaced by each accelerator once, or by none for the CPU, where the module then
-    runs directly.
+    Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
+    `SynchronizedBatchNorm`), and lose the options. A `DataParallel` keeps each accelerator once, and no CPU replicas.
 
     Warns:
         UserWarning: one warning that names every module which cannot be reverted, and why.
@@ -134,9 +123,7 @@ def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
     for name, child in modules:
         for attribute, value in vars(child).items():
             layers = {layer for held in _held(value, set()) for layer in held.modules()} - registered
-            if any(
-                isinstance(layer, BatchNormBase) and not isinstance(layer, _SynchronizedBatchNorm) for layer in layers
-            ):
+            if any(isinstance(x, BatchNormBase) and not isinstance(x, _SynchronizedBatchNorm) for x in layers):
                 yield f"{name}.{attribute}".strip(".")
 
 
@@ -169,9 +156,10 @@ def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> No
     for plain, ours in classes.items():
         plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
         are_types = isinstance(plain, type) and isinstance(ours, type) and plain is not ours
-        are_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
-        computes = are_right and plain.forward is not BatchNormBase.forward
-        if not are_right or (computes and ours.forward is _SynchronizedBatchNorm.forward):
+        is_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
+        if is_right and ours.forward is _SynchronizedBatchNorm.forward:
+            is_right = plain.forward is BatchNormBase.forward
+        if not is_right:
             advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             raise TypeError(
                 f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; "
@@ -195,7 +183,7 @@ def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
 
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
         trial: Any = copy.deepcopy(layer).cpu().train()
-        swap_class(trial, ours)
+        object.__setattr__(trial, "__class__", ours)
         trial.__dict__.update(_sync_pipe=inputs, _forward_synchronized=synchronized)  # as if it were in a replica
         ours.forward(trial, _small_input(trial, ours))
         return bool(inputs)
@@ -210,13 +198,12 @@ def _small_input(layer: Any, cls: Any) -> Tensor:
 
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
     """Convert one module, unless it is synchronized already or no batch norm; return why if it cannot be converted."""
-    cls = type(layer)
+    cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
         patch(layer)
     if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
         return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-    is_ours, is_norm = isinstance(layer, _SynchronizedBatchNorm), isinstance(layer, BatchNormBase)
-    if cls not in classes and (is_ours or not (is_norm or _has_code_of_batch_norm(layer))):
+    if cls not in classes and (isinstance(layer, _SynchronizedBatchNorm) or not _is_batch_norm(layer)):
         return None
     reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
     if reason is not None:
@@ -226,7 +213,9 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
         training = layer.training
         layer.eval()(_small_input(layer, layer.cls_to_become))
         cls = type(layer.train(training))
-    swap_class(layer, classes.get(cls) or _SYNCHRONIZED.get(cls) or _mixed(cls))  # type: ignore[arg-type]
+    base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
+    ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
+    object.__setattr__(layer, "__class__", ours)
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:
@@ -267,32 +256,23 @@ def _is_of_timm(cls: type[nn.Module]) -> bool:
     return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
 
 
-def _has_code_of_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module has the attributes of a BatchNorm, which it need not be, and no frozen weight."""
-    buffers = module._buffers
-    has_statistics = "num_features" in vars(module) and "running_mean" in buffers and "running_var" in buffers
-    is_instance_norm = isinstance(module, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
-    return has_statistics and "weight" not in buffers and not is_instance_norm
+class _SynchronizedAct(SynchronizedBatchNorm2d):
+    """The base of the class that replaces timm's."""
+
+    def forward(self, input: Tensor) -> Any:
+        return self.act(self.drop(super().forward(input)))  # type: ignore[operator]
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is one of torch, or no norm of torch but has the attributes of one that is not frozen."""
+    names = module._buffers.keys() | vars(module).keys()
+    has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in module._buffers
+    return isinstance(module, BatchNormBase) or (has_attributes and not isinstance(module, _NormBase))
 
 
 def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
     """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
     return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
-
-
-def _normalize_drop_activate(layer: Any, input: Tensor) -> Any:
-    return layer.act(layer.drop(_SynchronizedBatchNorm.forward(layer, input)))
-
-
-@functools.lru_cache(maxsize=256)
-def _mixed(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm]:
-    """Return the synchronized subclass of `cls`, a class with the forward of torch, or that of timm."""
-    # With its `__init__`, ``type(layer)(...)`` takes the same arguments as before.
-    names: dict[str, Any] = {"__doc__": cls.__doc__, "__init__": cls.__init__}
-    if _is_of_timm(cls):
-        names["forward"] = _normalize_drop_activate
-    base = _kind_of(cls) or _SynchronizedBatchNorm
-    return make_subclass(f"Synchronized{cls.__name__}", base, cls, _mixed, **names)  # type: ignore[no-any-return]
 
 
 def _revert(module: nn.Module) -> str | None:
@@ -306,7 +286,7 @@ def _revert(module: nn.Module) -> str | None:
         return f"{cls.__name__} is parametrized; remove its parametrizations first"
     if plain is None:
         return f"{cls.__name__} is derived from a class of sync_batchnorm; give it the class that you want, by hand"
-    swap_class(module, plain)
+    object.__setattr__(module, "__class__", plain)
     if isinstance(module, nn.DataParallel):
         use_devices_of_torch(module)
         return None
@@ -322,9 +302,8 @@ def _revert(module: nn.Module) -> str | None:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
-    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, or with
-    the class as a default argument. The `__init__` of their base class is replaced in the whole process, so only one
-    thread at a time may open contexts, which may be nested.
+    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, in the
+    whole process. Contexts may be nested, but only one thread at a time may open them.
 
     Warns:
         UserWarning: where a layer is built that cannot be converted; it says why.

@@ -27,7 +27,7 @@ from .parallel.data_parallel import (
 )
 from .refusals import check_replicable, warn_of_plain_layers, warn_once
 from .replica import Replica, Run, caller_modes, is_in_replica, raise_foreign_layer
-from .torch_private import names_of_modules, uncompiled
+from .torch_private import BatchNormBase, names_of_modules, uncompiled
 
 __all__ = [
     "CallbackContext",
@@ -240,9 +240,9 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
     if not isinstance(data_parallel, _ReplicationMixin):
-        cls = type(data_parallel)
-        patched = DataParallelWithCallback if cls is DataParallel else _patched(cls)  # type: ignore[arg-type]
-        swap_class(data_parallel, patched)
+        cls: Any = type(data_parallel)
+        patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
+        object.__setattr__(data_parallel, "__class__", patched)
         data_parallel.__dict__["_sync_timeout"] = timeout
     return data_parallel
 
@@ -259,7 +259,7 @@ class DynamicSubclass(nn.Module):
     """The base of classes that are derived from the user's at run time; a pickle names the user's, to derive again."""
 
     _original: type[nn.Module]
-    _derive: Callable[[Any], Any]
+    _base: type[nn.Module]
 
     def __init_subclass__(cls) -> None:
         pass  # not the user's, which may register classes
@@ -267,37 +267,29 @@ class DynamicSubclass(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         function, args, *rest = tuple(super().__reduce_ex__(protocol))
         call = [self._original if item is type(self) else item for item in (function, *args)]
-        return _derived, (self._original, self._derive, *call), *rest
+        return _derived, (self._original, self._base, *call), *rest
 
 
-def _derived(original: Any, derive: Callable[[Any], Any], function: Callable[..., nn.Module], *args: Any) -> nn.Module:
+def _derived(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Return the module that `function` makes, and let its class be derived again if it is the original one."""
     module = function(*args)
     if type(module) is original:
-        swap_class(module, derive(original))
+        object.__setattr__(module, "__class__", derived_class(original, base))  # type: ignore[arg-type]
     return module
 
 
-def make_subclass(name: str, base: type[nn.Module], original: Any, derive: Callable[[Any], Any], **names: Any) -> Any:
-    """Return a class that is derived from `base` and `original`, as ``derive(original)`` does."""
+@functools.lru_cache(maxsize=256)
+def derived_class(original: Any, base: Any) -> Any:
+    """Return a class that is derived from `base` and `original`, and takes the arguments of `original`."""
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        return _derived(original, derive, super(DynamicSubclass, self).__deepcopy__, memo)
+        return _derived(original, base, super(DynamicSubclass, self).__deepcopy__, memo)
 
-    names |= {"__module__": original.__module__, "_original": original, "_derive": staticmethod(derive)}
+    names = {name: getattr(original, name) for name in ("__module__", "__doc__", "__init__")}
     if hasattr(original, "__deepcopy__"):
         names["__deepcopy__"] = __deepcopy__
-    return type(name, (DynamicSubclass, base, original), names)
-
-
-def swap_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Make `cls` the class of `module`, even if `module.__setattr__` sets attributes of another module."""
-    object.__setattr__(module, "__class__", cls)
-
-
-@functools.lru_cache(maxsize=256)
-def _patched(cls: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
-    return make_subclass(cls.__name__, _ReplicationMixin, cls, _patched)  # type: ignore[no-any-return]
+    name = f"Synchronized{original.__name__}" if issubclass(base, BatchNormBase) else original.__name__
+    return type(name, (DynamicSubclass, base, original), {**names, "_original": original, "_base": base})
 
 
 def _checked_timeout(timeout: float) -> float:
