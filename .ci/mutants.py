@@ -33,7 +33,7 @@ JOBS = os.cpu_count() or 1
 LIMIT = 1200.0  # seconds, after which tests that hang are killed
 # Mutants that were read, as they are printed but for the line, and why no test can notice them.
 EQUIVALENT: dict[str, str] = {
-    "layers.py: _SynchronizedBatchNorm._check_input: `1` -> `2`": "any number of rows makes torch raise the error",
+    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `1` -> `2`": "any number of rows does",
     "coordinator.py: Coordinator.abort: `monotonic() < deadline` -> `monotonic() <= deadline`": "at one instant only",
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",

@@ -57,7 +57,7 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
     if not isinstance(layer, _SynchronizedBatchNorm):
         return "it is not synchronized; call convert_model(model)"
-    if not layer._uses_batch_statistics() or not (layer.training or wrappers):
+    if not layer.training and not (wrappers and layer.running_mean is layer.running_var is None):
         return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
     # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
     for wrapper in wrappers:

@@ -30,9 +30,8 @@ _default_eps_mode = "plus"
 def set_sbn_eps_mode(mode: str) -> None:
     """Set how layers whose `eps_mode` is None keep the variance away from zero.
 
-    Args:
-        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default; ``"clamp"`` for
-            ``1 / sqrt(max(var, eps))``, as older libraries of this design. Any other one is a `ValueError`.
+    `mode` is ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default, or ``"clamp"`` for
+    ``1 / sqrt(max(var, eps))``, as older libraries of this design. Any other string is a `ValueError`.
     """
     global _default_eps_mode
     _check_eps_mode("mode", mode)
@@ -60,10 +59,9 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
-    """The base class of all synchronized layers.
+    """The base of all synchronized layers. Replicas get their pipes from the callback; the user's module has none.
 
-    A replica gets its pipe from the replication callback; the user's own module never has one. Class attributes are the
-    defaults for a module whose class was swapped; instances only store options that were passed explicitly.
+    Class attributes are defaults for modules whose class was swapped; instances only store options that were passed.
     """
 
     eps_mode: str | None = None
@@ -114,18 +112,21 @@ class _SynchronizedBatchNorm(BatchNormBase):
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self._uses_batch_statistics():
+        if not (self.training or self.running_mean is self.running_var is None):
             return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
         if self._sync_pipe is None:
             raise_foreign_layer(self)
             # A process that evaluates alone would wait for ever.
             if not self.training or self._active_group() is None:
-                self._warn_if_replica()
+                if getattr(self, "_is_replica", False):
+                    names = self._sync_layer[1] or [type(self).__name__]
+                    warn_once(
+                        f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are "
+                        "not connected: each normalizes with its own chunk of the batch. Use DataParallelWithCallback "
+                        "alone, or call patch_replication_callback(data_parallel) on the DataParallel around it"
+                    )
                 return BatchNormBase.forward(self, input)
         return self._forward_synchronized(input)
-
-    def _uses_batch_statistics(self) -> bool:
-        return self.training or (self.running_mean is None and self.running_var is None)
 
     @uncompiled
     def _forward_synchronized(self, input: Tensor) -> Tensor:
@@ -140,7 +141,17 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if self.training and self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
             mean, var = self.running_mean, self.running_var
             running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        self._check_input(input, weight, bias, mean, var)
+        channels, dtype, device = input.shape[1], input.dtype, input.device
+        valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
+        for tensor in (weight, bias, mean, var):
+            if tensor is not None:
+                valid = valid and tensor.shape[0] == channels and tensor.device == device
+                valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
+        if not valid:  # Let torch raise its own error, before the exchange.
+            mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
+            rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
+            with torch.no_grad():
+                F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
         # A module may compute weights in its forward.
         given = self._sync_given
         weight_of_module = given is not None and given[0] is weight and given[1] is bias
@@ -173,31 +184,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
         state = {name: value for name, value in state.items() if not isinstance(value, SyncMaster)}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
-    def _check_input(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
-    ) -> None:
-        """Raise torch's own error for invalid arguments, before the exchange."""
-        channels, dtype, device = input.shape[1], input.dtype, input.device
-        valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
-        for tensor in (weight, bias, mean, var):
-            if tensor is not None:
-                valid = valid and tensor.shape[0] == channels and tensor.device == device
-                valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
-        if not valid:
-            mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-            rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
-            with torch.no_grad():
-                F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
-
-    def _warn_if_replica(self) -> None:
-        if getattr(self, "_is_replica", False):
-            names = self._sync_layer[1] or [type(self).__name__]
-            warn_once(
-                f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are not "
-                "connected: each normalizes with its own chunk of the batch. Use DataParallelWithCallback alone, or "
-                "call patch_replication_callback(data_parallel) on the DataParallel around it"
-            )
-
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -210,10 +196,9 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
 
     In training mode, inside a `DataParallelWithCallback`, mean and biased variance are those of all replicas together,
-    weighted by elements. In eval mode, or with a single replica, the layer behaves as that of torch which it inherits
-    from; replicas without running statistics, which use those of the batch, synchronize in eval mode too. Running
-    statistics and the counter of the wrapped module are updated in place, once for each call, with the unbiased
-    variance.
+    weighted by elements. In eval mode, unless replicas have no running statistics, or with a single replica, the layer
+    behaves as that of torch which it inherits from. Running statistics and the counter of the wrapped module are
+    updated in place, once for each call, with the unbiased variance.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
@@ -225,8 +210,8 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
             forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas.
-        process_group: the group over which processes synchronize once `torch.distributed` is initialized with more than
-            one process; None: all processes. Torch cannot copy or pickle a group, nor a layer that has one.
+        process_group: the group of `torch.distributed` over which several processes synchronize; None: all processes.
+            Torch cannot copy or pickle a group, nor a layer that has one.
 
     Shape:
         - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
@@ -234,8 +219,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel is an error only if all replicas together have no other.
-        ValueError: also for a `process_group` that this process does not belong to.
+            value per channel only if all replicas together have no other. Also for a `process_group` of others.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 

@@ -22,7 +22,7 @@ Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one t
 def sync_moments(
     input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects.
+    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
 
     Connect the replicas in `__data_parallel_replicate__`: the first makes a ``SyncMaster(merge_messages)``, the others
     register with it. Blocks the calling thread until all of them have called this function.
@@ -67,10 +67,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
 def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
     """Return the moments of `input`, together with those of other processes if there are, in the graph."""
     values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
-    if count:
-        var, mean = torch.var_mean(values, dims, correction=0)
-    else:
-        var, mean = values.sum(dims), values.sum(dims)
+    var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if peers is None:
         return mean, var, count
     sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))

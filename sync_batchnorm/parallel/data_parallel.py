@@ -29,15 +29,11 @@ NO_ACCELERATOR = (
 @functools.lru_cache(maxsize=256)
 def as_device(device: DeviceId) -> torch.device:
     """Return the `torch.device` that a device id names, the same one for all ids of a device."""
-    if device == -1:  # torch's number for the CPU, as an `output_device`
-        return torch.device("cpu")
-    if isinstance(device, int):
+    if isinstance(device, int) and device != -1:
         accelerator = torch.accelerator.current_accelerator()
-        return torch.device(accelerator.type if accelerator is not None else "cuda", device)
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return device if device.index is not None else torch.device(device.type, 0)
+        return torch.device("cuda" if accelerator is None else accelerator.type, device)
+    device = torch.device("cpu" if device == -1 else device)  # -1 is torch's number for the CPU, as an `output_device`
+    return torch.device("cpu") if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def unsupported_by_torch(devices: Sequence[torch.device]) -> bool:
