@@ -37,9 +37,8 @@ def sync_moments(
 
     Raises:
         ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
-        ReplicaSyncError: if the replicas cannot exchange.
         RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
-            recomputation by activation checkpointing.
+            recomputation by activation checkpointing; a `ReplicaSyncError` if the replicas cannot exchange.
     """
     if input.dim() < 2:
         raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")

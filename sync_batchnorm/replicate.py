@@ -5,7 +5,6 @@ on every copy of every submodule that has it. All state belongs to the replicas 
 """
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,18 +22,14 @@ from .parallel.data_parallel import (
     DeviceId,
     as_device,
     check_copies,
+    checked_timeout,
     unsupported_by_torch,
 )
 from .refusals import check_replicable, warn_of_plain_layers, warn_once
-from .replica import Replica, Run, caller_modes, is_in_replica, raise_foreign_layer
+from .replica import Replica, Run, caller_modes, current_replica, raise_foreign_layer
 from .torch_private import BatchNormBase, names_of_modules, uncompiled
 
-__all__ = [
-    "CallbackContext",
-    "DataParallelWithCallback",
-    "execute_replication_callbacks",
-    "patch_replication_callback",
-]
+__all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]
 
 DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
 _CALLBACK = "__data_parallel_replicate__"
@@ -62,7 +57,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
     those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
     """
-    _refuse_training_in_replica(modules[0], modules[0])
+    if current_replica.get() is not None:
+        _refuse_training(modules[0], modules[0])
     _execute_callbacks(modules, _coordinator())
 
 
@@ -95,12 +91,11 @@ def _coordinator(device_ids: Sequence[DeviceId] = (), timeout: float = DEFAULT_T
     return Coordinator(devices, timeout, span if profiler._is_profiler_enabled else None)
 
 
-def _refuse_training_in_replica(wrapper: nn.Module, module: nn.Module) -> None:
+def _refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
     """Raise an error for replicas inside of a replica that would synchronize only with each other."""
-    if is_in_replica():
-        for child in module.modules():  # Layers without running statistics use the batch in eval mode too.
-            if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
-                raise_foreign_layer(wrapper)
+    for child in module.modules():  # Layers without running statistics use the batch in eval mode too.
+        if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
+            raise_foreign_layer(wrapper)
 
 
 class _ReplicationMixin(DataParallel[Any]):
@@ -124,7 +119,8 @@ class _ReplicationMixin(DataParallel[Any]):
     ) -> list[nn.Module]:
         if len(device_ids) == 1:
             return [module]
-        _refuse_training_in_replica(self, module)
+        if current_replica.get() is not None:
+            _refuse_training(self, module)
         check_replicable(self, module)
         check_copies(frozenset(map(as_device, device_ids)))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
@@ -162,7 +158,7 @@ class _ReplicationMixin(DataParallel[Any]):
         who, failed = failure
         del failure
         try:  # The wrapper around this one shows the frames of both.
-            raise failed if is_in_replica() else without_frames(failed, who)
+            raise failed if current_replica.get() is not None else without_frames(failed, who)
         finally:
             del failed  # Its traceback refers to this frame.
 
@@ -199,19 +195,6 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Sequence[DeviceId] | None = None,
-        output_device: DeviceId | None = None,
-        dim: int = 0,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-    ) -> None:
-        timeout = _checked_timeout(timeout)
-        super().__init__(module, device_ids, output_device, dim)
-        self._sync_timeout = timeout
-
 
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
@@ -231,7 +214,7 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
             f"data_parallel must be a torch.nn.DataParallel, got {type(data_parallel).__name__}; "
             "wrap the module with DataParallelWithCallback"
         )
-    timeout = _checked_timeout(timeout)
+    timeout = checked_timeout(timeout)
     if not data_parallel.device_ids:
         warn_once(NO_ACCELERATOR)
     return patch(data_parallel, timeout)
@@ -290,13 +273,3 @@ def derived_class(original: Any, base: Any) -> Any:
         names["__deepcopy__"] = __deepcopy__
     name = f"Synchronized{original.__name__}" if issubclass(base, BatchNormBase) else original.__name__
     return type(name, (DynamicSubclass, base, original), {**names, "_original": original, "_base": base})
-
-
-def _checked_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
-    if not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"timeout must be between 0 and {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
-        )
-    return float(timeout)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..backends.streams import current_stream
+from ..coordinator import DEFAULT_TIMEOUT
 from ..refusals import check_module, warn, warn_once
 from .copies import replicate
 from .random_states import RandomStates
@@ -70,8 +71,19 @@ def check_copies(devices: frozenset[torch.device]) -> None:
             torch.cuda.set_sync_debug_mode(mode)
 
 
+def checked_timeout(timeout: float) -> float:
+    """Return a number of seconds, or raise an error for what is none, or out of range."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
+    if not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be between 0 and {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
+        )
+    return float(timeout)
+
+
 class AnyDeviceDataParallel(nn.DataParallel[Any]):
-    """`torch.nn.DataParallel` that also takes CPU replicas and several replicas on one device."""
+    """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and a timeout."""
 
     def __init__(
         self,
@@ -79,31 +91,32 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         device_ids: Sequence[DeviceId] | None = None,
         output_device: DeviceId | None = None,
         dim: int = 0,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         check_module(module)
+        timeout = checked_timeout(timeout)
         if isinstance(device_ids, str) or not isinstance(device_ids, (Sequence, type(None))):
             raise TypeError(f"device_ids must be a list, got {device_ids!r}; pass for example ['cpu'] * 2 or [0, 1]")
-        devices = list(map(as_device, device_ids or ()))
+        devices: Any = list(map(as_device, device_ids or ()))
+        output: Any = None if output_device is None else as_device(output_device)
         if not unsupported_by_torch(devices):
-            if output_device is not None and as_device(output_device).type == "cpu":
-                output_device = -1
-            super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+            given: Any = -1 if output == torch.device("cpu") else output_device
+            super().__init__(module, device_ids, given, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
-                self.dim, self.output_device = dim, output_device  # type: ignore[assignment]
+                self.dim, self.output_device = dim, given
                 if devices:
                     warn_once(NO_ACCELERATOR)
-            return
-        if len({device.type for device in devices}) > 1:
+        elif len({device.type for device in devices}) > 1:
             raise ValueError(
                 f"device_ids must be accelerators or the CPU, not both, got {[str(device) for device in devices]}; "
                 "leave out the devices of one kind"
             )
-        nn.Module.__init__(self)
-        self.module = module
-        self.dim = dim
-        self.device_ids = devices  # type: ignore[assignment]
-        self.output_device = devices[0] if output_device is None else as_device(output_device)  # type: ignore[assignment]
-        self.src_device_obj = devices[0]
+        else:
+            nn.Module.__init__(self)
+            self.module, self.dim, self.device_ids = module, dim, devices
+            self.output_device, self.src_device_obj = output or devices[0], devices[0]
+        self._sync_timeout = timeout
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         kwargs = kwargs or {}
@@ -142,10 +155,10 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         if len(replicas) == 1:
             work(0)
             return outputs
-        run, states, shares = getattr(replicas[0], "_sync_run", None), None, len(streams) < len(devices)
-        versions = _versions(self.module) if shares else {}
-        if run is not None and shares:
-            ids = [replica._sync_id for replica in replicas]
+        run: Any = getattr(replicas[0], "_sync_run", None)
+        shares = run is not None and len(streams) < len(devices)
+        if shares:
+            ids, versions = [replica._sync_id for replica in replicas], _versions(self.module)
             states = RandomStates(dict(zip(ids, devices, strict=True)))
             run.coordinator.take_turns(ids, states.begin_turn)
         # After Ctrl-C in the caller, a busy daemon thread does not block exit.
@@ -155,15 +168,15 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         for thread in threads:
             while thread.is_alive() and not (run and run.coordinator.has_given_up):
                 thread.join(1.0)
-        if states is not None:  # not after Ctrl-C in the caller, while replicas still run
+        if shares:  # not after Ctrl-C in the caller, while replicas still run
             states.restore_caller()
-        after = _versions(self.module) if shares else {}  # with those that forward() has added to the module
-        changed = [name for name, version in versions.items() if after.get(name, version) != version]
-        if changed:
-            warn_once(
-                f"forward() modified parameters {changed} in place; each of the {len(replicas)} replicas, which share "
-                "their memory, repeated the change; make it a buffer, or change it outside forward()"
-            )
+            after = _versions(self.module)  # with those that forward() has added to the module
+            changed = [name for name, version in versions.items() if after.get(name, version) != version]
+            if changed:
+                warn_once(
+                    f"forward() modified parameters {changed} in place; each of the {len(replicas)} replicas, which "
+                    "share their memory, repeated the change; make it a buffer, or change it outside forward()"
+                )
         return outputs
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:

@@ -76,7 +76,7 @@ def test_only_one_file_blocks(file):
     for node in ast.walk(TREES[file]):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("threading", "queue"):
             used.add(node.attr)
-    allowed = {"parallel.data_parallel": {"Thread"}, "replicate": {"TIMEOUT_MAX"}}
+    allowed = {"parallel.data_parallel": {"Thread", "TIMEOUT_MAX"}}
     allowed["parallel.random_states"] = {"RLock"}  # around two operators of torch
     assert file == "coordinator" or used - {""} <= allowed.get(file, set())
 
