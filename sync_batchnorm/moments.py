@@ -19,9 +19,7 @@ Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one t
 
 
 @uncompiled
-def sync_moments(
-    input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None
-) -> tuple[Tensor, Tensor, int]:
+def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
 
     Connect the replicas in `__data_parallel_replicate__`: the first makes a ``SyncMaster(merge_messages)``, the others
@@ -57,24 +55,18 @@ def sync_moments(
 
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
-    mean, var, count = _moments(input, group and distributed.Peers(group, 0, ("sync_moments",)))
+    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
+    var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
+    if group is not None:  # Then all processes together, in the graph.
+        peers = distributed.Peers(group, 0, ("sync_moments",))
+        sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
+        total = sums[-1].clamp(min=1)
+        deviations = mean - sums[:-1] / total
+        spread = peers.all_reduced((var + deviations * deviations) * count)
+        mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     mean, var, count = _answers([(0, message)])[0][1] if pipe is None else pipe.run(message)
     return mean.clone(), var.clone(), count  # copies, which users may change in place
-
-
-def _moments(input: Tensor, peers: distributed.Peers | None) -> Moments:
-    """Return the moments of `input`, together with those of other processes if there are, in the graph."""
-    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
-    var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
-    if peers is None:
-        return mean, var, count
-    sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
-    total = sums[-1].clamp(min=1)
-    merged = sums[:-1] / total
-    deviations = mean - merged
-    spread = peers.all_reduced((var + deviations * deviations) * count)
-    return merged, spread / total, int(sums[-1])
 
 
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:

@@ -114,9 +114,7 @@ class _ReplicationMixin(DataParallel[Any]):
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, **kwargs)
 
-    def replicate(
-        self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any
-    ) -> list[nn.Module]:
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
         if len(device_ids) == 1:
             return [module]
         if current_replica.get() is not None:
@@ -183,9 +181,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
 
     Raises:
-        TypeError, ValueError: for arguments of a wrong type, and a bad `timeout`.
-        ValueError: for `device_ids` of different kinds; from a call, if its arguments make different numbers of chunks,
-            or the replicas return different structures.
+        TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, and `device_ids` of different kinds; from
+            a call, if its arguments make different numbers of chunks, or the replicas return different structures.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
             replicated, if copies between devices lose data, or if a replica trains a synchronized layer that does not
             belong to it, also in another wrapper, or that synchronizes several processes.
