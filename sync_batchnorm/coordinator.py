@@ -171,7 +171,7 @@ class Coordinator:
         since it has caught the error of that.
         """
         with self._lock:
-            if failure is not None and replica_id in self._failures:
+            if replica_id in self._failures:
                 return
             self._running.pop(replica_id, None)
             self._left[replica_id] = "left its forward"

@@ -277,3 +277,11 @@ def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devi
     output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward(torch.randn_like(output))
+
+
+@several
+@torch.inference_mode()
+def test_parameters_made_in_inference_mode_have_replicas(devices):
+    plain, parallel = twins(nn.Linear(3, 2).double(), devices)
+    input = doubles(6, 3, devices=devices)
+    assert_equal(parallel(input), plain(input))
