@@ -235,3 +235,10 @@ def test_control_c_at_any_line_of_an_exchange_releases_the_peer(replica, order):
         assert KeyboardInterrupt in pair.errors
         assert set(pair.errors) <= {KeyboardInterrupt, ReplicaSyncError}
     assert line > 20
+
+
+def test_replica_that_still_runs_is_not_run_a_second_time():
+    coordinator = Coordinator(["cpu"] * 2)
+    coordinator.begin(0)
+    with pytest.raises(RuntimeError, match="expected each replica to run once, but replica 0 on device cpu was called"):
+        coordinator.begin(0)
