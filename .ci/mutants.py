@@ -49,6 +49,8 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
+    'layers.py: _SynchronizedBatchNorm.__data_parallel_replicate__: `state["_sync_master_device"] = ctx.device` '
+    "-> `pass`": "the master copies the statistics itself, later",
     "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
     "backends/base.py: Backend.merge: `len(set(parts)) > 1` -> `len(set(parts)) >= 1`": "fractions that are all equal",
