@@ -51,9 +51,7 @@ class Cuda(Backend):
             (means, invstds), on_device = statistics[0], counts.clamp(min=_NEARLY_ZERO)
         else:
             filled = [(own, count) for own, count in zip(statistics, counts, strict=True) if count]
-            stacked = torch.cat([vector for own, _ in filled for vector in own]).view(
-                len(filled), 2, statistics[0][0].shape[1]
-            )
+            stacked = torch.cat([vector for own, _ in filled for vector in own]).view(len(filled), 2, -1)
             means, invstds = stacked.unbind(1)
             on_device = _counts(stacked.device, tuple([count for _, count in filled]), stacked.dtype)
         momentum, buffers = 0.0, (None, None)

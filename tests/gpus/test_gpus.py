@@ -280,6 +280,16 @@ def losing_copies(source, target):
 
 
 @pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("copies_are_not_checked_yet")
+def test_copies_are_checked_outside_of_the_debug_mode_that_refuses_waits(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    check_copies(frozenset(as_devices([0, 1])))
+    assert modes == ["default", 2]
+
+
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
 @pytest.mark.usefixtures("copies_are_not_checked_yet")
 def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
