@@ -42,8 +42,8 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-# A class that has its own version of one of these cannot be swapped for another one.
 _NormBase: Any = BatchNormBase.__base__  # of norms with running statistics, also of instance norms
+# A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 _LAZY = "is lazy and has seen no input; run one batch through the model, then convert it"
 
@@ -74,7 +74,8 @@ def convert_model(
         classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
             the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
             SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls ``super().forward(input)``.
-        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`.
+        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
+            `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
 
     Raises:
         TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
