@@ -281,7 +281,7 @@ def _revert(module: nn.Module) -> str | None:
     if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
         return None
     cls, state = type(module), module.__dict__
-    plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_original")
+    plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_sync_original")
     plain = state.get("_former_class", plain)
     if is_parametrized(module):
         return f"{cls.__name__} is parametrized; remove its parametrizations first"

@@ -211,6 +211,8 @@ class Coordinator:
         """Return who failed first, as far as that is known, and the error, or None; forget all failures."""
         with self._lock:
             failures, self._failures = self._failures, {}
+            if not failures and self.has_given_up:  # The replicas that were released are still on their way out.
+                failures = {replica_id: copy(self._broken) for replica_id in self._released}  # type: ignore[misc]
 
         def rank(replica_id: int) -> tuple[bool, bool, int]:
             return replica_id in self._released, isinstance(failures[replica_id], ReplicaSyncError), replica_id

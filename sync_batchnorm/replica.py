@@ -53,6 +53,9 @@ class Replica(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._sync_replica, name, value)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sync_replica.named_modules(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         coordinator, replica_id = self._sync_run.coordinator, self._sync_id
         span = coordinator.begin(replica_id)
@@ -89,7 +92,7 @@ vars(is_in_replica).update(_dynamo_marked_constant=True)
 def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
     replica = current_replica.get() if is_in_replica() else None
-    if replica is None or any(module is foreign for module in replica._sync_replica.modules()):
+    if replica is None or any(module is foreign for module in replica.modules()):
         return
     run = replica._sync_run
     who = run.coordinator.who(replica._sync_id)

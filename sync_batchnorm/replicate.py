@@ -115,10 +115,10 @@ class _ReplicationMixin(DataParallel[Any]):
         return super().forward(*inputs, **kwargs)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        if len(device_ids) == 1:
-            return [module]
         if current_replica.get() is not None:
             _refuse_training(self, module)
+        if len(device_ids) == 1:
+            return [module]
         check_replicable(self, module)
         check_copies(frozenset(map(as_device, device_ids)))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
@@ -238,16 +238,16 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
 class DynamicSubclass(nn.Module):
     """The base of classes that are derived from the user's at run time; a pickle names the user's, to derive again."""
 
-    _original: type[nn.Module]
-    _base: type[nn.Module]
+    _sync_original: type[nn.Module]
+    _sync_base: type[nn.Module]
 
     def __init_subclass__(cls) -> None:
         pass  # not the user's, which may register classes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         function, args, *rest = tuple(super().__reduce_ex__(protocol))
-        call = [self._original if item is type(self) else item for item in (function, *args)]
-        return _derived, (self._original, self._base, *call), *rest
+        call = [self._sync_original if item is type(self) else item for item in (function, *args)]
+        return _derived, (self._sync_original, self._sync_base, *call), *rest
 
 
 def _derived(original: Any, base: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -269,4 +269,4 @@ def derived_class(original: Any, base: Any) -> Any:
     if hasattr(original, "__deepcopy__"):
         names["__deepcopy__"] = __deepcopy__
     name = f"Synchronized{original.__name__}" if issubclass(base, BatchNormBase) else original.__name__
-    return type(name, (DynamicSubclass, base, original), {**names, "_original": original, "_base": base})
+    return type(name, (DynamicSubclass, base, original), {**names, "_sync_original": original, "_sync_base": base})

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..backends.streams import current_stream
 from ..coordinator import DEFAULT_TIMEOUT
-from ..refusals import check_module, warn, warn_once
+from ..refusals import check_module, warn_once
 from .copies import replicate
 from .random_states import RandomStates
 from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
@@ -184,11 +184,6 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
         device = as_device(output_device)
         if not unsupported_by_torch(list(map(as_device, self.device_ids))):
             return super().gather(outputs, str(device))  # type: ignore[arg-type]
-        if not self.dim and min(map(torch.Tensor.dim, tensors_in(outputs[0])), default=1) == 0:
-            warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector."
-            )
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
             return gather(outputs, device, self.dim)

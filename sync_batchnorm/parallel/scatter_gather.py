@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..refusals import warn
+
 __all__: list[str] = []
 
 
@@ -91,7 +93,13 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         moved = [output.to(device) for output in outputs]
-        return torch.cat(moved, dim) if first.dim() or dim else torch.stack(moved)
+        if first.dim() or dim:
+            return torch.cat(moved, dim)
+        warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and "
+            "return a vector."
+        )
+        return torch.stack(moved)
     if first is None:
         return None
     if isinstance(first, dict):

@@ -40,7 +40,7 @@ class Tagged(nn.BatchNorm2d):
 
     def __init__(self, tag: str, num_features: int) -> None:
         super().__init__(num_features)
-        self.tag = tag
+        self.tag = self._base = self._original = tag  # the last two could be names of the library's own
         self.register_buffer("calls", torch.zeros(2))
 
     def extra_repr(self) -> str:

@@ -310,6 +310,21 @@ def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     release.set()
 
 
+def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error():
+    release = threading.Event()
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        try:
+            return net.bn(x) if x.sum() else release.wait()
+        finally:
+            release.wait()
+
+    x = torch.tensor([[1.0, 1.0], [2.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    with pytest.raises(TimeoutError, match="replica 0 on device cpu waits for replica 1 on device cpu"):
+        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(2)), ["cpu"] * 2, timeout=0.2)(x)
+    release.set()
+
+
 def test_replica_that_is_stuck_while_another_fails_is_waited_for_no_longer_than_the_timeout():
     release = threading.Event()
     steps = (1, "between", lambda model, x: release.wait()), (0, "between", raising(ValueError("the cause")))

@@ -111,6 +111,7 @@ def test_model_may_have_attributes_of_any_name():
     found = {name: type(getattr(replica, name)) for name in names}
     expected = {name: type(getattr(parallel.module, name)) for name in names}
     assert found == expected | {"modes": Tensor}  # no parameter, as in torch
+    assert list(map(type, replica.modules())) == list(map(type, parallel.module.modules()))
 
 
 def scaling():

@@ -1,7 +1,7 @@
 """Scatter and gather of trees: the values, the types, the gradients and the errors of `torch.nn.parallel`."""
 
 import re
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserList, namedtuple
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_scalars_have_no_other_dimension_to_be_gathered_along():
 def test_scalars_become_a_vector_with_a_warning():
     rows = torch.arange(3.0, requires_grad=True)
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        vector, _ = DataParallelWithCallback(Net(lambda net, row: (row.sum(), row)), ["cpu"] * 3)(rows)
+        vector, _ = DataParallelWithCallback(Net(lambda net, row: UserList([row.sum(), row])), ["cpu"] * 3)(rows)
     assert equal(vector.detach(), rows.detach())
     vector.backward(torch.tensor([3.0, 4.0, 5.0]))
     assert rows.grad.tolist() == [3.0, 4.0, 5.0]
