@@ -49,11 +49,6 @@ def test_tensors_that_cannot_be_cut_together_are_refused(kind):
         parallel(first, other=second)
 
 
-def test_scalar_alone_is_refused():
-    with pytest.raises(ValueError, match=r"shapes \[\(\)\] make \[0\] chunks"):
-        DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(torch.tensor(1.0))
-
-
 def scaled(net, input, factors):
     assert all(factor.device == input.device for factor in factors.values())
     return net.bn(input) * factors["trained"] / factors["number"]
@@ -152,21 +147,3 @@ def test_cpu_has_one_name(name):
     plain, parallel = twins(TwoLayers().double(), ["cpu", "cpu"])
     parallel = DataParallelWithCallback(parallel.module, [name, "cpu"])
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
-
-
-@pytest.mark.parametrize(
-    ("devices", "error", "message"),
-    [
-        (["nowhere"], RuntimeError, "Expected one of cpu"),
-        (["cpu", "cuda:0"], ValueError, r"not both, got \['cpu', 'cuda:0'\]"),
-    ],
-)
-def test_devices_that_cannot_work_together_are_refused(devices, error, message):
-    with pytest.raises(error, match=message):
-        DataParallelWithCallback(nn.Linear(2, 2), devices)
-
-
-def test_module_on_the_wrong_device_is_refused_in_the_words_of_torch():
-    parallel = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
-    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
-        parallel(torch.zeros(4, 2))

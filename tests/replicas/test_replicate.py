@@ -113,11 +113,6 @@ def test_object_is_patched_once():
         assert parallel._sync_timeout == 7.0
 
 
-def test_only_data_parallel_objects_can_be_patched():
-    with pytest.raises(TypeError, match=r"data_parallel must be a torch.nn.DataParallel, got Linear; wrap"):
-        patch_replication_callback(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "5", True])
 def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
     is_number = type(timeout) in (int, float)

@@ -1,6 +1,9 @@
 """The wrapper is a `DataParallel`: its buffers, chunks, hooks and state."""
 
+import re
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,15 @@ from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, assert_synchronized, convert_model, revert_model
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SyncMaster,
+    assert_synchronized,
+    convert_model,
+    patch_replication_callback,
+    revert_model,
+    sync_moments,
+)
 
 
 def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
@@ -22,24 +33,32 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
 
 
 OF_TWO = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
-WRONG = {
-    "device": (lambda: DataParallelWithCallback(nn.Identity(), "cpu"), "device_ids must be a list, got 'cpu'; pass"),
-    "number": (lambda: DataParallelWithCallback(nn.Identity(), 0), "device_ids must be a list, got 0; pass"),
-    "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), "torch.nn.Module, but got list"),
-    "convert": (lambda: convert_model([nn.Identity()]), "a torch.nn.Module, but got list; pass the model itself"),
-    "revert": (lambda: revert_model(None), "a torch.nn.Module, but got NoneType; pass the model itself"),
-    "check": (lambda: assert_synchronized([nn.Identity()]), "expected a torch.nn.Module, but got list"),
-    "none": (lambda: assert_synchronized(OF_TWO, replicas=0), "replicas of at least 1, but got 0"),
-    "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), "replicas as a number of replicas, but got True"),
-    "classes": (lambda: convert_model(OF_TWO, classes=[1]), r"classes as a dict .*, but got \[1\]; pass"),
-    "callback": (lambda: SyncMaster(3), "expected master_callback as a function, but got 3"),
+ON_META = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
+MIXED = ["cpu", "cuda:0"]
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "device": (lambda: DataParallelWithCallback(nn.Identity(), "cpu"), TypeError, "must be a list, got 'cpu'; pass"),
+    "number": (lambda: DataParallelWithCallback(nn.Identity(), 0), TypeError, "device_ids must be a list, got 0; pass"),
+    "name": (lambda: DataParallelWithCallback(nn.Identity(), ["nowhere"]), RuntimeError, "Expected one of cpu"),
+    "kinds": (lambda: DataParallelWithCallback(nn.Identity(), MIXED), ValueError, re.escape(f"not both, got {MIXED}")),
+    "other device": (lambda: ON_META(torch.zeros(4, 2)), RuntimeError, "have its parameters and buffers on device cpu"),
+    "scalar": (lambda: OF_TWO(torch.tensor(1.0)), ValueError, r"shapes \[\(\)\] make \[0\] chunks"),
+    "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
+    "patch": (lambda: patch_replication_callback(OF_TWO.module), TypeError, "nn.DataParallel, got Identity; wrap the"),
+    "convert": (lambda: convert_model([nn.Identity()]), TypeError, "a torch.nn.Module, but got list; pass the model"),
+    "revert": (lambda: revert_model(None), TypeError, "a torch.nn.Module, but got NoneType; pass the model itself"),
+    "check": (lambda: assert_synchronized([nn.Identity()]), TypeError, "expected a torch.nn.Module, but got list"),
+    "none": (lambda: assert_synchronized(OF_TWO, replicas=0), ValueError, "replicas of at least 1, but got 0"),
+    "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), TypeError, "as a number of replicas, but got True"),
+    "classes": (lambda: convert_model(OF_TWO, classes=[1]), TypeError, r"classes as a dict .*, but got \[1\]; pass"),
+    "callback": (lambda: SyncMaster(3), TypeError, "expected master_callback as a function, but got 3"),
+    "vector": (lambda: sync_moments(torch.randn(5), None), ValueError, r"input \(N, C, \+\), but got 1 dimensions"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_arguments_that_cannot_be_right_are_refused_in_words(what):
-    call, text = WRONG[what]
-    with pytest.raises(ValueError if what == "none" else TypeError, match=text):
+    call, error, text = WRONG[what]
+    with pytest.raises(error, match=text):
         call()
 
 
