@@ -42,7 +42,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-_NormBase: Any = BatchNormBase.__base__  # of norms with running statistics, also of instance norms
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 _LAZY = "is lazy and has seen no input; run one batch through the model, then convert it"
@@ -268,7 +268,7 @@ def _is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is one of torch, or no norm of torch but has the attributes of one that is not frozen."""
     names = module._buffers.keys() | vars(module).keys()
     has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in module._buffers
-    return isinstance(module, BatchNormBase) or (has_attributes and not isinstance(module, _NormBase))
+    return isinstance(module, BatchNormBase) or (has_attributes and not isinstance(module, _InstanceNorm))
 
 
 def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:

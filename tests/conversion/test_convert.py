@@ -350,6 +350,7 @@ def test_other_plain_containers_are_not_named(held):
     assert isinstance(convert_model(holding(held)).known[0], SynchronizedBatchNorm2d)
 
 
+OfBase = type("OfBase", (_BatchNorm.__base__,), {"forward": lambda self, input: input})
 Called = type("Called", (nn.BatchNorm2d,), {"__call__": lambda self, input: input})
 Reduced = type("Reduced", (nn.BatchNorm1d,), {"__reduce__": lambda self: (Reduced, (self.num_features,))})
 Saved = type("Saved", (nn.BatchNorm3d,), {"__getstate__": lambda self: vars(self) | {"training": True}})
@@ -384,10 +385,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized"),
     (lambda: Saved(2), "Saved has a __getstate__ of its own"),
     (lambda: quantized.BatchNorm2d(2), "BatchNorm2d has a forward of its own"),
-    (
-        lambda: layer_with(forward=torch.relu),
-        "BatchNorm2d has a forward of its own, set on the object; convert the mod",
-    ),
+    (lambda: layer_with(forward=torch.relu), "BatchNorm2d has a forward of its own, set on the object; convert the "),
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
     (
         lambda: Standalone(2),
@@ -395,6 +393,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         "whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
         "convert_model(model, classes={Standalone: SynchronizedStandalone}), see its documentation",
     ),
+    (lambda: OfBase(2), "OfBase has a forward of its own; write class SynchronizedOfBase(OfBase, SynchronizedBatch"),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
