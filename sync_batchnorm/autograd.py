@@ -18,7 +18,6 @@ The master makes all that a backward pass reads, on every device, before it answ
 peers have woken up.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,11 +55,9 @@ class _Save(torch.autograd.Function):
 _save: Any = super(torch.autograd.Function, _Save).apply  # without `torch.func`, whose transforms layers refuse
 
 
-@functools.cache
 def _source() -> Tensor:
-    # Not a leaf: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
-    with torch.inference_mode(False), torch.enable_grad():
-        return torch.empty(0, device="cpu", requires_grad=True).clone()
+    # One for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    return torch.empty(0, device="cpu", requires_grad=True)
 
 
 class Saved:
@@ -187,8 +184,7 @@ def _gradients(
     for i, own in enumerate(saved):
         input_needed, weight_needed, bias_needed = needed[3 + 3 * i : 6 + 3 * i]
         grad_input, grad_weight, grad_bias = next(computed) if i in replicas else (None, None, None)
-        if grad_bias is None and (weight_needed or bias_needed):
-            # Its output is not in the loss. Gradient hooks would otherwise be called with None.
+        if grad_bias is None:  # Its output is not in the loss. Gradient hooks would otherwise be called with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[own.device][0])
         if frees and i in replicas:
             own.drop()  # only now, in order with the engine

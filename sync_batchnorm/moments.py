@@ -60,12 +60,12 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
     if group is not None:  # Then all processes together, in the graph.
         peers = distributed.Peers(group, 0, ("sync_moments",))
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
-        total = sums[-1].clamp(min=1)
+        total = sums[-1].clamp(min=0.5)  # of zero elements, zero is the sum
         deviations = mean - sums[:-1] / total
         spread = peers.all_reduced((var + deviations * deviations) * count)
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
-    mean, var, count = _answers([(0, message)])[0][1] if pipe is None else pipe.run(message)
+    mean, var, count = _answers([(None, message)])[0][1] if pipe is None else pipe.run(message)
     return mean.clone(), var.clone(), count  # copies, which users may change in place
 
 

@@ -134,7 +134,7 @@ class BatchStatistics(NamedTuple):
         The second total, of what depends on the variance, is zero where eps has replaced that.
         """
         mean, _ = self.mean_invstd[self.master]
-        pairs = torch.cat(tuple(sums)).view(-1, 2, len(mean)) if sums else mean.new_zeros(1, 2, len(mean))
+        pairs = (torch.cat(tuple(sums)) if sums else mean.new_zeros(2 * len(mean))).view(-1, 2, len(mean))
         total = pairs.sum(0) if self.reduce is None else self.reduce(pairs.sum(0))
         if self.clamped is not None:
             total = torch.stack((total[0], total[1].masked_fill(self.clamped, 0)))
@@ -219,7 +219,8 @@ class Backend:
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.
 
-        That of an input is None if it is not wanted; those of weight and bias if the output does not enter the loss.
+        That of an input is None if it is not wanted; those of weight and bias may be None, for zeros, if the output
+        does not enter the loss, or has no elements.
         """
         mean_invstd = _statistics_in_graph(replicas, batch) if torch.is_grad_enabled() else batch.mean_invstd
         sums: list[Tensor] = []
@@ -237,8 +238,6 @@ class Backend:
                 direct = dy if weight is None else dy * per_channel(weight, x)
             of_parameters.append((grad_weight, grad_bias))
             own_parts.append((normalized, direct))
-        if not any([replica.wants_input for replica in replicas]):
-            return [(None, *grads) for grads in of_parameters]
         count = batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1)
         terms = batch.totals(sums) / count
         results: list[Gradients] = []

@@ -37,6 +37,8 @@ LARGEST_RATIO = 256.0
 # rows, of at most this many elements.
 WIDTH = 2048
 
+ANY = 0.1  # a momentum, where there are no running statistics, or none that are kept
+
 batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
@@ -110,13 +112,14 @@ class Cpu(Backend):
 
 def affine(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``input * slope + offset``, vectors ``(C,)``, in the dtype and memory format of `input`, in one pass."""
-    if input.dtype == slope.dtype and input.stride(1) == 1 and not input.is_contiguous():
+    if input.dtype == slope.dtype and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
     zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
     if out is None:  # Batched gradients have no rule for the operator below.
-        return torch.native_batch_norm(input, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
-    unused = slope.new_empty(0)
-    _normalize_into(input, slope, offset, zeros, ones, False, 0.0, 0.0, out=out, save_mean=unused, save_invstd=unused)
+        out, _, _ = torch.native_batch_norm(input, slope, offset, zeros, ones, False, ANY, 0.0)
+    else:
+        none = slope.new_empty(0)
+        _normalize_into(input, slope, offset, zeros, ones, False, ANY, 0.0, out=out, save_mean=none, save_invstd=none)
     return out
 
 
@@ -157,14 +160,13 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
             view = side_by_side.as_strided((rows // split, split * channels), (split * channels, 1))
             # Half inputs get float32 statistics if the running ones are float32; these are discarded.
             unused = torch.zeros(split * channels, dtype=torch.float32, device="cpu") if half else None
-            mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), 0.0)
+            mean, var = torch.batch_norm_update_stats(view, unused, None if unused is None else unused.clone(), ANY)
             return (mean.view(split, channels), var.view(split, channels)), None
         input = input.contiguous()
-    # Each channel of each sample is a group. Half inputs get float32 statistics if weight and bias are float32.
+    # Each channel of each sample is a group. Half inputs get float32 statistics if the weight is float32.
     length = input.numel() // (size * channels)
     weight = torch.ones(channels, dtype=torch.float32, device="cpu") if half else None
-    bias = torch.zeros_like(weight) if weight is not None else None
-    memory, mean, invstd = torch.native_group_norm(input, weight, bias, size, channels, length, channels, 0.0)
+    memory, mean, invstd = torch.native_group_norm(input, weight, None, size, channels, length, channels, 0.0)
     return (mean, invstd.pow(-2)), memory
 
 

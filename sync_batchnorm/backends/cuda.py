@@ -86,8 +86,6 @@ class Cuda(Backend):
                 if batch.weights_differ and weight is not None:
                     pair = (sum_dy * weight, sum_dy_xmu * weight)
                 sums += sent(pair, batch.master)
-            elif replica.grad_output is not None:
-                grad_weight = sum_dy = torch.zeros_like(mean)
             of_parameters.append((grad_weight, sum_dy))
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]
@@ -95,13 +93,11 @@ class Cuda(Backend):
         totals, count = batch.totals(sums), batch.elements
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = {batch.master: totals}
+        terms = {device: totals.to(device) for device in batch.mean_invstd}
         results: list[Gradients] = []
         for replica, grads in zip(replicas, of_parameters, strict=True):
             grad_input = None
             if replica.wants_input:
-                if replica.device not in terms:
-                    terms[replica.device] = totals.to(replica.device, non_blocking=True)
                 grad_input = _input_gradient(replica, terms[replica.device], count, batch)
             results.append((grad_input, *grads))
         return results

@@ -22,10 +22,8 @@ def current_stream(device: torch.device) -> Any:
 
 def on_default_streams(devices: Iterable[torch.device], function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, run on the default streams of distinct `devices`, in order with the current ones."""
-    for device in devices:
-        if device.type == "cuda" and torch.accelerator.current_stream(device.index).stream_id:
-            return on_streams(_defaults_to_enter(devices), function, *args)
-    return function(*args)
+    streams = _defaults_to_enter(devices)
+    return on_streams(streams, function, *args) if streams else function(*args)
 
 
 def on_streams(streams: Sequence[Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -39,8 +37,8 @@ def on_streams(streams: Sequence[Any], function: Callable[..., Any], *args: Any)
 
 def _defaults_to_enter(devices: Iterable[torch.device]) -> list[Any]:
     """Return the default streams of those devices on which this thread uses another one."""
-    streams = [current_stream(device) for device in devices]
-    return [torch.cuda.default_stream(stream.device) for stream in streams if stream is not None and stream.stream_id]
+    streams = [torch.accelerator.current_stream(device.index) for device in devices if device.type == "cuda"]
+    return [torch.cuda.default_stream(stream.device) for stream in streams if stream.stream_id]
 
 
 @contextmanager
