@@ -14,9 +14,10 @@ from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callback
 
 
 def conditional(net, input):
-    """Makes a parameter of its layer from the first row of the input, where that begins with a positive number."""
+    """Makes a parameter of its layer from the first row of the input, or drops it, if that row begins above zero."""
     if input[0, 0] > 0:
-        setattr(net.bn, net.name, getattr(net.bn, net.name) * (net.scale * input[0]).exp())
+        made = getattr(net.bn, net.name) * (net.scale * input[0]).exp()
+        setattr(net.bn, net.name, None if net.drops else made)
     return net.bn(input)
 
 
@@ -34,22 +35,26 @@ def test_copies_of_ones_own_may_share_some_parameters(own):
     expected = [part * layer.weight + layer.bias for layer, part in zip(layers, normalized, strict=True)]
     assert_equal(torch.cat(outputs), torch.cat(expected))
     inputs = [data, *{id(p): p for layer in layers for p in layer.parameters()}.values()]
-    found, wanted = (torch.autograd.grad(torch.cat(parts), inputs, grad) for parts in (outputs, expected))
-    assert len(found) == (3 if own is None else 4)
-    for one, other in zip(found, wanted, strict=True):
-        assert_equal(one, other)
+    assert len(inputs) == (3 if own is None else 4)
+    for rows in (slice(2, 6), slice(6)):  # first without the first replica
+        found, wanted = (
+            torch.autograd.grad(torch.cat(parts)[rows], inputs, grad[rows], retain_graph=True, materialize_grads=True)
+            for parts in (outputs, expected)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert_equal(one, other)
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kernel", ["fast", "general"], indirect=True)
 @pytest.mark.parametrize("makers", ["all", "first", "others"])
-@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(("name", "drops"), [("weight", False), ("bias", False), ("weight", True)])
 @pytest.mark.parametrize("devices", device_lists(2, 4))
-def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
+def test_parameters_that_each_replica_makes_are_its_own(devices, name, drops, makers):
     # On distinct GPUs, too, where equal weights lie in different memory, as different ones do.
-    plain, parallel = twins(
-        Net(conditional, bn=nn.BatchNorm1d(3), name=name, scale=nn.Parameter(torch.randn(3))).double(), devices
-    )
+    scale = nn.Parameter(torch.randn(3))
+    net = Net(conditional, bn=nn.BatchNorm1d(3), name=name, drops=drops, scale=scale)
+    plain, parallel = twins(net.double(), devices)
     rows = 3
     data = doubles(len(devices) * rows, 3, devices=devices).abs()
     data[:rows] *= -1 if makers == "others" else 1
@@ -60,14 +65,14 @@ def test_parameters_that_each_replica_makes_are_its_own(devices, name, makers):
     firsts = again[::rows].repeat_interleave(rows, 0)
     normalized = F.batch_norm(again, None, None, training=True)
     weight, bias = plain.bn.weight, plain.bn.bias
-    factor = (plain.scale * firsts * (firsts[:, :1] > 0)).exp()
+    made = 1 / weight if drops else (plain.scale * firsts).exp()
+    factor = torch.where(firsts[:, :1] > 0, made, 1.0)
     expected = normalized * weight * factor + bias if name == "weight" else normalized * weight + bias * factor
     assert_equal(output, expected)
-    output.backward(grad)
-    expected.backward(grad)
-    assert_equal(data.grad, again.grad, "input gradient")
-    for name, parameter in plain.named_parameters():
-        assert_equal(dict(parallel.module.named_parameters())[name].grad, parameter.grad, name)
+    found = torch.autograd.grad(output, [data, *parallel.module.parameters()], grad, materialize_grads=True)
+    wanted = torch.autograd.grad(expected, [again, *plain.parameters()], grad, materialize_grads=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
 
 
 def calling(bn, body):

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import CUDA_COUNT
-from helpers import FORMATS, as_devices, twins
+from helpers import FORMATS, as_devices, assert_equal, twins
 from simulated_gpus import Recording, recording
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 
@@ -78,6 +78,7 @@ def test_layer_costs_no_more_than_the_table_says(name, dtype, memory_format):
     for ran, budget in zip(step(parallel, dtype, FORMATS[memory_format]), BUDGETS[name], strict=True):
         print(f"{ran}\n{ran.by_operator()}\n{ran.by_stream()}")
         assert ran.launches <= budget.launches
+        assert ran.events == 0 or len(set(DEVICES[name])) > 1
         assert ran.bytes_between_devices <= budget.bytes_a_channel * CHANNELS
 
 
@@ -115,4 +116,15 @@ def _two_processes() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_two_processes")
 def test_host_does_not_wait_for_other_processes_either():
-    assert_host_never_waits(step(layer("[0]")))
+    for momentum in (0.1, None):
+        assert_host_never_waits(step(layer("[0]", momentum=momentum)))
+
+
+@pytest.mark.usefixtures("_two_processes")
+def test_gradients_beside_another_process_are_those_of_the_cpu():
+    data, grad, layer = torch.randn(3, CHANNELS, 5), torch.randn(3, CHANNELS, 5), SynchronizedBatchNorm1d(CHANNELS)
+    found = []
+    for device in ("cpu", "cuda"):
+        input = data.to(device).requires_grad_()
+        found += torch.autograd.grad(layer.to(device)(input), input, grad.to(device))
+    assert_equal(found[1].cpu(), found[0])

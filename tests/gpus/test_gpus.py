@@ -134,9 +134,8 @@ def checkpointed(self, input):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(2, 4))
 def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
-    plain, parallel = twins(
-        (Net(checkpointed, net=TwoLayers(), recomputes=True) if what == "checkpoint" else TwoLayers()).double(), devices
-    )
+    net = Net(checkpointed, net=TwoLayers(), recomputes=True) if what == "checkpoint" else TwoLayers()
+    plain, parallel = twins(net.double(), devices)
     plain.recomputes = False  # A plain layer would count its statistics twice.
     where = what if what in ("forward", "backward") else "both"
     streams = side_streams(devices, side)
@@ -252,9 +251,8 @@ def test_replicas_of_which_one_normalizes_on_the_cpu_are_told(on_cpu):
     def moves(net, input, replica):
         return net.bn(input.cpu() if replica[0] == on_cpu else input)
 
-    parallel = DataParallelWithCallback(
-        convert_model(Net(moves, bn=nn.BatchNorm1d(3, affine=False, track_running_stats=False))), [0, 0]
-    )
+    bn = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    parallel = DataParallelWithCallback(convert_model(Net(moves, bn=bn)), [0, 0])
     places = ["cpu", "cuda:0"] if on_cpu == 0 else ["cuda:0", "cpu"]
     text = rf"inputs with the same dtype, device type.* {places[0]} in replica 0.* {places[1]} in replica 1; give"
     with pytest.raises(ValueError, match=text):

@@ -130,19 +130,11 @@ def test_counts_of_a_known_sequence_are_exact():
         "add": 1, "mul": 1, "sum": 1, "_local_scalar_dense": 1, "copy to device": 1,
     }  # fmt: skip
     assert ran.by_stream() == {"cuda:0": 4, f"cuda:0 stream {side.stream_id}": 1}
-    counts = {name: value for name, value in vars(ran).items() if name != "log"}
+    counts = {name: value for name, value in vars(ran).items() if name != "log" and value != 0}
     assert counts == {
-        "launches": 5,
-        "host_syncs": 2,
-        "events": 1,
-        "waits": 1,
-        "copies_between_devices": 0,
-        "bytes_between_devices": 0,
-        "bytes_to_device": 16,
-        "bytes_to_host": 4,
-        "allocations": 3,
-        "bytes_allocated": 36,
-    }
+        "launches": 5, "host_syncs": 2, "events": 1, "waits": 1, "bytes_to_device": 16, "bytes_to_host": 4,
+        "allocations": 3, "bytes_allocated": 36,
+    }  # fmt: skip
 
 
 WAITS: dict[str, tuple[int, Callable[[torch.Tensor], object]]] = {  # with how often the host waits

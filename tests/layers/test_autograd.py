@@ -71,6 +71,17 @@ def test_replicas_outside_of_the_loss_still_count(devices, rows):
     assert_same_results(*twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices), step)
 
 
+def test_nothing_gets_a_gradient_where_what_follows_has_none():
+    def step(model):
+        product = model(data) * 2
+        product.grad_fn.register_hook(lambda *_: (None, None))
+        product.sum().backward()
+        return []
+
+    data = doubles(6, 3)
+    assert_same_results(*twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), ["cpu"] * 2), step)
+
+
 def recorded_forward(net, input, recorded):
     with torch.set_grad_enabled(bool(recorded[0])):
         return net.bn(input)

@@ -27,10 +27,7 @@ BATCHES = {
 }
 OPTIONS = [
     {"eps": 0.3},
-    {"momentum": 0.3},
-    {"momentum": None},
-    {"momentum": 0.0},
-    {"momentum": 1.0},
+    *({"momentum": momentum} for momentum in (0.3, None, 0.0, 1.0)),
     {"affine": False},
     {"track_running_stats": False},
     *WITHOUT_BIAS,

@@ -26,16 +26,9 @@ RELATIVE = 1e-8  # of second derivatives, whose values are differences of large 
 
 def critic():
     """A net that is smooth, so that its second derivatives are not zero almost everywhere."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.Tanh(),
-        nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.Softplus(),
-        nn.Flatten(),
-        nn.Linear(4 * 3 * 2, 1),
-    ).double()
+    first = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh())
+    second = (nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Softplus())
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * 3 * 2, 1)).double()
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

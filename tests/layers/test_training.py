@@ -179,9 +179,8 @@ def freezing(net, input):
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
-    plain, parallel = twins(
-        Net(freezing, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4)).double(), devices
-    )
+    net = Net(freezing, conv=nn.Conv2d(3, 4, 1), frozen=nn.BatchNorm2d(4), bn=nn.BatchNorm2d(4))
+    plain, parallel = twins(net.double(), devices)
     for _ in range(2):
         assert_same_step(plain.train(), parallel.train(), doubles(6, 3, 4, 3, devices=devices))
     assert parallel.module.frozen.num_batches_tracked == 0
@@ -341,15 +340,9 @@ def transposing(net, input):
 @pytest.mark.parametrize("size", [7, 700], ids=["small", "large"])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
-    plain, parallel = twins(
-        Net(
-            transposing,
-            bn=(nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d)(6),
-            linear=nn.Linear(6, 4),
-            view=view,
-        ).double(),
-        devices,
-    )
+    norm = nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d
+    net = Net(transposing, bn=norm(6), linear=nn.Linear(6, 4), view=view)
+    plain, parallel = twins(net.double(), devices)
     data, grad = doubles(6, size, 6, devices=devices), doubles(6, size, 4, devices=devices)
     results = []
     for model, layer in ((plain, plain), (parallel, parallel.module)):
@@ -376,9 +369,8 @@ def probe(net, input):
 
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_features_of_inference_mode_can_be_normalized(devices):
-    plain, parallel = twins(
-        Net(probe, backbone=nn.Linear(3, 4), bn=nn.BatchNorm1d(4, affine=False), head=nn.Linear(4, 2)).double(), devices
-    )
+    net = Net(probe, backbone=nn.Linear(3, 4), bn=nn.BatchNorm1d(4, affine=False), head=nn.Linear(4, 2))
+    plain, parallel = twins(net.double(), devices)
     data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
 
     def step(model):

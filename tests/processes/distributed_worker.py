@@ -369,14 +369,14 @@ def sync_moments_spans_processes() -> None:
 
 @check
 def a_layer_makes_one_collective_in_each_direction() -> None:
-    for net, layers in ((nn.BatchNorm2d(3), 1), (conv_net(), 2), (Residual(), 9)):
+    for net, layers, sums in ((nn.BatchNorm2d(3), 1, 0), (conv_net(), 2, 2), (Residual(), 9, 9)):
         _, model = twins(net)
-        input = cut(images()).requires_grad_()
+        input = cut(images()).requires_grad_(sums > 0)
         with Collectives() as collectives:
             output = model(input)
             assert collectives.found == [GATHER] * layers
             output.backward(torch.randn_like(output))
-        assert collectives.found == [GATHER] * layers + [REDUCE] * layers
+        assert collectives.found == [GATHER] * layers + [REDUCE] * sums
 
 
 @check
@@ -467,13 +467,13 @@ def forked_child_is_refused_in_training_mode() -> None:
 def what_other_processes_cannot_take_is_refused() -> None:
     layer, batch = SynchronizedBatchNorm2d(3), images([1] * SIZE).float()
     whole = distribute_tensor(batch, init_device_mesh(DEVICE, (SIZE,)), [Shard(0)])
-    text = (
-        "expected a tensor of this process, but got a %s in the exchange of a layer without a name; pass the to_local"
-    )
-    with pytest.raises(RuntimeError, match=text % "DTensor" + "|sharding strategy"):
+    text = "expected a tensor of this process, but got a %s in the exchange of %s; pass the to_local"
+    with pytest.raises(RuntimeError, match=text % ("DTensor", "a layer without a name") + "|sharding strategy"):
         layer(whole)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text % "FakeTensor"):
-        layer(torch.randn(2, 3, 4, 4))
+    for norm, name in ((layer, "a layer without a name"), (lambda input: sync_moments(input, None), "sync_moments")):
+        refused = pytest.raises(RuntimeError, match=text % ("FakeTensor", name))
+        with FakeTensorMode(allow_non_fake_inputs=True), refused:
+            norm(torch.randn(2, 3, 4, 4))
     with pytest.raises(RuntimeError, match="Batching rule not implemented for c10d"):
         jacobian(layer, batch[:, :, :1, :1], vectorize=True)
     layer(whole.to_local())
