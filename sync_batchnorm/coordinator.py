@@ -105,7 +105,7 @@ class Coordinator:
         self._begin_turn: Callable[[int], None] | None = None  # None if replicas run at once; see NOTE [turns]
         self._pending: dict[int, Item] = {}  # the replicas that can run, with what they will get
         self._runs: int | None = None  # whose turn it is
-        self._turn_since = 0.0
+        self._turn_since = -inf
         self._left: dict[int, str] = {}  # how each replica that has ended did so
         self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
         self._end_of_patience = inf
@@ -179,8 +179,8 @@ class Coordinator:
                 self._failures[replica_id] = failure
                 return self._break_by(replica_id, type(failure))
             self._end_turn(replica_id)
-            if self._broken is not None and replica_id in self._released:
-                raise type(self._broken)(
+            if replica_id in self._released:
+                raise type(self._broken)(  # type: ignore[misc]
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
                     f"the try around the call of the wrapper. The error that it caught: {self._broken}"
                 )

@@ -42,8 +42,8 @@ class Settings(NamedTuple):
     clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
     peers: distributed.Peers | None  # the processes to exchange with
     running: RunningStatistics | None  # the buffers that this replica updates, once a call
-    weight_of_module: bool  # whether weight and bias are those of the wrapped module, equal in all replicas
-    master_device: torch.device | None  # where the master merges, if known: statistics are sent there
+    weight_of_module: bool  # whether the weight is that of the wrapped module, equal in all replicas
+    master_device: torch.device  # where the master merges, if that is known: statistics are sent there
 
 
 class Request(NamedTuple):
@@ -70,18 +70,16 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
         return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
     if input.is_leaf and input.requires_grad:
         input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
-    if input.is_inference() and torch.is_grad_enabled():
-        input = input.clone()  # Inference tensors cannot be saved for a backward pass.
     saved: Saved | None = None  # without a graph
     if torch.is_grad_enabled():
+        if input.is_inference():
+            input = input.clone()  # Inference tensors cannot be saved for a backward pass.
         saved = Saved(input, weight) if hooks_of_thread(True) is None else SavedByHooks(input, weight)
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
     with without_modes() if isinstance(saved, SavedByHooks) else nullcontext():
-        args = (input, weight, bias, pipe, settings, saved)
-        if pipe is None or not input.is_cuda:
-            return _exchanged(*args)
-        output: Tensor = on_default_streams({input.device, settings.master_device or input.device}, _exchanged, *args)
+        devices = () if pipe is None else {input.device, settings.master_device}
+        output: Tensor = on_default_streams(devices, _exchanged, input, weight, bias, pipe, settings, saved)
         return output
 
 
@@ -106,7 +104,7 @@ def _exchanged(
             output = request.out if is_constant else refuse_gradient(request.out, input)
             mean_invstd = call.mean_invstd
         else:
-            answer: Answer = pipe.run(request) if pipe is not None else _answers([(0, request)])[0][1]
+            answer: Answer = pipe.run(request) if pipe is not None else _answers([(None, request)])[0][1]
             output, mean_invstd = answer
             if pipe is not None and type(saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
                 is_constant = saved is not None and not output.requires_grad
@@ -126,11 +124,10 @@ def _request(
         statistics, out = backend.statistics(input, settings.eps)
     else:
         statistics = backend.empty_statistics(input)
-    if settings.master_device is not None and settings.master_device != input.device:
-        statistics = sent(statistics, settings.master_device)
     inference = torch.is_inference_mode_enabled()
     signature = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
     out = memory_for_output(input) if out is None else out
+    statistics = sent(statistics, settings.master_device)
     return Request(signature, statistics, elements, out, input, weight, bias, settings, saved)
 
 
@@ -194,8 +191,7 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     devices: dict[torch.device, None] = {}
     weights_differ = False
     for request in requests:
-        own = request.statistics
-        statistics.append(own if own[0].device == master else sent(own, master))
+        statistics.append(sent(request.statistics, master))
         elements.append(request.elements)
         devices[request.input.device] = None
         if not (request.settings.weight_of_module and settings.weight_of_module):

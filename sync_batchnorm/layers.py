@@ -69,7 +69,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
     process_group: Any = None
     _sync_pipe: SyncMaster | SlavePipe | None = None
     _sync_updates_running_stats = False
-    _sync_given: tuple[Tensor | None, Tensor | None] | None = None  # weight and bias that a replica got from its module
+    _sync_given: Tensor | None = None  # the weight that a replica got from its module
     _sync_master_device: torch.device | None = None
     _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
@@ -101,13 +101,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
         state = self.__dict__  # set directly, which is faster than `nn.Module.__setattr__`
         if copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0:
             ctx.sync_master = state["_sync_pipe"] = SyncMaster(merge_requests)
-            tensor = self.weight if self.running_mean is None else self.running_mean
-            vars(ctx)["device"] = None if tensor is None else tensor.device
+            vars(ctx)["device"] = getattr(self.running_mean, "device", None)
         else:
             state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
         state["_sync_master_device"] = ctx.device
         state["_sync_updates_running_stats"] = copy_id == 0
-        state["_sync_given"] = (self.weight, self.bias) if state.get("_is_replica") else None
+        state["_sync_given"] = self.weight if state.get("_is_replica") else None
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
@@ -149,14 +148,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
                 valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
         if not valid:  # Let torch raise its own error, before the exchange.
             mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-            rows = torch.cat((input[:1], input[:1]))  # A single one would be an error.
+            rows = torch.cat((input, input))  # A single one would be an error.
             with torch.no_grad():
                 F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
-        # A module may compute weights in its forward.
-        given = self._sync_given
-        weight_of_module = given is not None and given[0] is weight and given[1] is bias
+        weight_of_module = self._sync_given is weight  # A module may compute one in its forward.
         clamps = (self.eps_mode or _default_eps_mode) == "clamp"
-        settings = Settings(self.eps, clamps, peers, running, weight_of_module, self._sync_master_device)
+        settings = Settings(self.eps, clamps, peers, running, weight_of_module, self._sync_master_device or device)
         return sync_batch_norm(input, weight, bias, pipe, settings)
 
     def _active_group(self) -> distributed.Group | None:

@@ -96,9 +96,9 @@ def raise_foreign_layer(foreign: nn.Module) -> None:
         return
     run = replica._sync_run
     who = run.coordinator.who(replica._sync_id)
-    names = [name for name, module in run.original.named_modules() if module is foreign]
-    which = names[0] if names and names[0] else type(foreign).__name__
-    whose = "of the original module instead of its own copy" if names else "which belongs to no replica"
+    name = next((name for name, module in run.original.named_modules() if module is foreign), None)
+    which = name or type(foreign).__name__
+    whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
     raise RuntimeError(
         f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
         "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "

@@ -57,8 +57,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
     those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
     """
-    if current_replica.get() is not None:
-        _refuse_training(modules[0], modules[0])
+    for module in modules:
+        _refuse_training(module, module)
     _execute_callbacks(modules, _coordinator())
 
 
@@ -92,8 +92,9 @@ def _coordinator(device_ids: Sequence[DeviceId] = (), timeout: float = DEFAULT_T
 
 
 def _refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error for replicas inside of a replica that would synchronize only with each other."""
-    for child in module.modules():  # Layers without running statistics use the batch in eval mode too.
+    """Raise an error in a replica, for replicas inside of it that would synchronize only with each other."""
+    # Layers without running statistics use the batch in eval mode too.
+    for child in module.modules() if current_replica.get() is not None else ():
         if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
             raise_foreign_layer(wrapper)
 
@@ -115,8 +116,7 @@ class _ReplicationMixin(DataParallel[Any]):
         return super().forward(*inputs, **kwargs)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        if current_replica.get() is not None:
-            _refuse_training(self, module)
+        _refuse_training(self, module)
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)

@@ -144,11 +144,11 @@ class KeepsMasters(nn.Module):
 
     def __data_parallel_replicate__(self, ctx, copy_id):
         group, place = divmod(copy_id, self.group_size)
-        if place == 0:
+        if place == 0 or self.group_size == 2:  # The others may put it there again.
             setattr(ctx, f"master_{group}", self.masters[group])
-            self.pipe = self.masters[group]
-        else:
-            self.pipe = getattr(ctx, f"master_{group}").register_slave(copy_id)
+        self.pipe = getattr(ctx, f"master_{group}")
+        if place:
+            self.pipe = self.pipe.register_slave(copy_id)
 
     def forward(self, x):
         return x * 0 + (self.pipe or self.masters[0]).run(x.mean())
@@ -191,8 +191,8 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
 
 def test_kept_master_serves_replicas_that_the_user_runs():
     keeps = KeepsMasters(2)
-    for _ in range(2):
-        replicas = [copy.copy(keeps) for _ in range(2)]
+    for number in (2, 1, 2):
+        replicas = [copy.copy(keeps) for _ in range(number)]
         execute_replication_callbacks(replicas)
         results = together(*[lambda r=r, i=i: float(r(tensor(float(i)))) for i, r in enumerate(replicas)])
-        assert results == [0.5, 0.5]
+        assert results == [(number - 1) / 2] * number

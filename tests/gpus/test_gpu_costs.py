@@ -115,9 +115,12 @@ def _two_processes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_two_processes")
-def test_host_does_not_wait_for_other_processes_either():
+def test_layer_of_one_process_of_several_never_lets_the_host_wait_and_stays_on_one_stream():
     for momentum in (0.1, None):
-        assert_host_never_waits(step(layer("[0]", momentum=momentum)))
+        with torch.cuda.stream(torch.cuda.Stream()):  # as in the capture of a CUDA graph
+            directions = step(layer("[0]", momentum=momentum))
+        assert_host_never_waits(directions)
+        assert all(len(ran.by_stream()) == 1 for ran in directions)
 
 
 @pytest.mark.usefixtures("_two_processes")

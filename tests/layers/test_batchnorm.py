@@ -170,14 +170,12 @@ def test_wrong_parameter_or_buffer_is_refused_in_the_words_of_torch(devices, nam
     assert parallel.module.num_batches_tracked == 0
 
 
-def to_cpu(net, input):
-    return input.cpu()
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "bare"])
 def test_input_on_another_device_is_refused_in_the_words_of_torch(affine):
-    plain, parallel = twins(nn.Sequential(Net(to_cpu), nn.BatchNorm1d(3, affine=affine)), [0, 0])
+    plain, parallel = twins(
+        nn.Sequential(Net(lambda net, input: input.cpu()), nn.BatchNorm1d(3, affine=affine)), [0, 0]
+    )
     data = torch.randn(4, 3, device="cuda")
     expected = outcome(lambda: plain(data))
     assert expected is not None

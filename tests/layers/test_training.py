@@ -190,13 +190,10 @@ def test_layer_that_its_model_turns_to_eval_stays_frozen(devices):
 # Models that do more than one thing in their forward.
 
 
-def loss_inside(net, input, target):
-    return ((net.bn(input) - target) ** 3).sum()
-
-
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
-    plain, parallel = twins(Net(loss_inside, bn=nn.BatchNorm1d(3)).double(), devices)
+    net = Net(lambda net, input, target: ((net.bn(input) - target) ** 3).sum(), bn=nn.BatchNorm1d(3))
+    plain, parallel = twins(net.double(), devices)
     data, target = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
         losses = parallel(data, target)

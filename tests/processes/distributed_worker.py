@@ -42,9 +42,11 @@ from sync_batchnorm import (
     SynchronizedBatchNorm2d,
     assert_synchronized,
     convert_model,
+    execute_replication_callbacks,
     sync_moments,
 )
 from sync_batchnorm.distributed import Peers
+from sync_batchnorm.parallel.copies import replicate
 
 CHECKS: dict[str, Callable[[], None]] = {}
 SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process"}
@@ -486,11 +488,14 @@ def what_other_processes_cannot_take_is_refused() -> None:
 def group_size_counts_replicas_of_one_process() -> None:
     layer = SynchronizedBatchNorm2d(3, group_size=2)
     batch = torch.randn(5, 3, 4, 4) + RANK
-    advice = r"process_group=torch\.distributed\.new_subgroups\(2\)\[0\]"
     with Collectives() as collectives:
         output = DataParallelWithCallback(layer, ["cpu"] * 5)(batch)
-        with pytest.warns(UserWarning, match=advice):
+        with pytest.warns(UserWarning, match=r"process_group=torch\.distributed\.new_subgroups\(2\)\[0\]"):
             layer(batch)
+        replica, other = replicate(SynchronizedBatchNorm2d(3), [torch.device("cpu")] * 2, False)
+        with pytest.warns(UserWarning, match="replicas that are not connected"):
+            other(batch)
+        execute_replication_callbacks([replica])
         with pytest.raises(
             RuntimeError, match=r"the model itself \(SynchronizedBatchNorm2d\): no wrapper is around it"
         ):

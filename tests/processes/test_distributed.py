@@ -106,7 +106,7 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", None)  # which such a torch does not have
     batch = torch.randn(4, 3, 2, 2)
-    assert torch.equal(SynchronizedBatchNorm2d(3)(batch), nn.BatchNorm2d(3)(batch))
+    assert torch.equal(SynchronizedBatchNorm2d(3, group_size=2)(batch), nn.BatchNorm2d(3)(batch))
 
 
 def torchrun(processes: int, folder: Path, *program: str) -> str:

@@ -66,26 +66,20 @@ def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
     assert_equal(*[torch.autograd.grad(output, factor, grad)[0] for output in outputs])
 
 
-def summing(net, images, labels):
-    return net.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)
-
-
 @pytest.mark.parametrize("sizes", [(8, 16), (8, 7), (5, 3)], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 4))
 def test_tensors_that_torch_cuts_into_equally_many_chunks_are_taken(devices, sizes):
-    plain, parallel = twins(Net(summing, bn=nn.BatchNorm1d(3)).double(), devices)
+    body = lambda net, images, labels: net.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)  # noqa: E731
+    plain, parallel = twins(Net(body, bn=nn.BatchNorm1d(3)).double(), devices)
     inputs = doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices)
     assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
-
-
-def times(net, factor, input):
-    return net.bn(input) * factor
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("devices", device_lists(4))
 def test_fewer_samples_than_devices_may_come_with_arguments_that_are_no_tensors(devices, rows):
-    plain, parallel = twins(Net(times, bn=nn.BatchNorm1d(3)).double(), devices)
+    net = Net(lambda net, factor, input: net.bn(input) * factor, bn=nn.BatchNorm1d(3))
+    plain, parallel = twins(net.double(), devices)
     input = doubles(rows, 3, 2, devices=devices)
     assert_equal(parallel(2, input=input), plain(2, input))
     assert_equal(parallel(input=input, factor=2), plain(2, input))

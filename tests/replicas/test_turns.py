@@ -31,14 +31,10 @@ if CUDA_COUNT > 1:
 shared_devices = pytest.mark.parametrize("devices", SHARED)
 
 
-def stochastic_depth(x: Tensor) -> Tensor:
-    return x if torch.rand((), device=x.device) < 0.5 else 3 * x
-
-
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "module": nn.Dropout(0.4),
     "function": F.dropout,
-    "stochastic depth": stochastic_depth,
+    "stochastic depth": lambda x: x if torch.rand((), device=x.device) < 0.5 else 3 * x,
     "rrelu": lambda x: F.rrelu(x * 1, training=True, inplace=True),  # else wrong in any checkpoint (torch 2.13)
     "generator of the CPU": lambda x: x * torch.rand(x.shape[0], 1).to(x),
 }
@@ -209,7 +205,11 @@ def test_pipes_of_no_forward_pass_let_others_have_their_turns():
     def exchange(net: nn.Module, x: Tensor, replica: Tensor) -> Tensor:
         for _ in range(3):
             x = x + pipes[int(replica[0])].run(x.mean())
+            turns.runs(int(replica[0]), 0)
         return x
+
+    turns = Logging()
+    turns.steps = dict.fromkeys([(0, 0), (1, 0), (2, 0)], lambda: threading.Event().wait(0.01))
 
     master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
     pipes, x = [master, *(master.register_slave(i) for i in (1, 2))], torch.randn(6, 2)
