@@ -40,6 +40,7 @@ EQUIVALENT: dict[str, str] = {
     'coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break just then",
     "layers.py: _SynchronizedBatchNorm._forward_synchronized: `self._sync_master_device` -> `False`": "the master "
     "copies the statistics itself, later",
+    "replicate.py: _refuse_training: `0` -> `1`": "anything but None",
     "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
     "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
