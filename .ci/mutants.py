@@ -53,6 +53,18 @@ EQUIVALENT: dict[str, str] = {
     "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
     "distributed.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
     "backends/cpu.py: module: `0.1` -> `0.2`": "a momentum of nothing that is kept",
+    "backends/cpu.py: affine: `input.dtype == slope.dtype and not input.is_contiguous()` -> "
+    "`True`": "the slower of two operators",
+    "backends/cpu.py: affine: `input.dtype == slope.dtype and not input.is_contiguous()` -> "
+    "`False`": "the slower of two operators",
+    "backends/cpu.py: affine: `input.dtype == slope.dtype and not input.is_contiguous()` -> "
+    "`input.dtype == slope.dtype or not input.is_contiguous()`": "the slower of two operators",
+    "backends/cpu.py: affine: `input.dtype == slope.dtype` -> `True`": "the slower of two operators",
+    "backends/cpu.py: affine: `input.dtype == slope.dtype` -> "
+    "`input.dtype != slope.dtype`": "the slower of two operators",
+    "backends/cpu.py: affine: `not input.is_contiguous()` -> `True`": "the slower of two operators",
+    "backends/cpu.py: affine: `not input.is_contiguous()` -> `input.is_contiguous()`": "the slower of two operators",
+    "backends/cpu.py: module: `2048` -> `2049`": "a width that is as good",
     "backends/cpu.py: affine: `0` -> `1`": "memory that the operator does not use in eval mode",
     "backends/cpu.py: Cpu.gradients: `torch.addcmul(offset, slope, mean, value=-1)` -> "
     "`torch.addcmul(offset, mean, slope, value=-1)`": "the same product",

@@ -81,11 +81,11 @@ class Cpu(Backend):
             stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)
             of_parameters = iter(stacked.to(dtype, copy=True).view(-1, 2, len(mean)))
             sums = [stacked]
-        if batch.weights_differ:
-            weights = [replica.weight for replica in replicas if replica.grad_output is not None]
-            for own, weight in zip(sums[0].view(-1, 2, len(mean)) if sums else (), weights, strict=True):
-                if weight is not None:
-                    own.mul_(weight)
+            if batch.weights_differ:
+                weights = [replica.weight for replica in replicas if replica.grad_output is not None]
+                for own, weight in zip(stacked.view(-1, 2, len(mean)), weights, strict=True):
+                    if weight is not None:
+                        own.mul_(weight)
 
         wanted = any([replica.wants_input for replica in replicas])
         if wanted:
@@ -101,7 +101,7 @@ class Cpu(Backend):
             input, grad_output, grad_input = replica.input, replica.grad_output, None
             grad_bias, grad_weight = (None, None) if grad_output is None else next(of_parameters)
             if replica.wants_input:
-                grad_input = affine(input if input.dtype == dtype else input.to(dtype), slope, offset)
+                grad_input = affine(input.to(dtype), slope, offset)
                 if grad_output is not None:
                     own_factor = _factor(invstd, replica.weight, dtype) if factor is None else factor
                     grad_input.addcmul_(grad_output.to(dtype), per_channel(own_factor, input))

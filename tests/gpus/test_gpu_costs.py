@@ -48,6 +48,7 @@ def step(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
     rows: int = 3,
+    wanted: bool = True,
 ) -> tuple[Recording, Recording]:
     """Return what runs in the two directions of a layer, without scatter, replicate and gather."""
 
@@ -55,7 +56,7 @@ def step(
         return torch.randn(rows, CHANNELS, 6, 5, device=device).to(dtype, memory_format=memory_format)
 
     devices = as_devices(parallel.device_ids)
-    parts, grads = [random(device).requires_grad_() for device in devices], [random(device) for device in devices]
+    parts, grads = [random(device).requires_grad_(wanted) for device in devices], [random(device) for device in devices]
     parallel.zero_grad()
     replicas = parallel.replicate(parallel.module, parallel.device_ids)
     with recording() as forward:
@@ -80,6 +81,11 @@ def test_layer_costs_no_more_than_the_table_says(name, dtype, memory_format):
         assert ran.launches <= budget.launches
         assert ran.events == 0 or len(set(DEVICES[name])) > 1
         assert ran.bytes_between_devices <= budget.bytes_a_channel * CHANNELS
+
+
+def test_sums_are_not_added_up_where_no_input_wants_a_gradient():
+    _, backward = step(layer("[0, 0]"), wanted=False)
+    assert backward.by_operator() == {"batch_norm_backward_reduce": 2, "add": 2}  # weight and bias of both replicas
 
 
 def test_page_has_the_launches_of_the_table():
