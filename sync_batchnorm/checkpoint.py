@@ -49,4 +49,4 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where
 
 def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     # As numbers, since NaN is not equal to itself.
-    return len(one) == len(other) and all(map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other)))
+    return all(map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other)))

@@ -59,10 +59,9 @@ def assert_matches_one_device(
     check_module(model)
     dim = getattr(model, "dim", 0) if isinstance(model, nn.DataParallel) else 0
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-    modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False)
     loss, states = loss or partial(_random_loss, []), _random_states()
     try:
-        with modes[0], modes[1], modes[2], warnings.catch_warnings():
+        with torch.inference_mode(False), warnings.catch_warnings():  # and with gradients
             warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
             one, many = (_Copy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
             parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
@@ -209,26 +208,26 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
     has_scalars = len(pairs) < len(shapes)  # one from each replica
     gap = max((_gap(*pair) for pair in pairs), default=0.0) if len(shapes) == len(found) else math.inf
-    loss_differs = _gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs)) > TOLERANCE
-    if gap > TOLERANCE or (loss_differs and has_scalars):
+    loss_gap = _gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))
+    if gap or (loss_gap and has_scalars):
         yield from _modules(one, many, sizes)
-    if gap > TOLERANCE:
+    if gap:
         sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
         yield f"outputs {sizes_differ if gap == math.inf else f'differ, by {gap:.1e} of their largest value'}"
-    if loss_differs:
+    if loss_gap:
         ratio, cause = float(many.loss / one.loss), "`loss` depends on more than the output, as on random numbers"
-        if has_scalars and math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
-            cause = "each replica returns a mean, and `loss` adds them up; take their mean"
-        elif has_scalars and math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
-            cause = "each replica returns a sum, and `loss` takes their mean; add them up"
-        elif has_scalars:
+        if has_scalars:
             cause = f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these"
             cause += ", unless it is something else than a mean: take the loss of the gathered outputs"
+            if math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
+                cause = "each replica returns a mean, and `loss` adds them up; take their mean"
+            elif math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
+                cause = "each replica returns a sum, and `loss` takes their mean; add them up"
         what = "outputs agree, the loss does not" if pairs else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
     floor = TOLERANCE * _largest(*one.grads.values())
     for name, expected in one.grads.items():
-        if _gap(many.grads[name], expected, floor) > TOLERANCE:
+        if _gap(many.grads[name], expected, floor):
             ratio = float(many.grads[name].norm() / expected.norm())
             cause = "they drop a part of it, or add up what should be a mean" if ratio else "only replicas drop it"
             yield (
@@ -238,7 +237,7 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
             )
     for name, expected in one.state.items():
         gap = _gap(many.state.get(name, expected[..., None]), expected)
-        if gap > TOLERANCE:
+        if gap:
             yield (
                 f"outputs, loss and gradients agree; {name} differs after the forward pass, by {gap:.1e} of its "
                 "largest value: only what replica 0 writes into it stays, which is from its own chunk; update it "
@@ -250,12 +249,12 @@ def _modules(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield which modules have inputs that agree, and outputs that do not."""
     for (name, number), (module, inputs, outputs, called, draws) in one.trace.calls.items():
         for i, trace in enumerate(many.traces):
-            _, own_inputs, own_outputs, own_called, _ = trace.calls.get((name, number), (0, [], [], called, 0))
+            _, own_inputs, own_outputs, own_called, _ = trace.calls.get((name, number), (None, [], [], called, None))
             gap_of = partial(_gap, rows=(sum(sizes[:i]), sizes[i], sum(sizes)))
-            agree = all(gap_of(*pair) <= TOLERANCE for pair in zip(own_inputs, inputs, strict=False))
+            differ = any(gap_of(*pair) for pair in zip(own_inputs, inputs, strict=False))
             gaps = [gap_of(*pair) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1]
-            gap = next((gap for gap in gaps if TOLERANCE < gap < math.inf), None)
-            if gap is not None and agree and len(own_inputs) == len(inputs):
+            gap = max((gap for gap in gaps if gap < math.inf), default=0.0)
+            if gap and not differ and len(own_inputs) == len(inputs):
                 kind = f"{type(module).__name__}{f', call {number + 1}' if number else ''}"
                 where = f"output of {name or 'the model itself'} ({kind}), in replica {i}"
                 cause = _cause(module, called, own_called, draws)
@@ -283,7 +282,7 @@ def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], dr
 
 
 def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple[int, int, int] = (0, 1, 1)) -> float:
-    """Return the largest difference, relative to the largest value or `floor`; infinite for other shapes.
+    """Return the largest difference, relative to the largest value or `floor`: 0.0 if small, infinite for other shapes.
 
     Two NaN agree. `rows`: the first row and the number of rows that `actual` has, of how many in `expected`.
     """
@@ -294,9 +293,10 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple
     if actual.shape != expected.shape:
         return math.inf
     actual, expected = (tensor.detach().to_dense().to(torch.complex128) for tensor in (actual, expected))
-    equal = torch.isclose(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    equal = actual.isclose(expected, rtol=0.0, atol=0.0, equal_nan=True)
     gaps = (actual - expected).abs().nan_to_num(1e99, 1e99).masked_fill(equal, 0.0)
-    return _largest(gaps) / (max(floor, _largest(expected)) or 1.0)
+    gap = _largest(gaps) / (max(floor, _largest(expected)) or 1.0)
+    return gap if gap > TOLERANCE else 0.0
 
 
 def _largest(*tensors: Tensor) -> float:

@@ -45,7 +45,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add up the gradients of all copies; a tensor of which no copy has a gradient gets none."""
-        number, first = len(ctx.needs_input_grad) - 1, ctx.devices[0]
+        number, (first, *_) = len(ctx.needs_input_grad) - 1, ctx.devices
         parts = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
         if not torch.is_grad_enabled():  # PyTorch adds up many tensors in few copies, but not differentiably.
             whole = [i for i, own in enumerate(parts) if len(own) == len(ctx.devices) and not own[0].is_complex()]

@@ -50,8 +50,6 @@ def check_copies(devices: frozenset[torch.device]) -> None:
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
     """
-    if len(devices) < 2:
-        return
     mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
     if mode:
         torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
@@ -152,10 +150,11 @@ class AnyDeviceDataParallel(nn.DataParallel[Any]):
             except BaseException as error:
                 replicas[i]._sync_run.coordinator.leave(replicas[i]._sync_id, error)
 
-        if len(replicas) == 1:
+        first, *others = replicas
+        if not others:
             work(0)
             return outputs
-        run: Any = getattr(replicas[0], "_sync_run", None)
+        run: Any = getattr(first, "_sync_run", None)
         shares = run is not None and len(streams) < len(devices)
         if shares:
             ids, versions = [replica._sync_id for replica in replicas], _versions(self.module)

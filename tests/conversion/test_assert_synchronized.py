@@ -55,10 +55,8 @@ def test_synchronized_model_passes(model):
 
 @pytest.mark.parametrize("held", [nn.Linear(2, 2), _in_a_list()], ids=["none", "in a list"])
 def test_model_without_batch_norms_that_torch_registers_fails(held):
-    with pytest.raises(
-        RuntimeError,
-        match="expected a model with BatchNorm layers, but torch finds none in DataParallelWithCallback; is",
-    ):
+    text = "expected a model with BatchNorm layers, but torch finds none in DataParallelWithCallback; is"
+    with pytest.raises(RuntimeError, match=text):
         assert_synchronized(_ours(held))
 
 
@@ -75,9 +73,8 @@ def test_replicas_that_are_asked_for_must_be_made():
 @pytest.mark.parametrize(("size", "groups"), [(1, r"\[\[0\], \[1\], \[2\]\]"), (2, r"\[\[0, 1\], \[2\]\]")])
 def test_groups_that_are_smaller_than_the_batch_are_named(size, groups):
     model = DataParallelWithCallback(SynchronizedBatchNorm1d(4, group_size=size), ["cpu"] * 3)
-    with pytest.raises(
-        RuntimeError, match=rf"its group_size of {size} makes groups {groups} of replicas; set it to None"
-    ):
+    text = rf"its group_size of {size} makes groups {groups} of replicas; set it to None"
+    with pytest.raises(RuntimeError, match=text):
         assert_synchronized(model)
     assert_synchronized(DataParallelWithCallback(model.module, ["cpu"] * size))
 

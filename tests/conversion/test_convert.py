@@ -398,10 +398,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
     (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model"),
-    (
-        lambda: torch.jit.script(nn.BatchNorm2d(2)),
-        "BatchNorm2d is compiled by TorchScript; convert the model that was compiled instead",
-    ),
+    (lambda: torch.jit.script(nn.BatchNorm2d(2)), "BatchNorm2d is compiled by TorchScript; convert the model that was"),
     (
         lambda: torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.randn(2, 2)),
         "BatchNorm1d is compiled by TorchScript; convert the model that was compiled instead",
@@ -711,15 +708,11 @@ UNSYNCHRONIZED = ", whose forward never calls that of a synchronized layer; writ
     [
         (NormAbs, nn.BatchNorm2d, "expected a synchronized subclass that does what NormAbs does, but got BatchNorm2d"),
         (NormAbs, "a name", "expected a synchronized subclass that does what NormAbs does, but got 'a name'"),
-        (
-            nn.BatchNorm2d,
-            nn.BatchNorm2d,
-            "what BatchNorm2d does, but got BatchNorm2d; leave it out, as convert_model has",
-        ),
+        (nn.BatchNorm2d, nn.BatchNorm2d, "BatchNorm2d does, but got BatchNorm2d; leave it out, as convert_model has"),
         ("a name", Unrelated, "expected a synchronized subclass that does what 'a name' does, but got Unrelated"),
         (NormAbs, Unrelated, "expected a synchronized subclass that does what NormAbs does, but got Unrelated"),
         (NormAbs, SynchronizedNormTanh, "expected a synchronized subclass that does what NormAbs does, but got Synch"),
-        (Unrelated, Unrelated, "expected a synchronized subclass that does what Unrelated does, but got Unrelated"),
+        (SynchronizedNormTanh, SynchronizedNormTanh, "that does what SynchronizedNormTanh does, but got SynchronizedN"),
         (NormAbs, ForgetsTheAbs, "expected a synchronized subclass that does what NormAbs does, but got ForgetsTheAbs"),
         (NormAbs, NeverSynchronizes, f"expected a class that synchronizes, but got NeverSynchronizes{UNSYNCHRONIZED}"),
         (NormAbs1d, NeverSynchronizes1d, UNSYNCHRONIZED),
@@ -790,6 +783,8 @@ def test_layers_built_inside_of_the_context_are_synchronized(plain, ours):
 def test_subclasses_built_inside_of_the_context_are_what_convert_model_makes_of_them():
     with patch_sync_batchnorm():
         layer, other = Tagged("a", 2), OfNoDimension(2)
+        derived = type("Derived", (nn.BatchNorm2d,), {"__init__": nn.BatchNorm2d.__init__})
+    assert type(derived(2)) is derived  # outside
     assert type(layer) is type(convert_model(Tagged("b", 3)))
     assert type(other) is type(convert_model(OfNoDimension(2)))
     assert [name for name, _ in layer.named_buffers()][-1] == "calls"
@@ -805,7 +800,9 @@ def test_subclass_that_computes_something_else_is_named_where_it_is_built():
     with patch_sync_batchnorm():
         with pytest.warns(UserWarning, match=f"{PATCH_LEFT}BatchNormReLU has a forward of its own; write") as caught:
             layer = BatchNormReLU(2)
-        nn.SyncBatchNorm(2)
+        with pytest.warns(UserWarning, match=f"{PATCH_LEFT}LazyBatchNorm2d is lazy and has seen no input"):
+            nn.LazyBatchNorm2d()
+        assert type(nn.SyncBatchNorm(2)) is nn.SyncBatchNorm
     (warning,) = caught
     assert warning.filename == __file__
     assert type(layer) is BatchNormReLU

@@ -33,8 +33,7 @@ def test_report_of_this_machine_is_all_right(capsys):
     status = command.main(["--devices", "cpu,cpu,cpu"])
     *lines, empty, verdict, last = capsys.readouterr().out.splitlines()
     facts = {line[:23].strip(): line[24:] for line in lines}
-    assert facts["torch"] == torch.__version__
-    assert facts["replicas on"] == "cpu, cpu, cpu"
+    assert (facts["torch"], facts["replicas on"]) == (torch.__version__, "cpu, cpu, cpu")
     assert [facts[f"parity in {dtype}"].split()[-1] for dtype in ("float32", "float64")] == ["1e-04", "1e-10"]
     assert [(name, facts[name].split()[0]) for name in list(facts)[-2:]] == [(name, "right,") for name in LIBRARY]
     assert (status, empty) == (0, "")
@@ -55,18 +54,23 @@ def test_module_runs_as_a_program():
     assert "\nAll is right, after " in output
 
 
-def test_check_that_raises_is_wrong_and_the_rest_is_checked(monkeypatch, capsys):
+@pytest.mark.parametrize(("cuda", "hip"), [("13.0", None), (None, "7.1"), (None, None)])
+def test_check_that_raises_is_wrong_and_the_rest_is_checked(cuda, hip, monkeypatch, capsys):
     def parity(devices, dtype):
         if dtype == "float32":
             raise RuntimeError("no memory\n  left")
         return "12.0"
 
     monkeypatch.setattr(command, "check_parity", parity)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
     assert command.main(["--devices", "cpu,cpu"]) == 1
-    *_, first, second, _, verdict, _ = capsys.readouterr().out.splitlines()
-    assert first == f"{LIBRARY[0]:23} WRONG, RuntimeError: no memory left"
-    assert second == f"{LIBRARY[1]:23} right, 12.0"
+    *facts, first, second, _, verdict, _ = capsys.readouterr().out.splitlines()
+    assert f"{'CUDA':23} {cuda or hip or 'none'}" in facts
+    assert [first, second] == [f"{LIBRARY[0]:23} WRONG, RuntimeError: no memory left", f"{LIBRARY[1]:23} right, 12.0"]
     assert verdict.startswith("Something is wrong, after ")
+    command.check(["mps", "mps"])
+    assert LIBRARY[1] not in capsys.readouterr().out
 
 
 # The devices.

@@ -64,6 +64,7 @@ class Unused(nn.Linear):
         super().__init__(3, 3, bias=False)
         self.unused = nn.Parameter(torch.zeros(3))
         self.register_buffer("nothing", None)
+        self.register_module("none", None)
 
     def forward(self, input):
         assert self.bias is self.nothing is None

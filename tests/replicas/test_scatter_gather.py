@@ -98,11 +98,11 @@ def test_outputs_of_another_dtype_are_gathered_under_autocast():
 ECHO = Net(lambda net, *args, **kwargs: (list(args), kwargs))
 
 
-@pytest.mark.parametrize(("number", "rows"), [(1, 5), (2, 1)])
-def test_single_chunk_has_the_objects_of_the_caller(number, rows):
+@pytest.mark.parametrize(("number", "rows", "dim"), [(1, 5, 2), (2, 1, 0)])
+def test_single_chunk_has_the_objects_of_the_caller(number, rows, dim):
     tree = [doubles(rows, 2), {"a": doubles(rows, 2)}]
     module = Net(lambda net, positional, named: net.seen.extend([positional, named]), seen=[])
-    DataParallelWithCallback(module, ["cpu"] * number)(tree, named=tree)
+    DataParallelWithCallback(module, ["cpu"] * number, dim=dim)(tree, named=tree)
     assert module.seen[0] is module.seen[1] is tree
 
 
