@@ -112,6 +112,9 @@ EQUIVALENT: dict[str, str] = {
     "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `own[0].is_complex()`": "only NCCL "
     "refuses complex numbers",
     "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `True`": "only NCCL refuses complex numbers",
+    "parallel/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
+    "one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
+    "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
     "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
 }
 

@@ -100,6 +100,7 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
 
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
 EVAL = "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
+NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 LEFT = {
     "plain": (
         _ours(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))),
@@ -109,13 +110,7 @@ LEFT = {
         _ours(nn.Sequential(nn.SyncBatchNorm(4))),
         ["module.0 (SyncBatchNorm): it synchronizes processes, not the replicas of one; call convert_model(model)"],
     ),
-    "no wrapper": (
-        SynchronizedBatchNorm1d(4),
-        [
-            "the model itself (SynchronizedBatchNorm1d): no wrapper is around it; "
-            "wrap the model with DataParallelWithCallback"
-        ],
-    ),
+    "no wrapper": (SynchronizedBatchNorm1d(4), [f"the model itself (SynchronizedBatchNorm1d): {NO_WRAPPER}"]),
     "stock wrapper": (
         nn.DataParallel(_net()),
         [f"module.1 (SynchronizedBatchNorm1d): {UNCONNECTED}", f"module.2.0 (SynchronizedBatchNorm2d): {UNCONNECTED}"],

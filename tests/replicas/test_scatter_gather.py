@@ -117,11 +117,7 @@ def test_wrapper_passes_trees_in_and_out(devs, kind):
 STRUCTURES = {  # what two replicas return, and how an error names it
     "none": (lambda x: x, lambda x: None, "Tensor, but replica 1 returned None"),
     "tuple": (lambda x: x, lambda x: (x, x), "Tensor, but replica 1 returned (Tensor, Tensor)"),
-    "none-inside": (
-        lambda x: (x, [None, x]),
-        lambda x: (x, x),
-        "(Tensor, (None, Tensor)), but replica 1 returned (Tensor",
-    ),
+    "none-inside": (lambda x: (x, [None, x]), lambda x: (x, x), "(Tensor, (None, Tensor)), but replica 1 returned (T"),
     "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "{'a': Tensor}, but replica 1 returned {'b': Tensor}"),
     "fewer-keys": (lambda x: {"a": x}, lambda x: {}, "{'a': Tensor}, but replica 1 returned {}"),
     "lengths": (lambda x: [x, x], lambda x: [x], "(Tensor, Tensor), but replica 1 returned (Tensor)"),
