@@ -71,7 +71,6 @@ EQUIVALENT: dict[str, str] = {
     "backends/cuda.py: Cuda.normalize: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     'distributed.py: module: `hasattr(os, "register_at_fork")` -> `True`': "it is False on Windows only",
     "backends/streams.py: in_order_with_engine: `0` -> `1`": "all devices are of one kind",
-    "moments.py: _exchanged: `0.5` -> `1.0`": "anything above zero that is at most one element does",
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",

@@ -60,7 +60,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
     if group is not None:  # Then all processes together, in the graph.
         peers = distributed.Peers(group, 0, ("sync_moments",))
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
-        total = sums[-1].clamp(min=0.5)  # of zero elements, zero is the sum
+        total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
         spread = peers.all_reduced((var + deviations * deviations) * count)
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])

@@ -5,6 +5,7 @@ What the caller sees decides. What modules return, which may differ in replicas 
 
 import copy
 import math
+import pickle
 import random
 import sys
 import warnings
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from .conversion import _convert
+from .distributed import active_group
 from .layers import _SynchronizedBatchNorm
 from .parallel.scatter_gather import tensors_in
 from .refusals import check_module
@@ -54,9 +56,11 @@ def assert_matches_one_device(
             loss, the first gradient in the order of the backward pass, a parameter or a buffer; by how much, and the
             probable cause. Also if only replicas raise an error.
         TypeError, ValueError: for bad arguments, and a batch of fewer than two chunks.
-        RuntimeError: if the model cannot be copied.
+        RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
     """
     check_module(model)
+    if active_group(None) is not None:
+        raise RuntimeError("expected a single process, as the copies would exchange with others; call it in one alone")
     dim = getattr(model, "dim", 0) if isinstance(model, nn.DataParallel) else 0
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
     loss, states = loss or partial(_random_loss, []), _random_states()
@@ -66,9 +70,10 @@ def assert_matches_one_device(
             one, many = (_Copy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
             parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
             chunks = parallel.scatter(many.given, {}, parallel.device_ids)[0]
-            sizes = [max(tensors_in(chunk), key=Tensor.dim).shape[dim] for chunk in chunks]
+            sizes = [max(own, key=Tensor.dim).shape[dim] for own in map(tensors_in, chunks) if own]
             if len(sizes) < 2 or not sum(sizes):
-                raise ValueError(f"expected at least two chunks, but got chunks of {sizes} rows; pass a larger batch")
+                which = f"expected at least two chunks, but got chunks of {sizes} rows for replicas={replicas!r}"
+                raise ValueError(f"{which}; pass a larger batch, or a larger number of replicas")
             for run, net in (one, one), (many, parallel):
                 try:
                     run.step(net, loss)
@@ -112,14 +117,14 @@ class _Trace(TorchFunctionMode):
     def __init__(self) -> None:
         # Of each call: its module, inputs, outputs, what it calls how often, and whether it draws random numbers.
         self.calls: dict[tuple[str, int], tuple[nn.Module, list[Tensor], list[Tensor], Counter[str], bool]] = {}
-        self._running: list[tuple[list[Tensor], Counter[str], str]] = [([], Counter(), "")]
+        self._running: list[tuple[list[Tensor], Counter[str], bytes]] = [([], Counter(), b"")]
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         # Copies of tensors, of each the same copy until it is changed in place.
         keys = [(id(t), t.is_inference() or t._version, t) for t in tensors_in(output or (args, kwargs))]
         tensors = [self._copies.setdefault((i, version), (t, t.detach().clone()))[1] for i, version, t in keys]
-        states = str(_random_states())
+        states = pickle.dumps(_random_states())
         if not output:
             self._running.append((tensors, Counter(), states))
             return
@@ -132,7 +137,7 @@ class _Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is _event:
             return self._record(*args)
-        if func is Tensor.__deepcopy__:  # also of what is no leaf
+        if func is Tensor.__deepcopy__ and len(self._running) == 1:  # of the model, also of what is no leaf
             return _double(args[0]).detach().clone().requires_grad_(args[0].requires_grad)
         if "dropout" in name:
             return args[0]
@@ -153,7 +158,8 @@ class _Copy(nn.Module):
             with torch.no_grad(), _Trace():  # without gradients, as copies of scripted modules are no leaves
                 self.module, self.given = copy.deepcopy((model, given))
                 self.module.cpu().double()
-            for name, parameter in self.module.named_parameters():
+            self.initial = dict(self.module.named_parameters())
+            for name, parameter in self.initial.items():
                 if parameter.requires_grad:
                     parameter.register_hook(partial(self.grads.__setitem__, name))  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -179,17 +185,16 @@ class _Copy(nn.Module):
         """Run a forward and a backward pass of `net`, this or a wrapper of it."""
         output = net(*self.given[0], **self.given[1])
         self.outputs = tensors_in(output)
-        parameters = dict(self.module.named_parameters())
-        state = parameters | dict(self.module.named_buffers())
+        state = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         self.state = {name: tensor.detach().clone() for name, tensor in state.items()}  # before a recomputation
         with _Trace():  # also while checkpoints are recomputed
             value = loss(output)
-            self.loss = value.detach()
             if value.requires_grad:  # A backward pass from a tensor would leave the mode.
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
-        grads = {name: parameters[name].grad for name in self.grads | parameters}
+            self.loss = value.detach().reshape(())
+        grads = {name: self.initial[name].grad for name in self.grads | self.initial}
         self.grads = {
-            name: torch.zeros_like(parameters[name]) if own is None else own.to_dense() for name, own in grads.items()
+            name: torch.zeros_like(self.initial[name]) if own is None else own.to_dense() for name, own in grads.items()
         }
 
 
@@ -197,7 +202,7 @@ def _random_loss(grads: list[Tensor], output: Any) -> Tensor:
     """Return a loss with a random gradient for each output, or for the mean of what each replica has returned."""
     generator, outputs = torch.Generator().manual_seed(0), tensors_in(output)
     grads += [] if grads else [torch.randn(own.shape, generator=generator) for own in outputs]  # on one device
-    pairs = zip(outputs, grads, strict=True)
+    pairs = zip(outputs, grads, strict=False)
     products = [(own if own.shape == grad.shape else own.double().mean()) * grad for own, grad in pairs]
     return sum([product.sum().real for product in products], torch.zeros(()))
 
@@ -206,10 +211,10 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield what differs for the caller, in the order of the training step."""
     shapes, found = ([tuple(tensor.shape) for tensor in run.outputs] for run in (one, many))
     pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
-    has_scalars = len(pairs) < len(shapes)  # one from each replica
+    has_scalars = any(own.numel() == 1 for own in one.outputs)  # one from each replica
     gap = max((_gap(*pair) for pair in pairs), default=0.0) if len(shapes) == len(found) else math.inf
     loss_gap = _gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))
-    if gap or (loss_gap and has_scalars):
+    if 0.0 < gap < math.inf or (loss_gap and has_scalars):
         yield from _modules(one, many, sizes)
     if gap:
         sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
@@ -206,6 +207,12 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])), VECTORS),
         f"output of 1 (Apply), in replica 0, ...{MIXES}",
     ),
+    "copy": (lambda: Apply(lambda self, x: copy.deepcopy(self.parts[0])(x), nn.Linear(3, 3)), VECTORS, f"{FAILS}Runt"),
+    "new": (lambda: Apply(lambda self, x: self.register_parameter("w", nn.Parameter(x[0])) or x), VECTORS, f"w{STATE}"),
+    "list": (
+        *(lambda: Apply(lambda self, x: list(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
+        "outputs have shapes [(2,), (2,), (2,), (2,)] on one device, [(4,), (4,)] in replicas; return a row for each",
+    ),
     "similarities": (
         *(lambda: Apply(lambda self, x: x @ x.T), VECTORS),
         "outputs have shapes [(4, 4)] on one device, [(4, 2)] in replicas; return a row for each sample",
@@ -346,7 +353,9 @@ def test_nothing_is_left_behind(raised):
         (len, {}, TypeError, "expected a torch.nn.Module"),
         (nn.Linear(3, 3), {"replicas": "a"}, TypeError, "'str'"),
         (nn.Linear(3, 3), {"replicas": 0}, ValueError, "at least two chunks"),
-        (nn.Linear(3, 3), {"replicas": 1}, ValueError, "at least two chunks"),
+        (nn.Linear(3, 3), {"replicas": 1}, ValueError, "two chunks, .* for replicas=1; pass a larger batch, or a larg"),
+        (nn.Linear(3, 3), {"kwargs": {"input": 3.0}}, ValueError, r"two chunks, but got chunks of \[\] rows"),
+        (nn.Linear(3, 3), {"loss": torch.Tensor.detach}, RuntimeError, "invalid for input of size 12"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(0, 3)}}, ValueError, "at least two chunks"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(1, 3)}}, ValueError, "at least two chunks"),
         (nn.Linear(3, 3), {"kwargs": {"input": VECTORS, "other": torch.ones(1)}}, ValueError, "make the same number"),

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from sync_batchnorm import (
     DataParallelWithCallback,
     SynchronizedBatchNorm2d,
+    assert_matches_one_device,
     assert_synchronized,
     convert_model,
     execute_replication_callbacks,
@@ -361,6 +362,8 @@ def sync_moments_spans_processes() -> None:
     (wanted,) = torch.autograd.grad((wanted**3).sum(), whole)
     (given,) = torch.autograd.grad((given**3).sum(), part)
     assert_equal(given, cut(wanted), "second gradient")
+    mean, var, count = sync_moments(torch.ones(RANK == 0, 3), None)
+    assert mean.tolist() == [1.0] * 3
     mean, var, count = sync_moments(torch.zeros(0, 3, 4), None)
     assert not torch.cat((mean, var)).any()
     assert count == 0
@@ -411,6 +414,8 @@ def eval_without_running_statistics_is_that_of_this_process() -> None:
         assert torch.equal(model.eval()(cut(batch, [2] * SIZE)), plain(cut(batch, [2] * SIZE)))
         assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(batch), plain(batch))
     assert collectives.found == []
+    with pytest.raises(RuntimeError, match="expected a single process, as the copies would exchange with others"):
+        assert_matches_one_device(nn.Linear(3, 3), torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
         assert_synchronized(model)
 
