@@ -89,6 +89,10 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: Backend.merge: `len(set(parts)) > 1` -> `len(set(parts)) >= 1`": "fractions that are all equal",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
     "exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
+    "exchange.py: sync_batch_norm: `not input.is_cuda` -> `False`": "other devices have no streams to look at",
+    "exchange.py: _request: `settings.master_device != input.device` -> `True`": "what is there is not sent",
+    "exchange.py: _request: `settings.master_device != input.device` -> `False`": "the master sends the rest, later",
+    "exchange.py: _merge: `own[0].device == master` -> `False`": "what is there is not sent",
     "parallel/random_states.py: _generators: `0` -> `False`": "the same number",
     **{
         f'parallel/random_states.py: RandomStates.{name}: `_lock` -> `__import__("contextlib").nullcontext()`': why

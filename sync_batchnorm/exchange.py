@@ -78,8 +78,10 @@ def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, p
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
     with without_modes() if isinstance(saved, SavedByHooks) else nullcontext():
-        devices = () if pipe is None else {input.device, settings.master_device}
-        output: Tensor = on_default_streams(devices, _exchanged, input, weight, bias, pipe, settings, saved)
+        args = (input, weight, bias, pipe, settings, saved)
+        if pipe is None or not input.is_cuda:
+            return _exchanged(*args)
+        output: Tensor = on_default_streams({input.device, settings.master_device}, _exchanged, *args)
         return output
 
 
@@ -127,7 +129,8 @@ def _request(
     inference = torch.is_inference_mode_enabled()
     signature = (backend, input.dtype, input.shape[1], input.dim(), settings.eps, settings.clamps, inference)
     out = memory_for_output(input) if out is None else out
-    statistics = sent(statistics, settings.master_device)
+    if settings.master_device != input.device:
+        statistics = sent(statistics, settings.master_device)
     return Request(signature, statistics, elements, out, input, weight, bias, settings, saved)
 
 
@@ -191,7 +194,8 @@ def _merge(requests: Sequence[Request]) -> BatchStatistics:
     devices: dict[torch.device, None] = {}
     weights_differ = False
     for request in requests:
-        statistics.append(sent(request.statistics, master))
+        own = request.statistics
+        statistics.append(own if own[0].device == master else sent(own, master))
         elements.append(request.elements)
         devices[request.input.device] = None
         if not (request.settings.weight_of_module and settings.weight_of_module):
