@@ -311,7 +311,7 @@ def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
 
 
 def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error():
-    release = threading.Event()
+    release, rows = threading.Event(), torch.tensor([[1.0], [2.0], [0.0], [0.0]])
 
     def forward(net: Net, x: Tensor) -> Tensor:
         try:
@@ -319,9 +319,8 @@ def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error()
         finally:
             release.wait()
 
-    x = torch.tensor([[1.0, 1.0], [2.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
     with pytest.raises(TimeoutError, match="replica 0 on device cpu waits for replica 1 on device cpu"):
-        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(2)), ["cpu"] * 2, timeout=0.2)(x)
+        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(1)), ["cpu"] * 2, timeout=0.2)(rows)
     release.set()
 
 

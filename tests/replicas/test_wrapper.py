@@ -34,6 +34,7 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
 
 OF_TWO = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
 ON_META = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
+OF_CHANNELS = DataParallelWithCallback(convert_model(nn.BatchNorm2d(4)), ["cpu"] * 2, dim=1)
 MIXED = ["cpu", "cuda:0"]
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "device": (lambda: DataParallelWithCallback(nn.Identity(), "cpu"), TypeError, "must be a list, got 'cpu'; pass"),
@@ -41,6 +42,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "name": (lambda: DataParallelWithCallback(nn.Identity(), ["nowhere"]), RuntimeError, "Expected one of cpu"),
     "kinds": (lambda: DataParallelWithCallback(nn.Identity(), MIXED), ValueError, re.escape(f"not both, got {MIXED}")),
     "other device": (lambda: ON_META(torch.zeros(4, 2)), RuntimeError, "have its parameters and buffers on device cpu"),
+    "channels": (lambda: OF_CHANNELS(torch.zeros(4, 4, 5, 5)), RuntimeError, "should contain 2 elements not 4"),
     "scalar": (lambda: OF_TWO(torch.tensor(1.0)), ValueError, r"shapes \[\(\)\] make \[0\] chunks"),
     "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
     "patch": (lambda: patch_replication_callback(OF_TWO.module), TypeError, "nn.DataParallel, got Identity; wrap the"),
