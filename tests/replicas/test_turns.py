@@ -259,7 +259,8 @@ def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn():
             except KeyboardInterrupt:
                 pass
             except RuntimeError as error:  # `Thread.start` may turn the one into the other.
-                assert isinstance(error.__context__, KeyboardInterrupt)
+                if not isinstance(error.__context__, KeyboardInterrupt):
+                    raise
         plain.load_state_dict(parallel.module.state_dict())
         assert_same_step(plain, parallel, doubles(6, 3, 6, 6))
         print(len(sys._current_frames()))  # `active_count` has threads whose start was interrupted.
