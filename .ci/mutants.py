@@ -46,6 +46,7 @@ EQUIVALENT: dict[str, str] = {
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
+    "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
     "backends/cpu.py: Cpu.gradients: `stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)` -> "
@@ -73,6 +74,8 @@ EQUIVALENT: dict[str, str] = {
     "backends/streams.py: in_order_with_engine: `0` -> `1`": "all devices are of one kind",
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
+    "backends/cpu.py: exact_moments: `0.0` -> `1.0` (2)": "any finite shift does, where the mean is not finite",
+    "backends/cpu.py: exact_moments: `0.0` -> `1.0` (3)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     'layers.py: _SynchronizedBatchNorm.__data_parallel_replicate__: `state["_sync_master_device"] = ctx.device` '
     "-> `pass`": "the master copies the statistics itself, later",
@@ -102,6 +105,7 @@ EQUIVALENT: dict[str, str] = {
     "parallel/data_parallel.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
     "`0 < timeout < threading.TIMEOUT_MAX`": "at one value only",
     "conversion.py: _small_input: `4` -> `5`": "an input of any size does",
+    "conversion.py: _small_input: `4` -> `5` (2)": "an input of any size does",
     "__main__.py: module: `5.0` -> `10.0`": "any time that is far below the budget does",
     "checkpoint.py: recall: `_are_equal(call.statistics, statistics)` -> "
     "`_are_equal(statistics, call.statistics)`": "the same",
@@ -117,8 +121,13 @@ EQUIVALENT: dict[str, str] = {
     "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `True`": "only NCCL refuses complex numbers",
     "parallel/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
     "one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
+    "one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
     "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
     "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
+    "exchange.py: _merge: `0` -> `1` (3)": "both tensors of a pair are on one device",
+    "backends/base.py: Backend.merge: `0` -> `1`": "both tensors of a pair are equally long",
+    "backends/base.py: Backend.merge: `0` -> `1` (2)": "both tensors of a pair are equally long",
+    "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",
 }
 
 # The mutants.
@@ -200,7 +209,7 @@ def changes(node: Any, around: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, str
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     """Yield the mutants of a file, each with as many lines as the file."""
-    encoded, known = source.encode(), {source}
+    encoded, known, numbers = source.encode(), {source}, Counter[str]()
     starts = [0, *accumulate(len(line) for line in encoded.splitlines(keepends=True))]
     for parent, around in walk(ast.parse(source)):
         for node, text in changes(parent, around):
@@ -216,7 +225,9 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
             outer = (parent, *around)
             names = [part.name for part in reversed(outer) if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
             change = f"{'.'.join(names) or 'module'}: `{' '.join(before.split())}` -> `{text}`"
-            yield Mutant(file, node.lineno, change, changed)
+            numbers[change] += 1
+            number = f" ({numbers[change]})" if numbers[change] > 1 else ""  # of those that read alike
+            yield Mutant(file, node.lineno, change + number, changed)
 
 
 def all_mutants() -> list[Mutant]:

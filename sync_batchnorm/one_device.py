@@ -293,7 +293,7 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple
     """
     first, size, total = rows
     for dim, (own, length) in enumerate(zip(actual.shape, expected.shape, strict=False)):
-        if own != length and own * total == size * length:  # as in both dimensions of a similarity matrix
+        if own * total == size * length:  # as in both dimensions of a similarity matrix
             expected = expected.narrow(dim, first * length // total, own)
     if actual.shape != expected.shape:
         return math.inf
@@ -306,5 +306,6 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple
 
 def _largest(*tensors: Tensor) -> float:
     """Return the largest finite value."""
-    sizes = [tensor.detach().to_dense().to(torch.complex128).abs().nan_to_num(0.0, 0.0) for tensor in tensors]
-    return max((float(own.max()) for own in sizes if own.numel()), default=0.0)
+    sizes = [tensor.detach().to_dense().to(torch.complex128).abs() for tensor in tensors]
+    finite = [own[own.isfinite()] for own in sizes]
+    return max((float(own.max()) for own in finite if own.numel()), default=0.0)

@@ -297,7 +297,7 @@ RIGHT = {
     "means of replicas": (lambda: Apply(lambda self, x: hide(self, x).square().mean(), nn.Softmax(0)), VECTORS),
     "sums of replicas": (lambda: Apply(lambda self, x: x.square().sum()), VECTORS, {"loss": torch.sum}),
     "integers": (lambda: nn.Embedding(9, 3, sparse=True), torch.arange(8) % 5, {"replicas": 3}),
-    "NaN": (lambda: Apply(lambda self, x: x.log()), VECTORS),
+    "NaN": (lambda: Apply(lambda self, x: (x.log(), x * math.nan)), VECTORS),
     "zeros and None": (
         lambda: Apply(lambda self, x: x + 0 * self.parts[0](x) if len(x) > 2 else x, nn.Linear(3, 3)),
         VECTORS,
