@@ -137,15 +137,10 @@ def _request(
 def merge_requests(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the statistics of all replicas and make the node of the call; the callback of a layer's `SyncMaster`."""
     first = messages[0][1]
-    devices: dict[torch.device, None] = {}
     for _, request in messages:
         if request.signature != first.signature:
             raise _different(messages)
-        devices[request.input.device] = None
-    if len(devices) == 1:
-        return _answers(messages)
-    answers: Sequence[tuple[Hashable, Answer]] = on_default_streams(devices, _answers, messages)
-    return answers
+    return _answers(messages)
 
 
 def _answers(messages: list[tuple[Hashable, Request]]) -> Sequence[tuple[Hashable, Answer]]:
