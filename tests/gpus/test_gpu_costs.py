@@ -15,7 +15,7 @@ from helpers import FORMATS, as_devices, assert_equal, twins
 from simulated_gpus import Recording, recording
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, sync_moments
 
 pytestmark = [pytest.mark.cuda, pytest.mark.simulated]
 
@@ -127,6 +127,13 @@ def test_layer_of_one_process_of_several_never_lets_the_host_wait_and_stays_on_o
             directions = step(layer("[0]", momentum=momentum))
         assert_host_never_waits(directions)
         assert all("stream" in stream for ran in directions for stream in ran.by_stream())  # not the default one
+
+
+def test_moments_of_one_device_stay_on_one_stream():
+    with torch.cuda.stream(torch.cuda.Stream()), recording() as ran:
+        sync_moments(torch.ones(3, CHANNELS, device="cuda"), None)
+    assert_host_never_waits([ran])
+    assert all("stream" in stream for stream in ran.by_stream())
 
 
 @pytest.mark.usefixtures("_two_processes")

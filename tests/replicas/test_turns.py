@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT
 from forks import forked, needs_fork
-from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +29,6 @@ if CUDA_COUNT:
 if CUDA_COUNT > 1:
     SHARED += [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)]
 shared_devices = pytest.mark.parametrize("devices", SHARED)
-
 
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "module": nn.Dropout(0.4),
@@ -105,26 +104,25 @@ def test_one_seed_gives_one_result(devices):
 
 
 def drawing(net, x: Tensor, number: Tensor) -> Tensor:
-    torch.rand(int(number[0]))
+    torch.rand(int(number))
+    torch.rand(int(number), device=x.device)
     return x
 
 
 @shared_devices
-def test_generator_of_the_caller_moves_on_alike_however_much_replicas_draw_and_not_if_none_draws(devices):
-    number = len(devices)
+def test_generators_of_the_caller_move_on_alike_however_much_replicas_draw_and_not_if_none_draws(devices):
     parallel = DataParallelWithCallback(Net(drawing).to(as_devices(devices)[0]), devices)
 
-    def state_after(numbers: Tensor) -> Tensor:
+    def states_after(numbers: Tensor) -> list[Tensor]:
         torch.manual_seed(5)
-        parallel(torch.ones(number, 1), numbers)
-        return torch.get_rng_state()
+        parallel(torch.ones(len(devices), 1), numbers)
+        return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
+    few, many, none = map(states_after, torch.tensor([[0, 1, 2, 3], [1000] * 4, [0] * 4])[:, : len(devices)])
+    assert all(map(torch.equal, few, many))
+    assert list(map(torch.equal, few, none)) == [False, *[True] * CUDA_COUNT]
     torch.manual_seed(5)
-    before = torch.get_rng_state()
-    states = [state_after(numbers) for numbers in (torch.arange(number), torch.full((number,), 1000))]
-    assert torch.equal(*states)
-    assert not torch.equal(states[0], before)
-    assert torch.equal(state_after(torch.zeros(number, dtype=torch.int64)), before)
+    assert torch.equal(none[0], torch.get_rng_state())
 
 
 @pytest.mark.cuda
@@ -210,7 +208,6 @@ def test_pipes_of_no_forward_pass_let_others_have_their_turns():
 
     turns = Logging()
     turns.steps = dict.fromkeys([(0, 0), (1, 0), (2, 0)], lambda: threading.Event().wait(0.01))
-
     master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
     pipes, x = [master, *(master.register_slave(i) for i in (1, 2))], torch.randn(6, 2)
     parallel = DataParallelWithCallback(Net(exchange), ["cpu"] * 3, timeout=5.0)
@@ -233,11 +230,7 @@ def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_o
                 cycle.append(cycle)  # The garbage collector gives up that lock when it frees a tensor.
                 states.begin_turn(0)
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, work)
         faulthandler.cancel_dump_traceback_later()
 
     assert forked(switch_states) == (0, "")
