@@ -45,6 +45,7 @@ EQUIVALENT: dict[str, str] = {
     "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",
+    "coordinator.py: Coordinator._find_deadlock: `return` -> `pass`": "it only saves that search",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
