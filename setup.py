@@ -47,7 +47,7 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],
-    packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.parallel"],
+    packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.call", "sync_batchnorm.parallel"],
     package_data={"sync_batchnorm": ["LICENSE", "py.typed"]},
     python_requires=">=3.11",
     # The lower bound is the oldest torch that the whole test suite has passed on.

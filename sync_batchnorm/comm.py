@@ -28,7 +28,7 @@ class _Member:
     _coordinator: Coordinator
     _rendezvous: Rendezvous
     identifier: Hashable
-    remembered: tuple[Any, ...] = ()  # the calls of this forward pass, for activation checkpointing: `checkpoint.py`
+    remembered: tuple[Any, ...] = ()  # the calls of this forward pass, for activation checkpointing: `recomputation.py`
 
     @property
     def where(self) -> str:

@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from .layers import (
+    ALONE,
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -185,7 +186,7 @@ def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
         trial: Any = copy.deepcopy(layer).cpu().train()
         object.__setattr__(trial, "__class__", ours)
-        trial.__dict__.update(_sync_pipe=inputs, _forward_synchronized=synchronized)  # as if it were in a replica
+        trial.__dict__.update(_sync_connection=ALONE, _forward_synchronized=synchronized)  # as if it were in a replica
         ours.forward(trial, _small_input(trial, ours))
         return bool(inputs)
     return True

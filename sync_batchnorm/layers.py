@@ -1,16 +1,17 @@
 """The layers: their options, when they synchronize, and what they refuse."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import distributed
 from .backends.base import RunningStatistics
+from .call import processes
+from .call.exchange import merge_parts, sync_batch_norm
+from .call.part import Settings
 from .comm import SlavePipe, SyncMaster
-from .exchange import Settings, merge_requests, sync_batch_norm
 from .refusals import check_number, in_transform_error, warn_once
 from .replica import raise_foreign_layer
 from .torch_private import BatchNormBase, in_transform, uncompiled
@@ -58,8 +59,23 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
     return {name: value for name, value in options.items() if value is not None}
 
 
+class Connection(NamedTuple):
+    """What connects the layer of a replica to those of its peers; the replication callback makes it."""
+
+    pipe: SyncMaster | SlavePipe | None
+    updates_running_stats: bool  # whether the buffers are those of the wrapped module
+    master_device: torch.device | None = None  # where the master merges, if that is known
+    weight: Tensor | None = None  # that the replica got from its module
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # A copy of a replica's layer is not connected.
+
+
+ALONE = Connection(pipe=None, updates_running_stats=True)  # a replica in a process of its own
+
+
 class _SynchronizedBatchNorm(BatchNormBase):
-    """The base of all synchronized layers. Replicas get their pipes from the callback; the user's module has none.
+    """The base of all synchronized layers. The callback connects those of replicas; the user's module stays as it is.
 
     Class attributes are defaults for modules whose class was swapped; instances only store options that were passed.
     """
@@ -67,15 +83,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
     eps_mode: str | None = None
     group_size: int | None = None
     process_group: Any = None
-    _sync_pipe: SyncMaster | SlavePipe | None = None
-    _sync_updates_running_stats = False
-    _sync_given: Tensor | None = None  # the weight that a replica got from its module
-    _sync_master_device: torch.device | None = None
+    _sync_connection: Connection | None = None
     _sync_layer: tuple[int, Sequence[str]] = (0, ())  # its number among those of its model, and the names of those
     _former_class: type[nn.Module] | None = None  # of a layer converted by the `classes` of `convert_model`
     _former_process_group: Any = None  # of an `nn.SyncBatchNorm` that was converted with another one
 
-    _data_parallel_master = staticmethod(merge_requests)  # a method of the older library, which its pickles name
+    _data_parallel_master = staticmethod(merge_parts)  # a method of the older library, which its pickles name
 
     def __init__(
         self,
@@ -98,22 +111,24 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
-        state = self.__dict__  # set directly, which is faster than `nn.Module.__setattr__`
-        if copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0:
-            ctx.sync_master = state["_sync_pipe"] = SyncMaster(merge_requests)
-            vars(ctx)["device"] = getattr(self.running_mean, "device", None)
-        else:
-            state["_sync_pipe"] = ctx.sync_master.register_slave(copy_id)
-        state["_sync_master_device"] = ctx.device
-        state["_sync_updates_running_stats"] = copy_id == 0
-        state["_sync_given"] = self.weight if state.get("_is_replica") else None
+        is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
+        if is_master:
+            ctx.sync_master = SyncMaster(merge_parts)
+            vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
+        # Set directly, here and above, which is faster than `__setattr__`.
+        self.__dict__["_sync_connection"] = Connection(
+            pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
+            updates_running_stats=copy_id == 0,
+            master_device=ctx.master_device,
+            weight=self.weight if self.__dict__.get("_is_replica") else None,
+        )
         if copy_id == 1 and self.training and self._active_group() is not None:
-            raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
+            raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is self.running_var is None):
             return BatchNormBase.forward(self, input)  # `super()` could be a user's class, see `convert_model`
-        if self._sync_pipe is None:
+        if self._sync_connection is None:
             raise_foreign_layer(self)
             # A process that evaluates alone would wait for ever.
             if not self.training or self._active_group() is None:
@@ -129,41 +144,33 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     @uncompiled
     def _forward_synchronized(self, input: Tensor) -> Tensor:
-        pipe = self._sync_pipe
         if in_transform():
             raise in_transform_error(type(self).__name__)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight, bias = self.weight, self.bias
-        peers = mean = var = running = None
-        if pipe is None:  # The compiler of torch 2.12 cannot pass a group as an argument.
-            peers = distributed.Peers(self._active_group(), *self._sync_layer)
-        if self.training and self.track_running_stats and (pipe is None or self._sync_updates_running_stats):
-            mean, var = self.running_mean, self.running_var
-            running = RunningStatistics(mean, var, self.num_batches_tracked, self.momentum)
-        channels, dtype, device = input.shape[1], input.dtype, input.device
-        valid = dtype.is_floating_point and channels > 0 and self.eps > 0 and (mean is None) == (var is None)
-        for tensor in (weight, bias, mean, var):
-            if tensor is not None:
-                valid = valid and tensor.shape[0] == channels and tensor.device == device
-                valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
-        if not valid:  # Let torch raise its own error, before the exchange.
-            mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
-            rows = torch.cat((input, input))  # A single one would be an error.
-            with torch.no_grad():
-                F.batch_norm(rows, mean, var, weight, bias, True, 0.0, self.eps)
-        weight_of_module = self._sync_given is weight  # A module may compute one in its forward.
-        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
-        settings = Settings(self.eps, clamps, peers, running, weight_of_module, self._sync_master_device or device)
-        return sync_batch_norm(input, weight, bias, pipe, settings)
+        connection, weight, bias = self._sync_connection or ALONE, self.weight, self.bias
+        running = None
+        if self.training and self.track_running_stats and connection.updates_running_stats:
+            running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        _let_torch_check(input, weight, bias, running, self.eps)
+        settings = Settings(
+            eps=self.eps,
+            clamps=(self.eps_mode or _default_eps_mode) == "clamp",
+            # The compiler of torch 2.12 cannot pass a group as an argument.
+            peers=processes.Peers(self._active_group(), *self._sync_layer) if connection is ALONE else None,
+            running=running,
+            weight_of_module=weight is connection.weight,  # A module may compute one in its forward.
+            master_device=connection.master_device or input.device,
+        )
+        return sync_batch_norm(input, weight, bias, connection.pipe, settings)
 
-    def _active_group(self) -> distributed.Group | None:
+    def _active_group(self) -> processes.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
-        group = distributed.active_group(None if self.group_size is not None else self.process_group)
-        if group is None or (self._sync_pipe is None and getattr(self, "_is_replica", False)):
+        group = processes.active_group(None if self.group_size is not None else self.process_group)
+        if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
             return None  # Without connections, all replicas would call collectives, in any order.
         if self.group_size is None:
             return group
-        if self._sync_pipe is None and self.group_size > 1:
+        if self._sync_connection is None and self.group_size > 1:
             warn_once(
                 f"{type(self).__name__} has a group_size of {self.group_size}, which counts the replicas of one "
                 "process, so its statistics are those of this process; pass process_group=torch.distributed."
@@ -177,14 +184,32 @@ class _SynchronizedBatchNorm(BatchNormBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The pickle of a layer of the older library holds a `SyncMaster`.
-        state = {name: value for name, value in state.items() if not isinstance(value, SyncMaster)}
+        # The pickle of a layer of the older library holds a `SyncMaster`, a shallow copy of a replica its connection.
+        state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
+
+
+def _let_torch_check(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics | None, eps: float
+) -> None:
+    """Let torch raise its own error for arguments that it refuses, before the exchange."""
+    mean, var = (None, None) if running is None else (running.mean, running.var)
+    channels, dtype, device = input.shape[1], input.dtype, input.device
+    valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
+    for tensor in (weight, bias, mean, var):
+        if tensor is not None:
+            valid = valid and tensor.shape[0] == channels and tensor.device == device
+            valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
+    if not valid:
+        mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
+        rows = torch.cat((input, input))  # A single one would be an error.
+        with torch.no_grad():
+            F.batch_norm(rows, mean, var, weight, bias, True, 0.0, eps)
 
 
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import distributed
 from .backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
 from .backends.streams import on_default_streams
+from .call import processes
 from .comm import SlavePipe, SyncMaster
 from .torch_private import graph_task_id, uncompiled
 
@@ -40,17 +40,18 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
     """
     if input.dim() < 2:
         raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")
-    group = distributed.active_group(process_group)
+    group = processes.active_group(process_group)
     if pipe is not None and not (isinstance(pipe, SyncMaster) and pipe.nr_slaves == 0):
         if group is not None:
-            raise RuntimeError(distributed.ONE_PROCESS_A_DEVICE.format(pipe.where))
+            raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(pipe.where))
         if graph_task_id() != -1:
             raise RuntimeError(
                 f"expected sync_moments outside checkpoints, but got a recomputation in a backward pass ({pipe.where})"
                 "; leave the norm out of the checkpointed function"
             )
     with torch.autocast(input.device.type, enabled=False):
-        moments: Moments = on_default_streams(() if pipe is None else (input.device,), _exchanged, input, pipe, group)
+        devices = () if pipe is None else (input.device,)
+        moments: Moments = on_default_streams(devices, (input,), _exchanged, input, pipe, group)
         return moments
 
 
@@ -58,7 +59,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
     values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Then all processes together, in the graph.
-        peers = distributed.Peers(group, 0, ("sync_moments",))
+        peers = processes.Peers(group, 0, ("sync_moments",))
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total
@@ -72,7 +73,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
     devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
-    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, _answers, messages)
+    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, (), _answers, messages)
     return answers
 
 

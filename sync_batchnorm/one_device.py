@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
+from .call.processes import active_group
 from .conversion import _convert
-from .distributed import active_group
 from .layers import _SynchronizedBatchNorm
 from .parallel.scatter_gather import tensors_in
 from .refusals import check_module

@@ -58,6 +58,18 @@ def format_of(input: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def _fractions(parts: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor | None:
+    """Return what each part of each replica has of all elements, ``(P, 1)``; None if all have equally many.
+
+    `parts` are the numbers of equally large parts of each replica, `counts` its elements per channel.
+    """
+    sizes = [(number, count / number) for number, count in zip(parts, counts, strict=True)]
+    if len(set(sizes)) == 1:
+        return None
+    total = sum(counts)
+    return torch.cat([like.new_full((number, 1), size / total) for number, size in sizes])
+
+
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 
@@ -73,14 +85,20 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     return merged, (torch.addcmul(var, deviations, deviations) * fractions).sum(0)
 
 
-Pair = Sequence[Tensor]  # two tensors of one shape: the statistics of an input, mean and invstd, or two sums
+Pair = Sequence[Tensor]  # two tensors of one shape, such as mean and invstd
+Statistics = Sequence[Tensor]  # a pair, or a single tensor with both, the second one after the first
 
 
-def sent(pair: Pair, device: torch.device) -> Pair:
-    """Return `pair` on `device`: itself if it is there, or the halves of one copy."""
+def sent(pair: Statistics, device: torch.device) -> Statistics:
+    """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
     if pair[0].device == device:
         return pair
-    return torch.cat(tuple(pair)).to(device, non_blocking=True).chunk(2)
+    return (torch.cat(tuple(pair)).to(device, non_blocking=True),)
+
+
+def as_pair(statistics: Statistics) -> Pair:
+    """Return the two tensors of what may have been `sent`."""
+    return statistics if len(statistics) == 2 else statistics[0].chunk(2)
 
 
 class RunningStatistics(NamedTuple):
@@ -175,7 +193,7 @@ class Backend:
 
     def merge(
         self,
-        statistics: Sequence[Pair],
+        statistics: Sequence[Statistics],
         counts: Sequence[int] | Tensor,
         total: int | Tensor,
         eps: float,
@@ -188,21 +206,24 @@ class Backend:
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
         replaced a smaller variance, if it `clamps`.
         """
-        all_means, all_variances = zip(*statistics, strict=True)
+        all_means: list[Tensor] = []
+        all_variances: list[Tensor] = []
+        for pair in statistics:
+            mean, var = pair if len(pair) == 2 else as_pair(pair)
+            all_means.append(mean)
+            all_variances.append(var)
         means, variances = torch.cat(all_means), torch.cat(all_variances)  # (P, C)
         if self.merge_dtype is not None:
             means, variances = means.to(self.merge_dtype), variances.to(self.merge_dtype)
-        fractions = None
         if isinstance(counts, Tensor):
-            fractions = (counts / counts.sum().clamp(min=1))[:, None]
+            fractions: Tensor | None = (counts / counts.sum().clamp(min=1))[:, None]
         else:
-            parts = [(len(own[0]), count / len(own[0])) for own, count in zip(statistics, counts, strict=True)]
-            if len(set(parts)) > 1:
-                fractions = torch.cat([means.new_full((number, 1), size / sum(counts)) for number, size in parts])
+            fractions = _fractions([len(mean) for mean in all_means], counts, means)
         mean, var = merge_moments(means, variances, fractions)
         if running is not None:
             running.update(mean, var, total)
-        return mean, *invstd_of(var, eps, clamps)
+        invstd, clamped = invstd_of(var, eps, clamps)
+        return mean, invstd, clamped
 
     def normalize(
         self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
@@ -224,34 +245,40 @@ class Backend:
         """
         mean_invstd = _statistics_in_graph(replicas, batch) if torch.is_grad_enabled() else batch.mean_invstd
         sums: list[Tensor] = []
-        of_parameters, own_parts = [], []
+        of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
+        all_normalized: list[Tensor] = []
         for replica in replicas:
             mean, invstd = mean_invstd[replica.device]
             x = replica.input.to(mean.dtype)
             normalized = (x - per_channel(mean, x)) * per_channel(invstd, x)
-            grad_weight = grad_bias = direct = None
+            grad_weight = grad_bias = None
             if replica.grad_output is not None:
                 dy, dims, weight = replica.grad_output.to(mean.dtype), reduced_dims(x), replica.weight
                 grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
                 pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
                 sums += sent(pair, batch.master)
-                direct = dy if weight is None else dy * per_channel(weight, x)
             of_parameters.append((grad_weight, grad_bias))
-            own_parts.append((normalized, direct))
+            all_normalized.append(normalized)
         count = batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1)
         terms = batch.totals(sums) / count
         results: list[Gradients] = []
-        for replica, grads, (normalized, direct) in zip(replicas, of_parameters, own_parts, strict=True):
+        for replica, (grad_weight, grad_bias), normalized in zip(replicas, of_parameters, all_normalized, strict=True):
             grad_input = None
             if replica.wants_input:
-                of_bias, of_weight = terms.to(replica.device, non_blocking=True)
-                # The first operand determines the memory format: that of the input.
-                grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
-                grad_input = grad_input if direct is None else grad_input + direct
-                invstd = mean_invstd[replica.device][1]
-                grad_input = (grad_input * per_channel(invstd, normalized)).to(replica.input.dtype)
-            results.append((grad_input, *grads))
+                grad_input = _input_gradient(replica, normalized, mean_invstd[replica.device][1], terms)
+            results.append((grad_input, grad_weight, grad_bias))
         return results
+
+
+def _input_gradient(replica: ReplicaBackward, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
+    """Return the gradient of the input of one replica, from its normalized input, and the `terms` of all replicas."""
+    of_bias, of_weight = terms.to(replica.device, non_blocking=True)
+    # The first operand determines the memory format: that of the input.
+    grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
+    if replica.grad_output is not None:
+        dy = replica.grad_output.to(normalized.dtype)
+        grad_input = grad_input + (dy if replica.weight is None else dy * per_channel(replica.weight, dy))
+    return (grad_input * per_channel(invstd, normalized)).to(replica.input.dtype)
 
 
 def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | None]:
@@ -278,7 +305,7 @@ def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatis
     if batch.clamped is not None:
         change = change.masked_fill(batch.clamped, 0)
     pair = mean + first, (invstd.pow(-2) + change).rsqrt()
-    return {device: sent(pair, device) for device in batch.mean_invstd}
+    return {device: as_pair(sent(pair, device)) for device in batch.mean_invstd}
 
 
 GENERAL = Backend()

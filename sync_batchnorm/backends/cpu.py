@@ -66,48 +66,63 @@ class Cpu(Backend):
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         if not replicas:
             return []
-        mean, invstd = batch.mean_invstd[batch.master]
+        invstd = batch.mean_invstd[batch.master][1]
         dtype = statistics_dtype(replicas[0].input.dtype)
-        rounded, scale = mean.to(dtype), invstd.to(dtype)
-        # The two sums of each replica: of dy, and of dy * (x - mean) * invstd.
-        vectors: list[Tensor] = []
-        for replica in replicas:
-            if replica.grad_output is not None:
-                vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)
-        sums, of_parameters = [], iter(())
-        if vectors:
-            stacked = torch.stack(vectors).double()  # (2 * R, C)
-            # Correct the sums for the rounding of the mean, which has shifted all normalized values.
-            stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)
-            of_parameters = iter(stacked.to(dtype, copy=True).view(-1, 2, len(mean)))
-            sums = [stacked]
-            if batch.weights_differ:
-                weights = [replica.weight for replica in replicas if replica.grad_output is not None]
-                for own, weight in zip(stacked.view(-1, 2, len(mean)), weights, strict=True):
-                    if weight is not None:
-                        own.mul_(weight)
-
-        wanted = any([replica.wants_input for replica in replicas])
-        if wanted:
-            # All replicas add ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)`` to their gradient.
-            factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
-            terms = batch.totals(sums) * (invstd if factor is None else factor)
-            offset, second = terms.div_(-batch.elements).unbind()
-            # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
-            slope = (second * invstd).to(dtype)
-            offset = torch.addcmul(offset, slope, mean, value=-1).to(dtype)
+        in_loss = [i for i, replica in enumerate(replicas) if replica.grad_output is not None]
+        sums = [_sums([replicas[i] for i in in_loss], batch, dtype)] if in_loss else []  # (R, 2, C)
+        of_parameters = dict(zip(in_loss, sums[0].to(dtype, copy=True), strict=True)) if sums else {}
+        if batch.weights_differ and sums:
+            for pair, i in zip(sums[0], in_loss, strict=True):
+                if replicas[i].weight is not None:
+                    pair.mul_(replicas[i].weight)
+        common_factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
+        if any([replica.wants_input for replica in replicas]):
+            slope, offset = _common_terms(sums, batch, common_factor, dtype)
         results: list[Gradients] = []
-        for replica in replicas:
-            input, grad_output, grad_input = replica.input, replica.grad_output, None
-            grad_bias, grad_weight = (None, None) if grad_output is None else next(of_parameters)
+        for i, replica in enumerate(replicas):
+            grad_bias, grad_weight = of_parameters.get(i, (None, None))
+            grad_input = None
             if replica.wants_input:
-                grad_input = affine(input.to(dtype), slope, offset)
-                if grad_output is not None:
-                    own_factor = _factor(invstd, replica.weight, dtype) if factor is None else factor
-                    grad_input.addcmul_(grad_output.to(dtype), per_channel(own_factor, input))
-                grad_input = grad_input.to(input.dtype)
+                factor = _factor(invstd, replica.weight, dtype) if common_factor is None else common_factor
+                grad_input = _input_gradient(replica, slope, offset, factor)
             results.append((grad_input, grad_weight, grad_bias))
         return results
+
+
+def _sums(replicas: Sequence[ReplicaBackward], batch: BatchStatistics, dtype: torch.dtype) -> Tensor:
+    """Return the sums of each replica, of dy and of dy * (x - mean) * invstd: ``(R, 2, C)``, in float64."""
+    mean, invstd = batch.mean_invstd[batch.master]
+    rounded, scale = mean.to(dtype), invstd.to(dtype)
+    vectors: list[Tensor] = []
+    for replica in replicas:
+        vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)  # type: ignore[arg-type]
+    sums = torch.stack(vectors).double().view(-1, 2, len(mean))
+    # Correct the sums for the rounding of the mean, which has shifted all normalized values.
+    sums[:, 1].addcmul_(sums[:, 0], (rounded - mean) * invstd)
+    return sums
+
+
+def _common_terms(
+    sums: Sequence[Tensor], batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return slope and offset of ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)``.
+
+    All replicas add this function of their inputs to their gradients. A `factor` of None stands for `invstd`.
+    """
+    mean, invstd = batch.mean_invstd[batch.master]
+    terms = batch.totals(sums) * (invstd if factor is None else factor)
+    offset, of_normalized = terms.div_(-batch.elements).unbind()
+    # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
+    slope = (of_normalized * invstd).to(dtype)
+    return slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)
+
+
+def _input_gradient(replica: ReplicaBackward, slope: Tensor, offset: Tensor, factor: Tensor) -> Tensor:
+    """Return the gradient of the input of one replica: the common terms, and `factor` times that of its output."""
+    grad_input = affine(replica.input.to(slope.dtype), slope, offset)
+    if replica.grad_output is not None:
+        grad_input.addcmul_(replica.grad_output.to(slope.dtype), per_channel(factor, replica.input))
+    return grad_input.to(replica.input.dtype)
 
 
 def affine(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,8 @@ from .base import (
     Pair,
     ReplicaBackward,
     RunningStatistics,
+    Statistics,
+    as_pair,
     format_of,
     invstd_of,
     per_channel,
@@ -37,7 +39,7 @@ class Cuda(Backend):
 
     def merge(
         self,
-        statistics: Sequence[Pair],
+        statistics: Sequence[Statistics],
         counts: Sequence[int] | Tensor,
         total: int | Tensor,
         eps: float,
@@ -47,13 +49,7 @@ class Cuda(Backend):
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, eps, clamps, running)
-        if isinstance(counts, Tensor):
-            (means, invstds), on_device = statistics[0], counts.clamp(min=_NEARLY_ZERO)
-        else:
-            filled = [(own, count) for own, count in zip(statistics, counts, strict=True) if count]
-            stacked = torch.cat([vector for own, _ in filled for vector in own]).view(len(filled), 2, -1)
-            means, invstds = stacked.unbind(1)
-            on_device = _counts(stacked.device, tuple([count for _, count in filled]), stacked.dtype)
+        means, invstds, on_device = _merged_parts(statistics, counts)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             momentum, buffers, running = running.count_call(), (running.mean.data, running.var.data), None
@@ -64,7 +60,10 @@ class Cuda(Backend):
             var = (invstd.pow(-2) - eps).clamp_(min=0)
         if running is not None:
             running.update(mean, var, total)
-        return (mean, *invstd_of(var, eps, clamps)) if clamps else (mean, invstd, None)
+        clamped = None
+        if clamps:
+            invstd, clamped = invstd_of(var, eps, clamps)
+        return mean, invstd, clamped
 
     def normalize(
         self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
@@ -74,19 +73,14 @@ class Cuda(Backend):
 
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Tensor] = []
-        of_parameters = []
+        of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         for replica in replicas:
-            mean, invstd = batch.mean_invstd[replica.device]
-            input, weight, grad_weight, sum_dy = replica.input, replica.weight, None, None
-            if replica.grad_output is not None and input.numel():
-                sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
-                    replica.grad_output, input, mean, invstd, weight, True, weight is not None, False
-                )
-                pair = (sum_dy, sum_dy_xmu)
-                if batch.weights_differ and weight is not None:
-                    pair = (sum_dy * weight, sum_dy_xmu * weight)
-                sums += sent(pair, batch.master)
-            of_parameters.append((grad_weight, sum_dy))
+            if replica.grad_output is None or not replica.input.numel():
+                of_parameters.append((None, None))
+            else:
+                pair, grad_weight, grad_bias = _sums(replica, replica.grad_output, batch)
+                sums += pair if replica.device == batch.master else sent(pair, batch.master)
+                of_parameters.append((grad_weight, grad_bias))
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]
 
@@ -101,6 +95,34 @@ class Cuda(Backend):
                 grad_input = _input_gradient(replica, terms[replica.device], count, batch)
             results.append((grad_input, *grads))
         return results
+
+
+def _sums(replica: ReplicaBackward, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
+    """Return the two sums of one replica, and the gradients of its weight and bias."""
+    mean, invstd = batch.mean_invstd[replica.device]
+    weight = replica.weight
+    sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
+        grad_output, replica.input, mean, invstd, weight, True, weight is not None, False
+    )
+    if batch.weights_differ and weight is not None:
+        return (sum_dy * weight, sum_dy_xmu * weight), grad_weight, sum_dy
+    return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
+
+
+def _merged_parts(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and invstd of all parts that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
+    if isinstance(counts, Tensor):
+        means, invstds = as_pair(statistics[0])
+        return means, invstds, counts.clamp(min=_NEARLY_ZERO)
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for of_replica, count in zip(statistics, counts, strict=True):
+        if count:
+            tensors += of_replica
+            numbers.append(count)
+    stacked = torch.cat(tensors).view(len(numbers), 2, -1)
+    means, invstds = stacked.unbind(1)
+    return means, invstds, _counts(stacked.device, tuple(numbers), stacked.dtype)
 
 
 def _input_gradient(replica: ReplicaBackward, terms: Tensor, count: int, batch: BatchStatistics) -> Tensor:

@@ -20,16 +20,21 @@ def current_stream(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
-def on_default_streams(devices: Iterable[torch.device], function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, run on the default streams of distinct `devices`, in order with the current ones."""
+def on_default_streams(
+    devices: Iterable[torch.device], used: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Return `function(*args)`, run on the default streams of distinct `devices`, in order with the current ones.
+
+    `used` are the tensors that the function reads.
+    """
     streams = _defaults_to_enter(devices)
-    return on_streams(streams, function, *args) if streams else function(*args)
+    return on_streams(streams, used, function, *args) if streams else function(*args)
 
 
-def on_streams(streams: Sequence[Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, run on `streams`, in order with those that are current on their devices."""
+def on_streams(streams: Sequence[Any], used: Iterable[Tensor | None], function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, which reads `used`, run on `streams`, in order with those that are current there."""
     with _entered(streams):
-        _record_on_current_streams(args)
+        _record_on_current_streams(used)
         result = function(*args)
     _record_on_current_streams(result if isinstance(result, tuple) else (result,))
     return result
@@ -78,7 +83,7 @@ def in_order_with_engine(
         return function(*args)
     streams = list(map(current_stream, devices))
     if any([stream.stream_id for stream in streams]):
-        return on_streams(_defaults_to_enter(devices), in_order_with_engine, devices, grads, function, *args)
+        return on_streams(_defaults_to_enter(devices), (), in_order_with_engine, devices, grads, function, *args)
     first, *others = streams
     ready = first.record_event()
     for other in others:

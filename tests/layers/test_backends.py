@@ -164,7 +164,7 @@ def test_new_kind_of_device_has_gradients_of_gradients_without_a_word_of_them(de
     called, of_all = [], []
     device = as_devices(devices)[0]
     monkeypatch.setattr("sync_batchnorm.backends.BACKENDS", {device.type: noting(Plain(), called)})
-    monkeypatch.setattr("sync_batchnorm.autograd.GENERAL", noting(Backend(), of_all))
+    monkeypatch.setattr("sync_batchnorm.call.node.GENERAL", noting(Backend(), of_all))
     plain, parallel = twins(nn.Sequential(nn.BatchNorm2d(3), nn.Tanh()).double(), devices)
     data, grad = doubles(5, 3, 2, 4, devices=devices), doubles(5, 3, 2, 4, devices=devices)
     results = []

@@ -46,7 +46,7 @@ from sync_batchnorm import (
     execute_replication_callbacks,
     sync_moments,
 )
-from sync_batchnorm.distributed import Peers
+from sync_batchnorm.call.processes import Peers
 from sync_batchnorm.parallel.copies import replicate
 
 CHECKS: dict[str, Callable[[], None]] = {}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sync_batchnorm import distributed
+from sync_batchnorm.call import processes
 
 __all__ = ["main"]
 
@@ -42,8 +42,8 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
     for width in channels:
         statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
-        peers = distributed.Peers(dist.group.WORLD, 0, ("layer",))
-        forward = minimum(partial(distributed.gather_statistics, statistics, 512, peers, None))
+        peers = processes.Peers(dist.group.WORLD, 0, ("layer",))
+        forward = minimum(partial(processes.gather_statistics, statistics, 512, peers, None))
         backward = minimum(partial(peers.all_reduced, sums))
         if rank == 0:
             print(f"| {size} | {width} | {forward:.0f} | {backward:.0f} |", flush=True)

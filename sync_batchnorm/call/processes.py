@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends.base import Pair, merge_moments
+from ..backends.base import Pair, Statistics, as_pair, merge_moments
 
 __all__: list[str] = []
 
@@ -84,14 +84,16 @@ def active_group(process_group: Group | None) -> Group | None:
 
 
 def gather_statistics(
-    statistics: Pair, count: int, peers: Peers, dtype: torch.dtype | None
+    statistics: Statistics, count: int, peers: Peers, dtype: torch.dtype | None
 ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
     """Gather the statistics of `count` elements per channel in each process: a pair ``(W, C)``, the counts, their sum.
 
     The statistics travel in `dtype`, or their own. The sum is a tensor, so that the host does not wait; an int if
     `count` is at most 1: it may be too small.
     """
-    first, second = statistics if dtype is None else [vector.to(dtype) for vector in statistics]
+    first, second = as_pair(statistics)
+    if dtype is not None:
+        first, second = first.to(dtype), second.to(dtype)
     if len(first) > 1:  # several parts of one input
         first, second = merge_moments(first, second, None)
     size = dist.get_world_size(peers.group)

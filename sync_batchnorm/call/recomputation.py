@@ -3,19 +3,28 @@
 NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. Such a call
 does not exchange, and is not counted: it repeats an earlier call of the forward, with the answer that the pipe
 remembers. If there were several, as in siamese nets, it is the one whose input had the same statistics. The repeated
-output has the value of the first one, and saves the same tensors. It has no gradient (`refuse_gradient`): where one is
+output has the value of the first one, and saves the same tensors. It has no gradient (`_refuse_gradient`): where one is
 taken, the checkpoint is reentrant, and would differentiate each replica by itself.
 
 Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .part import Part
+from .saved import graph_source
+
 __all__: list[str] = []
+
+REFUSED = (
+    "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a recomputation "
+    "that differentiates each replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you "
+    "call torch.autograd.grad through the layer yourself, do it outside the checkpoint"
+)
 
 
 class Remembered(NamedTuple):
@@ -26,7 +35,21 @@ class Remembered(NamedTuple):
     is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
-def recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
+def remember(part: Part, pipe: Any) -> None:
+    """Let the pipe of a replica remember its call, which may be repeated."""
+    is_constant = part.saved is not None and not part.output.requires_grad
+    pipe.remembered += (Remembered(part.statistics, part.mean_invstd, is_constant),)
+
+
+def repeat(part: Part, pipe: Any) -> None:
+    """Give a part the answer that its pipe remembers."""
+    call = _recall(pipe.remembered, part.statistics, pipe.where)
+    part.mean_invstd = call.mean_invstd
+    if part.saved is not None and not call.is_constant:  # None under `no_grad`, as in the forward
+        part.output = _refuse_gradient(part.output, part.input)
+
+
+def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
     """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
     if len(remembered) == 1:
         return remembered[0]
@@ -50,3 +73,20 @@ def recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where
 def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     # As numbers, since NaN is not equal to itself.
     return all(map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other)))
+
+
+def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:
+    """Return `constant` as a function of `input`, also if that needs no gradient; its backward raises an error."""
+    with torch.enable_grad():
+        return _Refuse.apply((constant,), graph_source(), input)  # type: ignore
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, constant: tuple[Tensor], source: Tensor, input: Tensor) -> Tensor:
+        # Passed in a tuple: autograd would return a view of a tensor argument, which could not be changed in place.
+        return constant[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(REFUSED)

@@ -1,0 +1,107 @@
+"""What a replica keeps of one call for its backward pass.
+
+NOTE [who saves what]: Each replica saves its own input and weight, so its saved-tensor hooks run in its own thread. The
+node of the call unpacks them, and drops them unless `retain_graph` is set. The node saves no tensors itself: where
+replicas take gradients in their forward, two threads may drop what a node has saved at once, and torch 2.13 then frees
+it twice.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.streams import current_stream, on_streams
+from ..torch_private import hooks_of_thread
+
+__all__: list[str] = []
+
+FREED = (
+    "Trying to backward through the graph a second time, where a synchronized batch norm has dropped its input; pass "
+    "retain_graph=True to the first backward(), and compute gradients outside the forward() of replicas"
+)
+
+InputAndWeight = tuple[Tensor, Tensor | None]
+
+
+class Saved:
+    """Input and weight of one replica: cheaper than saved by an autograd node, and without saved-tensor hooks."""
+
+    __slots__ = ("_kept", "device", "input_node", "needs")
+
+    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.device = input.device
+        self.input_node = input.grad_fn  # None for an input that needs no gradient
+        # Which of input, weight and bias need a gradient.
+        needs_weight = weight is not None and weight.requires_grad
+        self.needs = (input.requires_grad, needs_weight, bias is not None and bias.requires_grad)
+        # One attribute for all that is dropped: of several, a thread could read some before and some after that.
+        self._kept: Any = (input, weight, (input._version, None if weight is None else weight._version))
+
+    def unpack(self) -> InputAndWeight:
+        """Return input and weight, unless they were dropped or have changed in place."""
+        kept = self._kept
+        if kept is None:
+            raise RuntimeError(FREED)
+        input, weight, versions = kept
+        for tensor, version in zip((input, weight), versions, strict=True):
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+                )
+        return input, weight
+
+    def drop(self) -> None:
+        """Let go of the tensors."""
+        self._kept = None
+
+
+class SavedByHooks(Saved):
+    """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__(input, weight, bias)
+        self._kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
+
+    def unpack(self) -> InputAndWeight:
+        kept = self._kept
+        if kept is None:
+            raise RuntimeError(FREED)
+        owner, stream = kept
+
+        def unpacked() -> InputAndWeight:
+            return owner.grad_fn.saved_tensors  # type: ignore[no-any-return]
+
+        if stream == current_stream(self.device):
+            return unpacked()
+        # Hooks may compute to unpack, and others use what a checkpoint has computed on this stream.
+        return on_streams([stream], (), unpacked)  # type: ignore[no-any-return]
+
+
+def save(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved:
+    """Save what the backward pass of a replica needs: by the saved-tensor hooks of this thread, if it has any."""
+    kind = Saved if hooks_of_thread(True) is None else SavedByHooks
+    return kind(input, weight, bias)
+
+
+class _Save(torch.autograd.Function):
+    """Never runs in a backward pass: its node owns saved tensors for as long as its output is alive."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, tensors: InputAndWeight) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return source
+
+
+# The `apply` of the C++ base class. That of `torch.autograd.Function` first looks for transforms of `torch.func`, which
+# layers refuse.
+_save: Any = super(torch.autograd.Function, _Save).apply
+
+
+def graph_source() -> Tensor:
+    """Return a tensor that requires a gradient, so that a function of it is in the graph whatever else it takes."""
+    # One for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    return torch.empty(0, device="cpu", requires_grad=True)
