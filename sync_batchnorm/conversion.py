@@ -46,7 +46,6 @@ _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasat
 _InstanceNorm: Any = nn.InstanceNorm1d.__base__
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
-_LAZY = "is lazy and has seen no input; run one batch through the model, then convert it"
 
 
 def convert_model(
@@ -210,11 +209,6 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
     if reason is not None:
         return f"{cls.__name__} {reason}"
-    if isinstance(layer, LazyModuleMixin):
-        # A state dict has given this lazy layer its parameters, but only its first forward makes it an ordinary one.
-        training = layer.training
-        layer.eval()(_small_input(layer, layer.cls_to_become))
-        cls = type(layer.train(training))
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
     ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", ours)
@@ -229,8 +223,9 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
 def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
     cls = type(layer)
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return _LAZY
+    if isinstance(layer, LazyModuleMixin):
+        # Even if a state dict has given it its parameters: its first forward changes its class.
+        return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
     own = next((name for name in _COMPUTES if name in vars(layer)), None)
@@ -317,8 +312,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
         if is_open and not isinstance(self, nn.SyncBatchNorm):
-            is_lazy = isinstance(self, LazyModuleMixin)  # and has no parameters yet, not even those without values
-            reason = f"{type(self).__name__} {_LAZY}" if is_lazy else _convert(self, {}, {})
+            reason = _convert(self, {}, {})
             if reason is not None:
                 warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 

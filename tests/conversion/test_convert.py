@@ -397,7 +397,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
-    (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model"),
+    (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model in eval mode"),
     (lambda: torch.jit.script(nn.BatchNorm2d(2)), "BatchNorm2d is compiled by TorchScript; convert the model that was"),
     (
         lambda: torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.randn(2, 2)),
@@ -430,20 +430,42 @@ def test_layers_with_running_statistics_that_never_normalize_with_the_batch_are_
     convert_model(nn.Sequential(make()))
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["called", "loaded"])
+LAZY = "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["called", "loaded, then called"])
 @pytest.mark.parametrize(("plain", "ours"), KINDS[:3])
-def test_a_lazy_layer_that_has_seen_an_input_or_was_loaded_is_converted(plain, ours, loaded):
+def test_a_lazy_layer_that_has_seen_an_input_is_converted(plain, ours, loaded):
     sizes = [4] * (KINDS.index((plain, ours)) + 1)
     source = randomize(nn.Sequential(plain(3)))
     net = nn.Sequential(getattr(nn, f"Lazy{plain.__name__}")())
-    if not loaded:
-        net(torch.randn(2, 3, *sizes))
+    if loaded:
+        net.load_state_dict(source.state_dict())
+    net.eval()(torch.randn(2, 3, *sizes))
+    net.train()
+    if loaded:  # In training mode, that batch would have changed the statistics.
+        assert_same_state(net, source)
     net.load_state_dict(source.state_dict())
     weight = net[0].weight
     convert_model(net)
     assert type(net[0]) is ours
     assert net[0].weight is weight
     synchronized_step(net, source, 3, *sizes)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}], ids=["usual", "no tensors"])
+@pytest.mark.parametrize("plain", [plain for plain, _ in KINDS[:3]])
+def test_a_lazy_layer_that_a_state_dict_has_filled_is_left_and_its_hooks_are_not_called(plain, options):
+    net = nn.Sequential(getattr(nn, f"Lazy{plain.__name__}")(**options))
+    net.load_state_dict(nn.Sequential(plain(3, **options)).state_dict())
+    assert not net[0].has_uninitialized_params()
+    net[0].register_forward_hook(lambda *_: pytest.fail("called"))
+    net[0].register_forward_pre_hook(lambda *_: pytest.fail("called"))
+    before, state = anatomy(net), copy.deepcopy(net.state_dict())
+    assert f"- 0: Lazy{plain.__name__} {LAZY}" in left(net)
+    assert type(net[0]) is getattr(nn, f"Lazy{plain.__name__}")
+    assert anatomy(net) == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
 
 
 @pytest.mark.parametrize("told", [False, True])
