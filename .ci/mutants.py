@@ -105,8 +105,6 @@ EQUIVALENT: dict[str, str] = {
     },
     "parallel/data_parallel.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
     "`0 < timeout < threading.TIMEOUT_MAX`": "at one value only",
-    "conversion.py: _small_input: `4` -> `5`": "an input of any size does",
-    "conversion.py: _small_input: `4` -> `5` (2)": "an input of any size does",
     "__main__.py: module: `5.0` -> `10.0`": "any time that is far below the budget does",
     "checkpoint.py: recall: `_are_equal(call.statistics, statistics)` -> "
     "`_are_equal(statistics, call.statistics)`": "the same",

@@ -4,10 +4,9 @@ A layer stays the same object; only its class changes, which `object.__setattr__
 own. So every reference to the layer, or to its parameters and buffers, stays valid.
 """
 
-import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from .layers import (
-    ALONE,
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -79,8 +77,9 @@ def convert_model(
 
     Raises:
         TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized one, or has the forward of only one of them, which
-            is called once with a copy of each layer, on the CPU, to see that.
+            from both the class that it replaces and a synchronized one, or has the forward of a synchronized layer in
+            place of one that the replaced class defines. That its forward synchronizes is not checked here: see
+            `assert_matches_one_device`.
 
     Warns:
         UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
@@ -89,7 +88,7 @@ def convert_model(
     modules = list(module.named_modules())
     options = sync_options(eps_mode, group_size, process_group)
     classes = {} if classes is None else classes
-    _check_classes(classes, modules)
+    _check_classes(classes)
     reasons = {name: _convert(child, classes, options) for name, child in modules}
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
     names = tuple(name or "the module itself" for name in layers)
@@ -147,7 +146,7 @@ def _warn_of(reasons: Mapping[str, str | None], what: str) -> None:
         warn(f"{what}, {sum(map(len, left.values()))} in all:{''.join(lines)}")
 
 
-def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> None:
+def _check_classes(classes: Classes) -> None:
     """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
     if not isinstance(classes, Mapping):
         raise TypeError(
@@ -166,35 +165,6 @@ def _check_classes(classes: Classes, modules: list[tuple[str, nn.Module]]) -> No
                 f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; "
                 f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
             )
-        if not all(_calls_synchronized(layer, ours) for _, layer in modules if type(layer) is plain):
-            raise TypeError(
-                f"expected a class that synchronizes, but got {our_name}, whose forward never calls that of a "
-                "synchronized layer; write a forward that computes the same from "
-                "SynchronizedBatchNorm2d.forward(self, input)"
-            )
-
-
-def _calls_synchronized(layer: nn.Module, ours: type[nn.Module]) -> bool:
-    """Return whether the forward of `ours` calls the synchronized one, or fails, with a copy of `layer` on the CPU."""
-    inputs: list[Tensor] = []
-
-    def synchronized(input: Tensor) -> Tensor:
-        inputs.append(input)
-        return input
-
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]):
-        trial: Any = copy.deepcopy(layer).cpu().train()
-        object.__setattr__(trial, "__class__", ours)
-        trial.__dict__.update(_sync_connection=ALONE, _forward_synchronized=synchronized)  # as if it were in a replica
-        ours.forward(trial, _small_input(trial, ours))
-        return bool(inputs)
-    return True
-
-
-def _small_input(layer: Any, cls: Any) -> Tensor:
-    sizes = [4] * (1 if issubclass(cls, nn.BatchNorm1d) else 3 if issubclass(cls, nn.BatchNorm3d) else 2)
-    like = torch.empty(layer.num_features) if layer.weight is None else layer.weight.detach()
-    return like.new_ones(4, *like.shape, *sizes)
 
 
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
