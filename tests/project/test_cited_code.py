@@ -1,0 +1,65 @@
+"""What points at code by its text points at something: the list of mutants that no test can notice, notes, and names.
+
+`.ci/mutants.py` leaves this file out of its runs: a mutant changes the text that the list was written for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "sync_batchnorm").rglob("*.py"))
+TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), ROOT / "setup.py"])
+PAGES = [ROOT / "docs" / name for name in ("contributing.md", "how-it-works.md")]
+# Named in backquotes, though no code of the package has them: of Python and torch, of timm, of users, of formulas.
+FOREIGN = {"UserWarning", "create_graph", "retain_graph", "lerp_", "dropout_p", "scaled_dot_product_attention"}
+FOREIGN |= {"FakeTensorMode", "BatchNormAct2d", "NormAct", "N", "n_i", "dy_i"}
+
+
+def test_mutants_that_are_called_equivalent_are_mutants_of_this_code():
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / ".ci" / "mutants.py")
+    mutants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutants)
+    today = {str(mutant) for mutant in mutants.all_mutants()}
+    assert len(today) > 3000  # as docs/contributing.md says
+    stale = [text for text in mutants.EQUIVALENT if text not in today]
+    assert not stale, "remove these from EQUIVALENT, or write them as `python .ci/mutants.py` prints them today"
+
+
+def test_notes_that_are_cited_exist_once():
+    notes, cited = Counter[str](), dict[str, str]()
+    sources = [*PACKAGE, *TESTS, *(ROOT / "tests").rglob("*.h"), *(ROOT / "tests").rglob("*.cpp")]
+    for path in [*sources, *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md"), ROOT / "README.md"]:
+        text = re.sub(r"\n[ /#>]*", "\n", path.read_text(encoding="utf-8"))  # without what begins a line of a comment
+        if path in sources:
+            # A note begins a line with its name and a colon, or in C++ what it says.
+            notes.update(re.findall(r"^NOTE \[([^]]+)\](?::|$|(?= [A-Z]))", text, re.MULTILINE))
+        cited |= {" ".join(name.split()): path.name for name in re.findall(r"NOTE\s+\[([^]]+)\]", text)}
+    assert len(cited) > 10
+    assert not [f"{name}, in {file}" for name, file in cited.items() if notes[name] != 1]
+
+
+def tokens_of(paths: list[Path]) -> Iterator[tokenize.TokenInfo]:
+    for path in paths:
+        with path.open("rb") as file:
+            yield from tokenize.tokenize(file.readline)
+
+
+def test_names_in_backquotes_are_names_of_the_code():
+    inside = list(tokens_of(PACKAGE))
+    names = {token.string for token in inside if token.type == tokenize.NAME} | FOREIGN
+    texts = [(token.string, names) for token in inside if token.type in (tokenize.STRING, tokenize.COMMENT)]
+    names = names | {token.string for token in tokens_of(TESTS) if token.type == tokenize.NAME}
+    texts += [(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), names) for page in PAGES]
+    unknown = []
+    for text, known in texts:
+        # Not of torch, by its name, nor a file.
+        for name in re.findall(r"(?<!`)`(?!torch\.|nn\.)([A-Za-z_][\w.]*)(?<!\.py)`(?!`)", text):
+            unknown += [name] * (not known.issuperset(name.split(".")))
+    assert len(texts) > 500
+    assert not unknown, "mend the sentence that names this, or add a name that is not of the package to FOREIGN"
