@@ -84,9 +84,9 @@ EQUIVALENT: dict[str, str] = {
     "one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
     "one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
     "one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
-    "one_device.py: _differences: `_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
+    "one_device.py: _different_outputs_and_loss: `_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
     "`_gap(one.loss, many.loss, TOLERANCE * _largest(*one.outputs))`": "it differs, by some size, if the other does",
-    "one_device.py: _differences: `_gap(many.grads[name], expected, floor)` -> "
+    "one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
     "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
     "backends/base.py: Backend.gradients: `True` -> `False`": "the host may wait for a copy",
     "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",

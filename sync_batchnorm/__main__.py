@@ -100,7 +100,8 @@ def check_parity(devices: Sequence[str], dtype: str) -> str:
         # One chunk for each device, the last smaller than the others. The mean of the gradient is near zero: otherwise
         # the rounding error of its sums comes near the tolerance.
         input, grad = torch.randn(2, 2 * len(devices) - 1, 16, 9, 9, **options)
-        for actual, expected in zip(*(step(net, 5 + 3 * input, grad) for net in (parallel, plain)), strict=True):
+        in_replicas, on_one_device = step(parallel, 5 + 3 * input, grad), step(plain, 5 + 3 * input, grad)
+        for actual, expected in zip(in_replicas, on_one_device, strict=True):
             errors.append((actual - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     largest = float(torch.stack(errors).max())  # NaN if one of them is NaN, unlike Python's `max`
     result = f"largest difference {largest:.1e}, allowed {TOLERANCES[dtype]:.0e}"

@@ -70,6 +70,9 @@ def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[An
     if number < replicas:
         return f"its wrapper makes {number} of {replicas} replicas; name more devices"
     size = layer.group_size or number
-    groups = [list(range(number))[i : i + size] for i in range(0, number, size)]
-    why = f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
-    return why if len(groups) > 1 else None
+    groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
+    if len(groups) > 1:
+        return (
+            f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
+        )
+    return None

@@ -41,7 +41,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
-_InstanceNorm: Any = nn.InstanceNorm1d.__base__
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
@@ -198,25 +198,32 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
-    own = next((name for name in _COMPUTES if name in vars(layer)), None)
-    if own is not None:
-        return f"has a {own} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
-    base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
-    own = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
-    if own is not None and not has_class:
-        if issubclass(cls, nn.SyncBatchNorm):
-            return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-        ours, kind = f"Synchronized{cls.__name__}", (_kind_of(cls) or SynchronizedBatchNorm).__name__
-        calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
+    method = next((name for name in _COMPUTES if name in vars(layer)), None)
+    if method is not None:
         return (
-            f"has a {own} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
-            f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
+            f"has a {method} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
         )
+    base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
+    method = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
+    if method is not None and not has_class:
+        return _reason_to_leave_class(cls, method)
     expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
     clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
     if clashes:
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
+
+
+def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
+    """Return why the layers of a class with that method of its own cannot be converted, and what to do about it."""
+    if issubclass(cls, nn.SyncBatchNorm):
+        return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
+    ours, kind = f"Synchronized{cls.__name__}", (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
+    return (
+        f"has a {method} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
+        f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
+    )
 
 
 def _is_of_timm(cls: type[nn.Module]) -> bool:

@@ -66,7 +66,11 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
         spread = peers.all_reduced((var + deviations * deviations) * count)
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
-    mean, var, count = _answers([(None, message)])[0][1] if pipe is None else pipe.run(message)
+    if pipe is None:
+        ((_, moments),) = _answers([(None, message)])
+    else:
+        moments = pipe.run(message)
+    mean, var, count = moments
     return mean.clone(), var.clone(), count  # copies, which users may change in place
 
 
@@ -78,10 +82,11 @@ def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[H
 
 
 def _answers(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
-    mean_vars, counts, shapes = zip(*[message for _, message in messages], strict=True)
+    mean_vars = [mean_var for _, (mean_var, _, _) in messages]
+    counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)
     if count == 1:
-        raise single_value(shapes)
+        raise single_value([shape for _, (_, _, shape) in messages])
     device = mean_vars[0].device
     with torch.enable_grad():
         moved = [mean_var.to(device, non_blocking=True) for mean_var in mean_vars]

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,39 +63,57 @@ def assert_matches_one_device(
         raise RuntimeError("expected a single process, as the copies would exchange with others; call it in one alone")
     dim = getattr(model, "dim", 0) if isinstance(model, nn.DataParallel) else 0
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-    loss, states = loss or partial(_random_loss, []), _random_states()
+    states = _random_states()
     try:
         with torch.inference_mode(False), warnings.catch_warnings():  # and with gradients
             warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # the losses of replicas
             one, many = (_Copy(model, (inputs, dict(kwargs or {}))) for _ in range(2))
             parallel = DataParallelWithCallback(many, ["cpu"] * max(1, replicas), dim=dim)
-            chunks = parallel.scatter(many.given, {}, parallel.device_ids)[0]
-            sizes = [max(own, key=Tensor.dim).shape[dim] for own in map(tensors_in, chunks) if own]
+            sizes = _rows_of_chunks(parallel, many.given)
             if len(sizes) < 2 or not sum(sizes):
                 which = f"expected at least two chunks, but got chunks of {sizes} rows for replicas={replicas!r}"
                 raise ValueError(f"{which}; pass a larger batch, or a larger number of replicas")
-            for run, net in (one, one), (many, parallel):
-                try:
-                    run.step(net, loss)
-                except Exception as error:
-                    if run is many:
-                        text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
-                        raise AssertionError(text) from error
-                    error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
-                    raise
-            for text in _differences(one, many, sizes):
+            _run(one, many, parallel, loss or partial(_random_loss, []))
+            text = next(_differences(one, many, sizes), None)
+            if text is not None:
                 raise AssertionError(f"{text} (dropout is switched off in both copies)")
     finally:
-        torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8))
-        random.setstate(states[1])
-        if states[2] is not None:
-            sys.modules["numpy"].random.set_state(states[2])
+        _restore_random_states(states)
 
 
-def _random_states() -> tuple[Any, ...]:
+def _rows_of_chunks(parallel: nn.DataParallel[Any], given: Any) -> list[int]:
+    """Return the number of rows in each chunk that has a tensor: those of the one with the most dimensions."""
+    chunks, _ = parallel.scatter(given, {}, parallel.device_ids)
+    in_chunks = [tensors for tensors in map(tensors_in, chunks) if tensors]
+    return [max(tensors, key=Tensor.dim).shape[parallel.dim] for tensors in in_chunks]
+
+
+def _run(one: "_Copy", many: "_Copy", parallel: nn.Module, loss: Loss) -> None:
+    """Run a training step on one device, and one in the replicas of `parallel`, which is a wrapper of `many`."""
+    try:
+        one.step(one, loss)
+    except Exception as error:
+        error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
+        raise
+    try:
+        many.step(parallel, loss)
+    except Exception as error:
+        text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
+        raise AssertionError(text) from error
+
+
+def _random_states() -> tuple[Any, Any, Any]:
     """Return the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state().tolist(), random.getstate(), numpy and numpy.random.get_state()
+
+
+def _restore_random_states(states: tuple[Any, Any, Any]) -> None:
+    of_torch, of_python, of_numpy = states
+    torch.set_rng_state(torch.tensor(of_torch, dtype=torch.uint8))
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _double(value: Any) -> Any:
@@ -106,32 +124,48 @@ def _double(value: Any) -> Any:
     return value.to("cpu", value.dtype if has_integers else torch.promote_types(value.dtype, torch.float64))
 
 
+# As a function of torch that modes can override, it reaches the mode of the thread in which it is called.
 @wrap_torch_function(lambda name, *_: (name,))
 def _event(name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
     """Tell the trace of this replica, the mode of its thread, that a call begins or ends; other threads have none."""
+
+
+class _Call(NamedTuple):
+    """One call of a module in one replica."""
+
+    module: nn.Module
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    called: Counter[str]  # the modules and functions that it calls, and how often
+    draws: bool  # random numbers
 
 
 class _Trace(TorchFunctionMode):
     """The calls of modules in one replica; a mode, in which torch computes in float64 and without dropout."""
 
     def __init__(self) -> None:
-        # Of each call: its module, inputs, outputs, what it calls how often, and whether it draws random numbers.
-        self.calls: dict[tuple[str, int], tuple[nn.Module, list[Tensor], list[Tensor], Counter[str], bool]] = {}
+        self.calls: dict[tuple[str, int], _Call] = {}  # by the name of the module, and which of its calls it is
         self._running: list[tuple[list[Tensor], Counter[str], bytes]] = [([], Counter(), b"")]
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        # Copies of tensors, of each the same copy until it is changed in place.
-        keys = [(id(t), t.is_inference() or t._version, t) for t in tensors_in(output or (args, kwargs))]
-        tensors = [self._copies.setdefault((i, version), (t, t.detach().clone()))[1] for i, version, t in keys]
+        tensors = [self._copy_of(tensor) for tensor in tensors_in(output or (args, kwargs))]
         states = pickle.dumps(_random_states())
         if not output:
             self._running.append((tensors, Counter(), states))
             return
         inputs, called, before = self._running.pop()
         number = sum(other == name for other, _ in self.calls)
-        self.calls[name, number] = module, inputs, tensors, called, states != before
+        self.calls[name, number] = _Call(module, inputs, tensors, called, states != before)
         self._running[-1][1][name] += 1
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, the same until it is changed in place."""
+        key = id(tensor), tensor.is_inference() or tensor._version
+        if key not in self._copies:
+            self._copies[key] = tensor, tensor.detach().clone()  # while the tensor is kept, no other gets its id
+        _, copied = self._copies[key]
+        return copied
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -183,7 +217,8 @@ class _Copy(nn.Module):
 
     def step(self, net: nn.Module, loss: Loss) -> None:
         """Run a forward and a backward pass of `net`, this or a wrapper of it."""
-        output = net(*self.given[0], **self.given[1])
+        inputs, kwargs = self.given
+        output = net(*inputs, **kwargs)
         self.outputs = tensors_in(output)
         state = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         self.state = {name: tensor.detach().clone() for name, tensor in state.items()}  # before a recomputation
@@ -192,27 +227,39 @@ class _Copy(nn.Module):
             if value.requires_grad:  # A backward pass from a tensor would leave the mode.
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
             self.loss = value.detach().reshape(())
-        grads = {name: self.initial[name].grad for name in self.grads | self.initial}
+        grads = {name: self.initial[name].grad for name in self.grads | self.initial}  # in the order of their hooks
         self.grads = {
-            name: torch.zeros_like(self.initial[name]) if own is None else own.to_dense() for name, own in grads.items()
+            name: torch.zeros_like(self.initial[name]) if grad is None else grad.to_dense()
+            for name, grad in grads.items()
         }
 
 
 def _random_loss(grads: list[Tensor], output: Any) -> Tensor:
     """Return a loss with a random gradient for each output, or for the mean of what each replica has returned."""
-    generator, outputs = torch.Generator().manual_seed(0), tensors_in(output)
-    grads += [] if grads else [torch.randn(own.shape, generator=generator) for own in outputs]  # on one device
-    pairs = zip(outputs, grads, strict=False)
-    products = [(own if own.shape == grad.shape else own.double().mean()) * grad for own, grad in pairs]
-    return sum([product.sum().real for product in products], torch.zeros(()))
+    outputs = tensors_in(output)
+    if not grads:  # on one device, which comes first; replicas get the same
+        generator = torch.Generator().manual_seed(0)
+        grads += [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
+    loss = torch.zeros(())
+    for tensor, grad in zip(outputs, grads, strict=False):
+        weighted = (tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad
+        loss = loss + weighted.sum().real
+    return loss
 
 
 def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield what differs for the caller, in the order of the training step."""
+    yield from _different_outputs_and_loss(one, many, sizes)
+    yield from _different_gradients(one, many)
+    yield from _different_state(one, many)
+
+
+def _different_outputs_and_loss(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     shapes, found = ([tuple(tensor.shape) for tensor in run.outputs] for run in (one, many))
-    pairs = [(a, e) for a, e in zip(many.outputs, one.outputs, strict=False) if e.numel() != 1]
-    has_scalars = any(own.numel() == 1 for own in one.outputs)  # one from each replica
-    gap = max((_gap(*pair) for pair in pairs), default=0.0) if len(shapes) == len(found) else math.inf
+    pairs = zip(many.outputs, one.outputs, strict=False)
+    gaps = [_gap(actual, expected) for actual, expected in pairs if expected.numel() != 1]
+    has_scalars = any(output.numel() == 1 for output in one.outputs)  # one from each replica
+    gap = max(gaps, default=0.0) if len(shapes) == len(found) else math.inf
     loss_gap = _gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))
     if 0.0 < gap < math.inf or (loss_gap and has_scalars):
         yield from _modules(one, many, sizes)
@@ -220,16 +267,27 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
         sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
         yield f"outputs {sizes_differ if gap == math.inf else f'differ, by {gap:.1e} of their largest value'}"
     if loss_gap:
-        ratio, cause = float(many.loss / one.loss), "`loss` depends on more than the output, as on random numbers"
-        if has_scalars:
-            cause = f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these"
-            cause += ", unless it is something else than a mean: take the loss of the gathered outputs"
-            if math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
-                cause = "each replica returns a mean, and `loss` adds them up; take their mean"
-            elif math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
-                cause = "each replica returns a sum, and `loss` takes their mean; add them up"
-        what = "outputs agree, the loss does not" if pairs else "the loss differs"
+        ratio = float(many.loss / one.loss)
+        cause = _cause_in_loss(ratio, has_scalars, sizes)
+        what = "outputs agree, the loss does not" if gaps else "the loss differs"
         yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
+
+
+def _cause_in_loss(ratio: float, has_scalars: bool, sizes: list[int]) -> str:
+    """Return the probable cause of a loss that differs, by its ratio to the one on one device."""
+    if not has_scalars:
+        return "`loss` depends on more than the output, as on random numbers"
+    if math.isclose(ratio, len(sizes), rel_tol=TOLERANCE):
+        return "each replica returns a mean, and `loss` adds them up; take their mean"
+    if math.isclose(ratio * len(sizes), 1.0, rel_tol=TOLERANCE):
+        return "each replica returns a sum, and `loss` takes their mean; add them up"
+    return (
+        f"each replica returns a mean over its own chunk, of {sizes} rows; weight them by these, unless it is "
+        "something else than a mean: take the loss of the gathered outputs"
+    )
+
+
+def _different_gradients(one: _Copy, many: _Copy) -> Iterator[str]:
     floor = TOLERANCE * _largest(*one.grads.values())
     for name, expected in one.grads.items():
         if _gap(many.grads[name], expected, floor):
@@ -240,6 +298,9 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
                 f"of {name} (ratio of norms {ratio:.3}): {cause}; look for detach, no_grad or a branch on the size of "
                 "the batch, and in functions with a backward pass of their own"
             )
+
+
+def _different_state(one: _Copy, many: _Copy) -> Iterator[str]:
     for name, expected in one.state.items():
         gap = _gap(many.state.get(name, expected[..., None]), expected)
         if gap:
@@ -252,23 +313,28 @@ def _differences(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
 
 def _modules(one: _Copy, many: _Copy, sizes: list[int]) -> Iterator[str]:
     """Yield which modules have inputs that agree, and outputs that do not."""
-    for (name, number), (module, inputs, outputs, called, draws) in one.trace.calls.items():
+    for (name, number), call in one.trace.calls.items():
         for i, trace in enumerate(many.traces):
-            _, own_inputs, own_outputs, own_called, _ = trace.calls.get((name, number), (None, [], [], called, None))
+            in_replica = trace.calls.get((name, number))
+            if in_replica is None:
+                continue
             gap_of = partial(_gap, rows=(sum(sizes[:i]), sizes[i], sum(sizes)))
-            differ = any(gap_of(*pair) for pair in zip(own_inputs, inputs, strict=False))
-            gaps = [gap_of(*pair) for pair in zip(own_outputs, outputs, strict=False) if pair[1].numel() != 1]
+            input_pairs = zip(in_replica.inputs, call.inputs, strict=False)
+            inputs_differ = any(gap_of(actual, expected) for actual, expected in input_pairs)
+            output_pairs = zip(in_replica.outputs, call.outputs, strict=False)
+            gaps = [gap_of(actual, expected) for actual, expected in output_pairs if expected.numel() != 1]
             gap = max((gap for gap in gaps if gap < math.inf), default=0.0)
-            if gap and not differ and len(own_inputs) == len(inputs):
-                kind = f"{type(module).__name__}{f', call {number + 1}' if number else ''}"
+            if gap and not inputs_differ and len(in_replica.inputs) == len(call.inputs):
+                kind = f"{type(call.module).__name__}{f', call {number + 1}' if number else ''}"
                 where = f"output of {name or 'the model itself'} ({kind}), in replica {i}"
-                cause = _cause(module, called, own_called, draws)
+                cause = _cause(call, in_replica.called)
                 yield f"first difference: {where}, by {gap:.1e} of its largest value: {cause}"
 
 
-def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], draws: bool) -> str:
-    """Return the probable cause of a difference in a module, from what it calls on one device and in a replica."""
-    if draws:
+def _cause(call: _Call, called_in_replica: Counter[str]) -> str:
+    """Return the probable cause of a difference in a module, from its call on one device and what it calls there."""
+    module, called = call.module, call.called
+    if call.draws:
         return "it draws random numbers, which differ in replicas; switch that off to compare the rest"
     if isinstance(module, _SynchronizedBatchNorm):
         return f"group_size={module.group_size} and eps_mode={module.eps_mode!r} make it differ in replicas"
@@ -277,12 +343,16 @@ def _cause(module: nn.Module, called: Counter[str], own_called: Counter[str], dr
         return f"a batch norm that convert_model has left alone, because it {reason.partition(' ')[2]}"
     if isinstance(module, _SynchronizedBatchNorm):
         return "a batch norm that is not synchronized; call convert_model(model)"
-    if own_called["batch_norm"]:
+    if called_in_replica["batch_norm"]:
         return "it calls F.batch_norm, or a batch norm that is no submodule of it"
     # Names of modules come first.
-    for what in sorted((called - own_called) | (own_called - called), key=lambda what: (hasattr(Tensor, what), what)):
-        counts = f"it calls {what} {called[what]} times on one device, {own_called[what]} times there"
-        return f"{counts}; look for a branch, a loop or a cache that depends on the batch or its size"
+    differing = (called - called_in_replica) | (called_in_replica - called)
+    if differing:
+        what = min(differing, key=lambda name: (hasattr(Tensor, name), name))
+        return (
+            f"it calls {what} {called[what]} times on one device, {called_in_replica[what]} times there; look for a "
+            "branch, a loop or a cache that depends on the batch or its size"
+        )
     return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
@@ -291,10 +361,10 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple
 
     Two NaN agree. `rows`: the first row and the number of rows that `actual` has, of how many in `expected`.
     """
-    first, size, total = rows
-    for dim, (own, length) in enumerate(zip(actual.shape, expected.shape, strict=False)):
-        if own * total == size * length:  # as in both dimensions of a similarity matrix
-            expected = expected.narrow(dim, first * length // total, own)
+    first, number, total = rows
+    for dim, (size, whole_size) in enumerate(zip(actual.shape, expected.shape, strict=False)):
+        if size * total == number * whole_size:  # as in both dimensions of a similarity matrix
+            expected = expected.narrow(dim, first * whole_size // total, size)
     if actual.shape != expected.shape:
         return math.inf
     actual, expected = (tensor.detach().to_dense().to(torch.complex128) for tensor in (actual, expected))
@@ -306,6 +376,6 @@ def _gap(actual: Tensor, expected: Tensor, floor: float = TOLERANCE, rows: tuple
 
 def _largest(*tensors: Tensor) -> float:
     """Return the largest finite value."""
-    sizes = [tensor.detach().to_dense().to(torch.complex128).abs() for tensor in tensors]
-    finite = [own[own.isfinite()] for own in sizes]
-    return max((float(own.max()) for own in finite if own.numel()), default=0.0)
+    absolutes = [tensor.detach().to_dense().to(torch.complex128).abs() for tensor in tensors]
+    finite = [values[values.isfinite()] for values in absolutes]
+    return max((float(values.max()) for values in finite if values.numel()), default=0.0)

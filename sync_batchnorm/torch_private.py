@@ -75,8 +75,8 @@ def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
         if child is not None and child not in names:
             names[child] = name
             prefix = f"{name}." if name else ""
-            for key, own in reversed(child._modules.items()):
-                stack.append((prefix + key, own))
+            for key, submodule in reversed(child._modules.items()):
+                stack.append((prefix + key, submodule))
     return names
 
 
