@@ -39,11 +39,11 @@ EQUIVALENT: dict[str, str] = {
     "`now >= since + self.timeout + LATE`": "at one instant only",
     "coordinator.py: Coordinator._waited: `self._turn_since > since` -> `self._turn_since >= since`": "at one instant",
     'coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break just then",
-    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `self._sync_master_device` -> `False`": "the master "
+    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `connection.master_device` -> `False`": "the master "
     "copies the statistics itself, later",
     "replicate.py: _refuse_training: `0` -> `1`": "anything but None",
     "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
-    "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
+    "call/part.py: Part.measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",
     "coordinator.py: Coordinator._find_deadlock: `return` -> `pass`": "it only saves that search",
@@ -51,10 +51,9 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
-    "backends/cpu.py: Cpu.gradients: `stacked[1::2].addcmul_(stacked[::2], (rounded - mean) * invstd)` -> "
-    "`stacked[1::2].addcmul_((rounded - mean) * invstd, stacked[::2])`": "the same product",
-    "layers.py: _SynchronizedBatchNorm: `False` -> `True`": "each callback that gives a layer a pipe sets it",
-    "distributed.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
+    "backends/cpu.py: _sums: `sums[:, 1].addcmul_(sums[:, 0], (rounded - mean) * invstd)` -> "
+    "`sums[:, 1].addcmul_((rounded - mean) * invstd, sums[:, 0])`": "the same product",
+    "call/processes.py: gather_statistics: `dist.all_gather_into_tensor` -> `False`": "its name in an older torch",
     "backends/cpu.py: module: `0.1` -> `0.2`": "a momentum of nothing that is kept",
     "backends/cpu.py: affine: `input.dtype == slope.dtype and not input.is_contiguous()` -> "
     "`True`": "the slower of two operators",
@@ -69,18 +68,16 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: affine: `not input.is_contiguous()` -> `input.is_contiguous()`": "the slower of two operators",
     "backends/cpu.py: module: `2048` -> `2049`": "a width that is as good",
     "backends/cpu.py: affine: `0` -> `1`": "memory that the operator does not use in eval mode",
-    "backends/cpu.py: Cpu.gradients: `torch.addcmul(offset, slope, mean, value=-1)` -> "
+    "backends/cpu.py: _common_terms: `torch.addcmul(offset, slope, mean, value=-1)` -> "
     "`torch.addcmul(offset, mean, slope, value=-1)`": "the same product",
     "backends/cuda.py: Cuda.normalize: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
-    'distributed.py: module: `hasattr(os, "register_at_fork")` -> `True`': "it is False on Windows only",
+    'call/processes.py: module: `hasattr(os, "register_at_fork")` -> `True`': "it is False on Windows only",
     "backends/streams.py: in_order_with_engine: `0` -> `1`": "all devices are of one kind",
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (2)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (3)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
-    'layers.py: _SynchronizedBatchNorm.__data_parallel_replicate__: `state["_sync_master_device"] = ctx.device` '
-    "-> `pass`": "the master copies the statistics itself, later",
     "one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
     "one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
     "one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
@@ -88,16 +85,15 @@ EQUIVALENT: dict[str, str] = {
     "`_gap(one.loss, many.loss, TOLERANCE * _largest(*one.outputs))`": "it differs, by some size, if the other does",
     "one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
     "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
-    "backends/base.py: Backend.gradients: `True` -> `False`": "the host may wait for a copy",
+    "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
-    "backends/base.py: Backend.merge: `len(set(parts)) > 1` -> `len(set(parts)) >= 1`": "fractions that are all equal",
+    "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
-    "exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
-    "exchange.py: sync_batch_norm: `not input.is_cuda` -> `False`": "other devices have no streams to look at",
-    "exchange.py: _request: `settings.master_device != input.device` -> `True`": "what is there is not sent",
-    "exchange.py: _request: `settings.master_device != input.device` -> `False`": "the master sends the rest, later",
-    "exchange.py: _merge: `own[0].device == master` -> `False`": "what is there is not sent",
+    "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
+    "call/part.py: Part.measure: `device == self.master_device` -> `False`": "what is there is not sent",
+    "call/part.py: Part.measure: `device == self.master_device` -> `True`": "the master sends the rest, later",
+    "call/exchange.py: _merge: `part.statistics[0].device == master` -> `False`": "what is there is not sent",
     "parallel/random_states.py: _generators: `0` -> `False`": "the same number",
     **{
         f'parallel/random_states.py: RandomStates.{name}: `_lock` -> `__import__("contextlib").nullcontext()`': why
@@ -107,11 +103,12 @@ EQUIVALENT: dict[str, str] = {
     "parallel/data_parallel.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
     "`0 < timeout < threading.TIMEOUT_MAX`": "at one value only",
     "__main__.py: module: `5.0` -> `10.0`": "any time that is far below the budget does",
-    "checkpoint.py: recall: `_are_equal(call.statistics, statistics)` -> "
+    "call/recomputation.py: _recall: `_are_equal(call.statistics, statistics)` -> "
     "`_are_equal(statistics, call.statistics)`": "the same",
-    "checkpoint.py: recall: `_are_equal(call.mean_invstd, first.mean_invstd)` -> "
+    "call/recomputation.py: _recall: `_are_equal(call.mean_invstd, first.mean_invstd)` -> "
     "`_are_equal(first.mean_invstd, call.mean_invstd)`": "the same",
-    "checkpoint.py: _are_equal: `map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other))` -> "
+    "call/recomputation.py: _are_equal: `map(torch.equal, map(torch.nan_to_num, one), "
+    "map(torch.nan_to_num, other))` -> "
     "`map(torch.equal, map(torch.nan_to_num, other), map(torch.nan_to_num, one))`": "the same",
     "parallel/data_parallel.py: check_copies: `65536` -> `65537`": "any number of them does",
     "parallel/data_parallel.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
@@ -124,9 +121,6 @@ EQUIVALENT: dict[str, str] = {
     "one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
     "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
     "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
-    "exchange.py: _merge: `0` -> `1` (3)": "both tensors of a pair are on one device",
-    "backends/base.py: Backend.merge: `0` -> `1`": "both tensors of a pair are equally long",
-    "backends/base.py: Backend.merge: `0` -> `1` (2)": "both tensors of a pair are equally long",
     "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .backends.base import RunningStatistics
 from .call import processes
 from .call.exchange import merge_parts, sync_batch_norm
-from .call.part import Settings
+from .call.part import Part
 from .comm import SlavePipe, SyncMaster
 from .refusals import check_number, in_transform_error, warn_once
 from .replica import raise_foreign_layer
@@ -150,9 +150,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
         connection, weight, bias = self._sync_connection or ALONE, self.weight, self.bias
         running = None
         if self.training and self.track_running_stats and connection.updates_running_stats:
-            running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+            running = self._running_statistics()
         _let_torch_check(input, weight, bias, running, self.eps)
-        settings = Settings(
+        part = Part(
+            weight=weight,
+            bias=bias,
             eps=self.eps,
             clamps=(self.eps_mode or _default_eps_mode) == "clamp",
             # The compiler of torch 2.12 cannot pass a group as an argument.
@@ -161,7 +163,15 @@ class _SynchronizedBatchNorm(BatchNormBase):
             weight_of_module=weight is connection.weight,  # A module may compute one in its forward.
             master_device=connection.master_device or input.device,
         )
-        return sync_batch_norm(input, weight, bias, connection.pipe, settings)
+        return sync_batch_norm(input, part, connection.pipe)
+
+    def _running_statistics(self) -> RunningStatistics:
+        buffers = self._buffers  # `nn.Module.__getattr__` takes ten times as long
+        try:
+            mean, var, number = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        except KeyError:  # of a module that keeps one of them elsewhere
+            mean, var, number = self.running_mean, self.running_var, self.num_batches_tracked
+        return RunningStatistics(mean, var, number, self.momentum)
 
     def _active_group(self) -> processes.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -201,10 +211,13 @@ def _let_torch_check(
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
+    shape = (channels,)
     for tensor in (weight, bias, mean, var):
-        if tensor is not None:
-            valid = valid and tensor.shape[0] == channels and tensor.device == device
-            valid = valid and (tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF))
+        if tensor is None or (tensor.dtype == dtype and tensor.device == device and tensor.shape == shape):
+            continue
+        is_mixed = tensor.dtype == torch.float32 and dtype in _HALF
+        if tensor.shape[0] != channels or tensor.device != device or not (tensor.dtype == dtype or is_mixed):
+            valid = False
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         rows = torch.cat((input, input))  # A single one would be an error.

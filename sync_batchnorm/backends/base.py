@@ -40,6 +40,7 @@ def reduced_dims(input: Tensor) -> list[int]:
 
 def memory_for_output(input: Tensor) -> Tensor:
     """Return memory in the format of the output for `input`."""
+    # Not the default format, which would keep unusual strides of size-1 dimensions.
     return torch.empty_like(input, memory_format=format_of(input))
 
 
@@ -51,11 +52,11 @@ def single_value(shapes: Sequence[torch.Size]) -> ValueError:
 
 def format_of(input: Tensor) -> torch.memory_format:
     """Return the format in which the output and the gradient of `input` are: channels_last if it is, or contiguous."""
-    if not input.is_contiguous() and input.dim() in (4, 5):
-        channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
-        if input.is_contiguous(memory_format=channels_last):  # ignoring the strides of size-1 dimensions
-            return channels_last
-    return torch.contiguous_format
+    if input.is_contiguous() or input.dim() not in (4, 5):
+        return torch.contiguous_format
+    channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
+    # This ignores the strides of size-1 dimensions.
+    return channels_last if input.is_contiguous(memory_format=channels_last) else torch.contiguous_format
 
 
 def _fractions(parts: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor | None:

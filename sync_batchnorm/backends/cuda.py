@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..torch_private import stream_at
 from .base import (
     Backend,
     BatchStatistics,
@@ -19,7 +20,6 @@ from .base import (
     per_channel,
     sent,
 )
-from .streams import current_stream
 
 __all__: list[str] = []
 
@@ -27,11 +27,10 @@ _NEARLY_ZERO = 1e-30  # The kernel that merges would divide by the count of a fi
 
 
 class Cuda(Backend):
-    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``."""
+    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``, of a single part: ``(C,)`` each."""
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
-        mean, invstd = torch.batch_norm_stats(input, eps)
-        return (mean[None], invstd[None]), None
+        return torch.batch_norm_stats(input, eps), None
 
     def empty_statistics(self, input: Tensor) -> Pair:
         zeros, _ = super().empty_statistics(input)
@@ -139,7 +138,7 @@ def _input_gradient(replica: ReplicaBackward, terms: Tensor, count: int, batch: 
     mean, invstd = batch.mean_invstd[replica.device]
     if batch.weights_differ:
         weight = None
-    elif weight is not None:  # contiguous inputs need one dtype
+    elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
         weight = weight.to(mean.dtype)
     counts = _counts(replica.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
@@ -150,7 +149,7 @@ _made: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] = {}
 
 def _counts(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return `counts` as a vector on `device`, for use on its current stream alone."""
-    stream = current_stream(device)
+    stream = stream_at(device.index)
     vector = _made.get((stream, counts, dtype))
     if vector is None:
         # Kernels fill it: to copy a list to the device, the host would have to wait.

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_private import stream_at
+
 __all__: list[str] = []
 
 
 def current_stream(device: torch.device) -> Any:
     """Return the stream of `device` that this thread uses; None if the device has none."""
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
+
+
+def are_default(device: torch.device, other: torch.device) -> bool:
+    """Return whether this thread uses the default streams of two GPUs."""
+    return not stream_at(device.index).stream_id and (other == device or not stream_at(other.index).stream_id)
 
 
 def on_default_streams(
@@ -81,14 +88,19 @@ def in_order_with_engine(
     """
     if devices[0].type != "cuda":
         return function(*args)
-    streams = list(map(current_stream, devices))
-    if any([stream.stream_id for stream in streams]):
+    streams = {device: stream_at(device.index) for device in devices}
+    first, *others = streams.values()
+    if any([stream.stream_id for stream in streams.values()]):
         return on_streams(_defaults_to_enter(devices), (), in_order_with_engine, devices, grads, function, *args)
-    first, *others = streams
     ready = first.record_event()
     for other in others:
         other.wait_event(ready)
-    _record_on_current_streams(grads)
+    try:
+        for grad in grads:
+            if grad is not None:
+                grad.record_stream(streams[grad.device])
+    except RuntimeError:  # One is a batched gradient, which has no memory of its own.
+        _record_on_current_streams(grads)
     results = function(*args)
     for other in others:
         first.wait_stream(other)

@@ -1,6 +1,6 @@
 """One call of a layer: each replica measures its part, the master merges them all, each replica normalizes its own."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..backends.base import BatchStatistics, Pair, Statistics, sent, single_value
-from ..backends.streams import on_default_streams
-from ..torch_private import graph_task_id, without_modes
+from ..backends.streams import are_default, on_default_streams
+from ..torch_private import any_autocast, graph_task_id, set_grad_enabled, without_modes
 from .node import make_node
-from .part import Part, Settings
+from .part import Part
 from .processes import gather_statistics
 from .recomputation import remember, repeat
 from .saved import Saved, SavedByHooks, save
@@ -22,43 +22,62 @@ __all__: list[str] = []
 Messages = Sequence[tuple[Hashable, Part]]  # by the identifier of the replica
 
 
-def sync_batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, pipe: Any, settings: Settings) -> Tensor:
-    """Normalize the input of one replica with the statistics of all that `pipe` connects; None for this one alone."""
+def sync_batch_norm(input: Tensor, part: Part, pipe: Any) -> Tensor:
+    """Normalize the input of one replica with the statistics of all that `pipe` connects; None for this one alone.
+
+    `part` is new, and has what belongs to the layer.
+    """
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
-        return handle_torch_function(sync_batch_norm, (input,), input, weight, bias, pipe, settings)
+        return handle_torch_function(sync_batch_norm, (input,), input, part, pipe)
     if input.is_leaf and input.requires_grad:
         input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
-    saved = None  # without a graph
-    if torch.is_grad_enabled():
+    records = torch.is_grad_enabled()
+    if records:
         if input.is_inference():
             input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-        saved = save(input, weight, bias)
-    part = Part(input, weight, bias, settings, saved)
+        part.saved = save(input, part.weight)
+    part.input = input
+    set_grad_enabled(False)  # not a context, which takes ten times as long
+    try:
+        if type(part.saved) is SavedByHooks or any_autocast():
+            return _without_modes(part, pipe)
+        return _on_default_streams(part, pipe)
+    finally:
+        set_grad_enabled(records)
+
+
+def _without_modes(part: Part, pipe: Any) -> Tensor:
+    """Exchange without the modes of a checkpoint, and without autocast."""
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
-    with without_modes() if isinstance(saved, SavedByHooks) else nullcontext():
-        if pipe is None or not input.is_cuda:
-            return _exchanged(part, pipe)
-        devices = {input.device, settings.master_device}
-        output: Tensor = on_default_streams(devices, (input, weight, bias), _exchanged, part, pipe)
-        return output
-
-
-def _exchanged(part: Part, pipe: Any) -> Tensor:
-    device_type = part.input.device.type
+    has_hooks = type(part.saved) is SavedByHooks
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
-    autocast = torch.is_autocast_enabled(device_type)
-    with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-        part.measure()
-        if pipe is None:
-            _answer([part])
-        elif graph_task_id() != -1:  # inside a backward pass
-            repeat(part, pipe)
-        else:
-            pipe.run(part)
-            if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
-                remember(part, pipe)
-        return part.normalize()
+    with without_modes() if has_hooks else nullcontext(), torch.autocast(part.input.device.type, enabled=False):
+        return _on_default_streams(part, pipe)
+
+
+def _on_default_streams(part: Part, pipe: Any) -> Tensor:
+    """Exchange on the default streams, see NOTE [streams]."""
+    here, master = part.input.device, part.master_device
+    if pipe is None or not part.input.is_cuda or are_default(here, master):
+        return _exchange(part, pipe)
+    used = (part.input, part.weight, part.bias)
+    output: Tensor = on_default_streams({here, master}, used, _exchange, part, pipe)
+    return output
+
+
+def _exchange(part: Part, pipe: Any) -> Tensor:
+    """Measure, get the answer of the master, or of the call that is repeated, and normalize."""
+    part.measure()
+    if pipe is None:
+        _answer([part])
+    elif graph_task_id() != -1:  # inside a backward pass
+        repeat(part, pipe)
+    else:
+        pipe.run(part)
+        if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
+            remember(part, pipe)
+    return part.normalize()
 
 
 def merge_parts(messages: Messages) -> Messages:
@@ -82,52 +101,45 @@ def _answer(parts: Sequence[Part]) -> None:
 def _merge(parts: Sequence[Part]) -> BatchStatistics:
     """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first = parts[0]
-    backend, settings, master = first.kind.backend, first.settings, first.input.device
+    backend, master = first.kind.backend, first.input.device
     statistics: list[Statistics] = []
     elements: list[int] = []
+    devices: dict[torch.device, None] = {}
+    weights_differ = False
     for part in parts:
+        devices[part.input.device] = None
         statistics.append(part.statistics if part.statistics[0].device == master else sent(part.statistics, master))
         elements.append(part.elements)
+        if part.weight is not first.weight and not (part.weight_of_module and first.weight_of_module):
+            weights_differ = True
     merged: Sequence[Statistics] = statistics
     counts: Sequence[int] | Tensor = elements
     total: int | Tensor = sum(elements)
-    if settings.peers is not None:
-        merged, counts, total = gather_statistics(statistics[0], elements[0], settings.peers, backend.merge_dtype)
+    if first.peers is not None:
+        merged, counts, total = gather_statistics(statistics[0], elements[0], first.peers, backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value([part.input.shape for part in parts])
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
-    running = settings.running if graph_task_id() == -1 else None
-    mean, invstd, clamped = backend.merge(merged, counts, total, settings.eps, settings.clamps, running)
+    running = first.running if graph_task_id() == -1 else None
+    mean, invstd, clamped = backend.merge(merged, counts, total, first.eps, first.clamps, running)
     return BatchStatistics(
         backend=backend,
         master=master,
-        mean_invstd=_on_all_devices(mean, invstd, parts),
+        mean_invstd={master: (mean, invstd)} if len(devices) == 1 else _on_all(devices, mean, invstd),
         elements=total,
         clamped=clamped,
-        weights_differ=_weights_differ(parts),
-        reduce=None if settings.peers is None else settings.peers.all_reduced,
+        weights_differ=weights_differ,
+        reduce=None if first.peers is None else first.peers.all_reduced,
     )
 
 
-def _weights_differ(parts: Sequence[Part]) -> bool:
-    """Return whether the weights of the replicas may have different values."""
-    first = parts[0]
-    for part in parts:
-        are_copies = part.settings.weight_of_module and first.settings.weight_of_module
-        if part.weight is not first.weight and not are_copies:
-            return True
-    return False
-
-
-def _on_all_devices(mean: Tensor, invstd: Tensor, parts: Sequence[Part]) -> dict[torch.device, Pair]:
-    """Return mean and inverse standard deviation on the device of each replica, that of the master first."""
+def _on_all(devices: Iterable[torch.device], mean: Tensor, invstd: Tensor) -> dict[torch.device, Pair]:
+    """Return mean and inverse standard deviation on each of several devices, that of the master first."""
+    both = torch.cat((mean, invstd))
     pairs: dict[torch.device, Pair] = {mean.device: (mean, invstd)}
-    devices = dict.fromkeys([part.input.device for part in parts])
-    if len(devices) > 1:
-        both = torch.cat((mean, invstd))
-        for device in devices:
-            if device not in pairs:
-                pairs[device] = both.to(device, non_blocking=True).chunk(2)
+    for device in devices:
+        if device not in pairs:
+            pairs[device] = both.to(device, non_blocking=True).chunk(2)
     return pairs
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BatchStatistics, Gradients, ReplicaBackward
+from ..backends.base import GENERAL, BatchStatistics, ReplicaBackward
 from ..backends.streams import in_order_with_engine
-from ..torch_private import keeps_graph, uncompiled, will_run
+from ..torch_private import keeps_graph, set_grad_enabled, uncompiled, will_run
 from .part import Part
 from .saved import Saved
 
@@ -35,17 +35,18 @@ def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
     saved: list[Saved] = []
     outputs: list[Tensor] = []
     tensors: list[Tensor | None] = []
-    is_needed = False
     for part in parts:
         if part.saved is not None:
             recorded.append(part)
             saved.append(part.saved)
             outputs.append(part.output)
             tensors += part.input, part.weight, part.bias
-            is_needed = is_needed or True in part.saved.needs
-    if is_needed:
-        with torch.enable_grad():
+    if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+        set_grad_enabled(True)
+        try:
             in_graph = _apply(batch, saved, outputs, *tensors)
+        finally:
+            set_grad_enabled(False)  # as in every exchange
         for part, output in zip(recorded, in_graph, strict=True):
             part.output = output
 
@@ -67,13 +68,19 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Other processes may have gradients where this one has none, and wait for it.
         if batch.reduce is None and not any([grad_output is not None for grad_output in grad_outputs]):
             return (None,) * len(ctx.needs_input_grad)
-        devices = list(dict.fromkeys([entry.device for entry in saved] + [batch.master]))
+        # All devices of the call, those of a node that other replicas do not record, too; the first is that of `saved`.
+        devices = list(dict.fromkeys([saved[0].device, *batch.mean_invstd]))
         with torch.DisableTorchFunctionSubclass():
             if len(devices) == 1:
                 gradients = _gradients(batch, saved, grad_outputs)
             else:
                 gradients = in_order_with_engine(devices, grad_outputs, _gradients, batch, saved, grad_outputs)
-        return None, None, None, *gradients  # The first three arguments are no tensors.
+        # Those of the arguments that are no tensors come first.
+        results = [None, None, None, *gradients]
+        if not all(ctx.needs_input_grad[3:]):
+            pairs = zip(results, ctx.needs_input_grad, strict=True)
+            results = [gradient if is_needed else None for gradient, is_needed in pairs]
+        return tuple(results)
 
 
 # The `apply` of the C++ base class. That of `torch.autograd.Function` first looks for transforms of `torch.func`, which
@@ -83,30 +90,27 @@ _apply: Any = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 def _gradients(
     batch: BatchStatistics, saved: Sequence[Saved], grad_outputs: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
+    is_differentiated = torch.is_grad_enabled()
+    frees = not keeps_graph()
     replicas: dict[Saved, ReplicaBackward] = {}
     for entry, grad_output in zip(saved, grad_outputs, strict=True):
-        wants_input = entry.needs[0] and will_run(entry.input_node)
+        wants_input = entry.needs_input and will_run(entry.input_node)
         # Gradients that are differentiated need the inputs of all replicas again.
-        if grad_output is not None or wants_input or torch.is_grad_enabled():
+        if grad_output is not None or wants_input or is_differentiated:
             input, weight = entry.unpack()
-            replicas[entry] = ReplicaBackward(
-                device=entry.device, grad_output=grad_output, input=input, weight=weight, wants_input=wants_input
-            )
-    backend = GENERAL if torch.is_grad_enabled() else batch.backend
-    computed = dict(zip(replicas, backend.gradients(list(replicas.values()), batch), strict=True))
-    if not keeps_graph():
-        for entry in replicas:
-            entry.drop()  # only now, in order with the engine
+            replicas[entry] = ReplicaBackward(entry.device, grad_output, input, weight, wants_input)
+    backend = GENERAL if is_differentiated else batch.backend
+    computed = iter(backend.gradients(list(replicas.values()), batch))
     gradients: list[Tensor | None] = []
     for entry in saved:
-        grad_input, grad_weight, grad_bias = computed.get(entry, NONE)
+        grad_input = grad_weight = grad_bias = None
+        if entry in replicas:
+            grad_input, grad_weight, grad_bias = next(computed)
+            if frees:
+                entry.drop()  # only now, in order with the engine
         if grad_bias is None:  # Its output is not in the loss. Gradient hooks would otherwise be called with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[entry.device][0])
-        for needed, gradient in zip(entry.needs, (grad_input, grad_weight, grad_bias), strict=True):
-            gradients.append(gradient if needed else None)
-    return tuple(gradients)
-
-
-NONE: Gradients = (None, None, None)
+        gradients += grad_input, grad_weight, grad_bias
+    return gradients

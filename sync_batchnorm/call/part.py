@@ -2,10 +2,10 @@
 
 ::
 
-    part = Part(input, weight, bias, ...)     in the thread of the replica
-    part.measure()                            statistics of the input, and memory for the output
-    ...                                       the master adds mean and invstd of the whole batch
-    part.normalize()                          fills in the output
+    part = Part(weight=..., ...)     in the thread of the replica
+    part.measure()                   statistics of the input, and memory for the output
+    ...                              the master adds mean and invstd of the whole batch
+    part.normalize()                 fills in the output
 """
 
 from dataclasses import dataclass, field
@@ -31,17 +31,6 @@ from .saved import Saved
 __all__: list[str] = []
 
 
-class Settings(NamedTuple):
-    """How the layer of a replica normalizes."""
-
-    eps: float
-    clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
-    peers: Peers | None  # the processes to exchange with
-    running: RunningStatistics | None  # the buffers that this call of the replica updates
-    weight_of_module: bool  # whether the weight is that of the wrapped module, equal in all replicas
-    master_device: torch.device  # where the master merges, if that is known: statistics are sent there
-
-
 class Kind(NamedTuple):
     """What must be equal in all replicas."""
 
@@ -58,12 +47,18 @@ class Kind(NamedTuple):
 class Part:
     """The part of one replica in one call of a layer."""
 
-    # What the layer has.
-    input: Tensor
+    # What the layer has, beside the input.
     weight: Tensor | None
     bias: Tensor | None
-    settings: Settings
-    saved: Saved | None  # None if the replica records no graph
+    eps: float
+    clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
+    peers: Peers | None  # the processes to exchange with
+    running: RunningStatistics | None  # the buffers that this call of the replica updates
+    weight_of_module: bool  # whether the weight is that of the wrapped module, equal in all replicas
+    master_device: torch.device  # where the master merges, if that is known: statistics are sent there
+    # What the call has.
+    input: Tensor = field(init=False)
+    saved: Saved | None = None  # None if the replica records no graph
     # What `measure` adds, for the master.
     kind: Kind = field(init=False)
     statistics: Statistics = field(init=False)  # of the input, see `Backend.statistics`
@@ -74,24 +69,24 @@ class Part:
 
     def measure(self) -> None:
         """Compute the statistics of the input, and send them to the master's device; allocate the output."""
-        input, settings = self.input, self.settings
-        backend, memory = backends.BACKENDS.get(input.device.type, GENERAL), None
+        input, memory = self.input, None
+        device = input.device
+        backend = backends.BACKENDS.get(device.type, GENERAL)
         if input.numel():
             self.elements = channel_count(input.shape)
-            statistics, memory = backend.statistics(input, settings.eps)
+            statistics, memory = backend.statistics(input, self.eps)
         else:
             self.elements = 0
             statistics = backend.empty_statistics(input)
         self.output = memory_for_output(input) if memory is None else memory
-        is_there = settings.master_device == input.device
-        self.statistics = statistics if is_there else sent(statistics, settings.master_device)
+        self.statistics = statistics if device == self.master_device else sent(statistics, self.master_device)
         self.kind = Kind(
             backend=backend,
             dtype=input.dtype,
             channels=input.shape[1],
             dims=input.dim(),
-            eps=settings.eps,
-            clamps=settings.clamps,
+            eps=self.eps,
+            clamps=self.clamps,
             is_inference=torch.is_inference_mode_enabled(),
         )
 

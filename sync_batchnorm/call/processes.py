@@ -94,7 +94,7 @@ def gather_statistics(
     first, second = as_pair(statistics)
     if dtype is not None:
         first, second = first.to(dtype), second.to(dtype)
-    if len(first) > 1:  # several parts of one input
+    if first.dim() > 1 and len(first) > 1:  # several parts of one input
         first, second = merge_moments(first, second, None)
     size = dist.get_world_size(peers.group)
     packed = torch.cat(

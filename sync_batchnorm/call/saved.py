@@ -27,34 +27,37 @@ InputAndWeight = tuple[Tensor, Tensor | None]
 class Saved:
     """Input and weight of one replica: cheaper than saved by an autograd node, and without saved-tensor hooks."""
 
-    __slots__ = ("_kept", "device", "input_node", "needs")
+    __slots__ = ("_input_version", "_kept", "_weight", "_weight_version", "device", "input_node", "needs_input")
 
-    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.device = input.device
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        self.device, self.needs_input = input.device, input.requires_grad
         self.input_node = input.grad_fn  # None for an input that needs no gradient
-        # Which of input, weight and bias need a gradient.
-        needs_weight = weight is not None and weight.requires_grad
-        self.needs = (input.requires_grad, needs_weight, bias is not None and bias.requires_grad)
-        # One attribute for all that is dropped: of several, a thread could read some before and some after that.
-        self._kept: Any = (input, weight, (input._version, None if weight is None else weight._version))
+        self._input_version = input._version
+        # A vector, which is never dropped. Of two tensors that are, a thread could read one before and one after that.
+        self._weight, self._weight_version = weight, 0 if weight is None else weight._version
+        self._kept: Any = input
 
     def unpack(self) -> InputAndWeight:
         """Return input and weight, unless they were dropped or have changed in place."""
-        kept = self._kept
-        if kept is None:
+        input, weight = self._kept, self._weight
+        if input is None:
             raise RuntimeError(FREED)
-        input, weight, versions = kept
-        for tensor, version in zip((input, weight), versions, strict=True):
-            if tensor is not None and tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-                )
+        if input._version != self._input_version:
+            raise _changed(input, self._input_version)
+        if weight is not None and weight._version != self._weight_version:
+            raise _changed(weight, self._weight_version)
         return input, weight
 
     def drop(self) -> None:
-        """Let go of the tensors."""
+        """Let go of the input."""
         self._kept = None
+
+
+def _changed(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+    )
 
 
 class SavedByHooks(Saved):
@@ -62,8 +65,8 @@ class SavedByHooks(Saved):
 
     __slots__ = ()
 
-    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        super().__init__(input, weight, bias)
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        super().__init__(input, weight)
         self._kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
 
     def unpack(self) -> InputAndWeight:
@@ -81,10 +84,9 @@ class SavedByHooks(Saved):
         return on_streams([stream], (), unpacked)  # type: ignore[no-any-return]
 
 
-def save(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved:
+def save(input: Tensor, weight: Tensor | None) -> Saved:
     """Save what the backward pass of a replica needs: by the saved-tensor hooks of this thread, if it has any."""
-    kind = Saved if hooks_of_thread(True) is None else SavedByHooks
-    return kind(input, weight, bias)
+    return Saved(input, weight) if hooks_of_thread(True) is None else SavedByHooks(input, weight)
 
 
 class _Save(torch.autograd.Function):
