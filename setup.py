@@ -29,6 +29,8 @@ def without_relative_links(page: str) -> str:
     return re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)]*)\)", replacement, page)
 
 
+FOLDERS = sorted(path.parent.name for path in HERE.glob("sync_batchnorm/*/__init__.py"))
+
 # Pinned: one torch for everybody who runs examples and tests, and the torchvision that belongs to it.
 EXAMPLES = [
     "torch==2.13.0",
@@ -47,7 +49,7 @@ setup(
     license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],
-    packages=["sync_batchnorm", "sync_batchnorm.backends", "sync_batchnorm.call", "sync_batchnorm.parallel"],
+    packages=["sync_batchnorm", *(f"sync_batchnorm.{folder}" for folder in FOLDERS)],
     package_data={"sync_batchnorm": ["LICENSE", "py.typed"]},
     python_requires=">=3.11",
     # The lower bound is the oldest torch that the whole test suite has passed on.

@@ -39,8 +39,8 @@ EQUIVALENT: dict[str, str] = {
     "`now >= since + self.timeout + LATE`": "at one instant only",
     "coordinator.py: Coordinator._waited: `self._turn_since > since` -> `self._turn_since >= since`": "at one instant",
     'coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break just then",
-    "layers.py: _SynchronizedBatchNorm._forward_synchronized: `connection.master_device` -> `False`": "the master "
-    "copies the statistics itself, later",
+    "layers/layer.py: _SynchronizedBatchNorm._forward_synchronized: `connection.master_device` -> "
+    "`False`": "the master copies the statistics itself, later",
     "replicate.py: _refuse_training: `0` -> `1`": "anything but None",
     "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
     "call/part.py: Part.measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
@@ -78,12 +78,13 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (2)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (3)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
-    "one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
-    "one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
-    "one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
-    "one_device.py: _different_outputs_and_loss: `_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
+    "tools/one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
+    "tools/one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
+    "tools/one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
+    "tools/one_device.py: _different_outputs_and_loss: "
+    "`_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
     "`_gap(one.loss, many.loss, TOLERANCE * _largest(*one.outputs))`": "it differs, by some size, if the other does",
-    "one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
+    "tools/one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
     "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
@@ -117,8 +118,8 @@ EQUIVALENT: dict[str, str] = {
     "refuses complex numbers",
     "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `True`": "only NCCL refuses complex numbers",
     "parallel/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
-    "one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
-    "one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
+    "tools/one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
+    "tools/one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
     "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
     "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
     "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",

@@ -37,14 +37,13 @@ from .batchnorm import (
 )
 from .comm import SlavePipe, SyncMaster
 from .errors import ReplicaSyncError
-from .moments import merge_messages, sync_moments
-from .one_device import assert_matches_one_device
 from .replicate import (
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     patch_replication_callback,
 )
+from .tools import assert_matches_one_device, merge_messages, sync_moments
 
 __all__ = [
     "CallbackContext",

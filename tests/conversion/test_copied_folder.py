@@ -86,7 +86,7 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
             loaded = pickle.loads(pickled)
             print(type(loaded) is type(module), all(map(torch.equal, loaded.buffers(), model.buffers())))
 
-    layers, wrapper = f"{INSIDE}.layers".encode(), f"{INSIDE}.replicate".encode()
+    layers, wrapper = f"{INSIDE}.layers.layer".encode(), f"{INSIDE}.replicate".encode()
     expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
     assert in_project(project, INSIDE, body) == expected
 

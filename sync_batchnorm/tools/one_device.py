@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
-from .call.processes import active_group
-from .conversion import _convert
-from .layers import _SynchronizedBatchNorm
-from .parallel.scatter_gather import tensors_in
-from .refusals import check_module
-from .replicate import DataParallelWithCallback
+from ..call.processes import active_group
+from ..layers import _convert, _SynchronizedBatchNorm
+from ..parallel.scatter_gather import tensors_in
+from ..refusals import check_module
+from ..replicate import DataParallelWithCallback
 
 __all__ = ["assert_matches_one_device"]
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from .layers import _SynchronizedBatchNorm
-from .refusals import check_module, check_number
-from .replicate import _ReplicationMixin
-from .torch_private import BatchNormBase
+from ..refusals import check_module, check_number
+from ..replicate import _ReplicationMixin
+from ..torch_private import BatchNormBase
+from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
 

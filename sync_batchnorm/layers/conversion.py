@@ -1,0 +1,300 @@
+"""Converts a model to synchronized layers, and back.
+
+A layer stays the same object; only its class changes, which `object.__setattr__` sets, since a layer may redirect its
+own. So every reference to the layer, or to its parameters and buffers, stays valid.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..refusals import check_module, warn
+from ..replicate import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
+from ..torch_private import BatchNormBase
+from .layer import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    _SynchronizedBatchNorm,
+    sync_options,
+)
+
+__all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # synchronized classes, by the classes that they replace
+
+_SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
+}
+_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
+
+# The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
+_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
+# A class that has its own version of one of these cannot be swapped for another one.
+_COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def convert_model(
+    module: ModuleT,
+    *,
+    classes: Classes | None = None,
+    eps_mode: str | None = None,
+    group_size: int | None = None,
+    process_group: Any = None,
+) -> ModuleT:
+    """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
+
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch, and timm's `BatchNormAct2d`, a synchronized
+    subclass of itself, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change: modules,
+    parameters, buffers, hooks and attributes are the same objects as before, also in an optimizer. Layers that are
+    already synchronized do not change, nor do their options. `revert_model` is the inverse.
+
+    Example:
+        >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> type(model[1]).__name__
+        'SynchronizedBatchNorm2d'
+
+    Args:
+        module: the model, or a single layer.
+        classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
+            the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
+            SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls ``super().forward(input)``.
+        eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
+            `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
+
+    Raises:
+        TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
+            from both the class that it replaces and a synchronized one, or has the forward of a synchronized layer in
+            place of one that the replaced class defines. That its forward synchronizes is not checked here: see
+            `assert_matches_one_device`.
+
+    Warns:
+        UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
+    """
+    check_module(module)
+    modules = list(module.named_modules())
+    options = sync_options(eps_mode, group_size, process_group)
+    classes = {} if classes is None else classes
+    _check_classes(classes)
+    reasons = {name: _convert(child, classes, options) for name, child in modules}
+    layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
+    names = tuple(name or "the module itself" for name in layers)
+    for number, layer in enumerate(layers.values()):
+        layer.__dict__.update(_sync_layer=(number, names))
+    reasons |= dict.fromkeys(
+        _unregistered(modules),
+        "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict",
+    )
+    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    return module
+
+
+def revert_model(module: ModuleT) -> ModuleT:
+    """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
+
+    Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
+    `SynchronizedBatchNorm`), and lose the options. A `DataParallel` keeps each accelerator once, and no CPU replicas.
+
+    Warns:
+        UserWarning: one warning that names every module which cannot be reverted, and why.
+    """
+    check_module(module)
+    reasons = {name: _revert(child) for name, child in list(module.named_modules())}
+    _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
+    return module
+
+
+def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield the names of the attributes whose lists, tuples and dicts hold layers that torch does not register."""
+    registered = {child for _, child in modules}
+    for name, child in modules:
+        for attribute, value in vars(child).items():
+            layers = {layer for held in _held(value, set()) for layer in held.modules()} - registered
+            if any(isinstance(x, BatchNormBase) and not isinstance(x, _SynchronizedBatchNorm) for x in layers):
+                yield f"{name}.{attribute}".strip(".")
+
+
+def _held(container: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules in a list, tuple or dict, and in those inside; `seen` holds the ids of all of them."""
+    if isinstance(container, (list, tuple, dict)) and id(container) not in seen:
+        seen.add(id(container))
+        for one in container.values() if isinstance(container, dict) else container:
+            yield from [one] if isinstance(one, nn.Module) else _held(one, seen)
+
+
+def _warn_of(reasons: Mapping[str, str | None], what: str) -> None:
+    """Issue one warning of the modules that were left for a reason, by name."""
+    left: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            left.setdefault(reason, []).append(name or "(the module itself)")
+    if left:
+        lines = [f"\n- {', '.join(names)}: {reason}" for reason, names in left.items()]
+        warn(f"{what}, {sum(map(len, left.values()))} in all:{''.join(lines)}")
+
+
+def _check_classes(classes: Classes) -> None:
+    """Raise a `TypeError` for a class that cannot stand for another one, before anything is changed."""
+    if not isinstance(classes, Mapping):
+        raise TypeError(
+            f"expected classes as a dict from your classes to synchronized ones, but got {classes!r}; pass for example "
+            "{NormAct: SynchronizedNormAct}"
+        )
+    for plain, ours in classes.items():
+        plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
+        are_types = isinstance(plain, type) and isinstance(ours, type) and plain is not ours
+        is_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
+        if is_right and ours.forward is _SynchronizedBatchNorm.forward:
+            is_right = plain.forward is BatchNormBase.forward
+        if not is_right:
+            advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
+            raise TypeError(
+                f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; "
+                f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
+            )
+
+
+def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
+    """Convert one module, unless it is synchronized already or no batch norm; return why if it cannot be converted."""
+    cls: Any = type(layer)
+    if isinstance(layer, nn.DataParallel):
+        patch(layer)
+    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+        return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+    if cls not in classes and (isinstance(layer, _SynchronizedBatchNorm) or not _is_batch_norm(layer)):
+        return None
+    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
+    if reason is not None:
+        return f"{cls.__name__} {reason}"
+    base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
+    ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
+    object.__setattr__(layer, "__class__", ours)
+    if "process_group" in options and cls is nn.SyncBatchNorm:
+        layer.__dict__.update(_former_process_group=layer.process_group)
+    if cls in classes:
+        layer.__dict__.update(_former_class=cls)
+    layer.__dict__.update(options)
+    return None
+
+
+def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
+    """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
+    cls = type(layer)
+    if isinstance(layer, LazyModuleMixin):
+        # Even if a state dict has given it its parameters: its first forward changes its class.
+        return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
+    if is_parametrized(layer):
+        return "is parametrized; convert the model before its layers are parametrized"
+    method = next((name for name in _COMPUTES if name in vars(layer)), None)
+    if method is not None:
+        return (
+            f"has a {method} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
+        )
+    base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
+    method = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
+    if method is not None and not has_class:
+        return _reason_to_leave_class(cls, method)
+    expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
+    if clashes:
+        return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
+    return None
+
+
+def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
+    """Return why the layers of a class with that method of its own cannot be converted, and what to do about it."""
+    if issubclass(cls, nn.SyncBatchNorm):
+        return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
+    ours, kind = f"Synchronized{cls.__name__}", (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
+    return (
+        f"has a {method} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
+        f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
+    )
+
+
+def _is_of_timm(cls: type[nn.Module]) -> bool:
+    return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
+
+
+class _SynchronizedAct(SynchronizedBatchNorm2d):
+    """The base of the class that replaces timm's."""
+
+    def forward(self, input: Tensor) -> Any:
+        return self.act(self.drop(super().forward(input)))  # type: ignore[operator]
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is one of torch, or no norm of torch but has the attributes of one that is not frozen."""
+    names = module._buffers.keys() | vars(module).keys()
+    has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in module._buffers
+    return isinstance(module, BatchNormBase) or (has_attributes and not isinstance(module, _InstanceNorm))
+
+
+def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
+    """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
+    return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
+
+
+def _revert(module: nn.Module) -> str | None:
+    """Give a module its former class, if it has one of this library; return why if that is not possible."""
+    if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
+        return None
+    cls, state = type(module), module.__dict__
+    plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_sync_original")
+    plain = state.get("_former_class", plain)
+    if is_parametrized(module):
+        return f"{cls.__name__} is parametrized; remove its parametrizations first"
+    if plain is None:
+        return f"{cls.__name__} is derived from a class of sync_batchnorm; give it the class that you want, by hand"
+    object.__setattr__(module, "__class__", plain)
+    if isinstance(module, nn.DataParallel):
+        use_devices_of_torch(module)
+        return None
+    group = state.get("_former_process_group", state.get("process_group"))
+    for name in _RESERVED:
+        state.pop(name, None)
+    if plain is nn.SyncBatchNorm:
+        state["process_group"] = group
+    return None
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
+
+    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, in the
+    whole process. Contexts may be nested, but only one thread at a time may open them.
+
+    Warns:
+        UserWarning: where a layer is built that cannot be converted; it says why.
+    """
+    init, is_open = BatchNormBase.__init__, True
+
+    @functools.wraps(init)
+    def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # A class that was derived while a context was open keeps this function, which does nothing after that.
+        if is_open and not isinstance(self, nn.SyncBatchNorm):
+            reason = _convert(self, {}, {})
+            if reason is not None:
+                warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
+
+    BatchNormBase.__init__ = __init__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BatchNormBase.__init__, is_open = init, False  # type: ignore[method-assign]

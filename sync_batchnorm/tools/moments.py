@@ -1,0 +1,97 @@
+"""Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
+from ..backends.streams import on_default_streams
+from ..call import processes
+from ..comm import SlavePipe, SyncMaster
+from ..torch_private import graph_task_id, uncompiled
+
+__all__ = ["merge_messages", "sync_moments"]
+
+Moments = tuple[Tensor, Tensor, int]  # mean and biased variance, ``(C,)``, and elements per channel
+Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one tensor ``(2, C)``, and the input's shape
+
+
+@uncompiled
+def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
+    """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
+
+    Connect the replicas in `__data_parallel_replicate__`: the first makes a ``SyncMaster(merge_messages)``, the others
+    register with it. Blocks the calling thread until all of them have called this function.
+
+    Args:
+        input: ``(N, C, +)``, with its own N and sizes in each replica.
+        pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one of its process.
+        process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
+
+    Returns:
+        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel.
+
+    Raises:
+        ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
+        RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
+            recomputation by activation checkpointing; a `ReplicaSyncError` if the replicas cannot exchange.
+    """
+    if input.dim() < 2:
+        raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")
+    group = processes.active_group(process_group)
+    if pipe is not None and not (isinstance(pipe, SyncMaster) and pipe.nr_slaves == 0):
+        if group is not None:
+            raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(pipe.where))
+        if graph_task_id() != -1:
+            raise RuntimeError(
+                f"expected sync_moments outside checkpoints, but got a recomputation in a backward pass ({pipe.where})"
+                "; leave the norm out of the checkpointed function"
+            )
+    with torch.autocast(input.device.type, enabled=False):
+        devices = () if pipe is None else (input.device,)
+        moments: Moments = on_default_streams(devices, (input,), _exchanged, input, pipe, group)
+        return moments
+
+
+def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
+    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
+    var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
+    if group is not None:  # Then all processes together, in the graph.
+        peers = processes.Peers(group, 0, ("sync_moments",))
+        sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
+        total = sums[-1].clamp(min=1)
+        deviations = mean - sums[:-1] / total
+        spread = peers.all_reduced((var + deviations * deviations) * count)
+        mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
+    message = torch.stack((mean, var)), count, input.shape
+    if pipe is None:
+        ((_, moments),) = _answers([(None, message)])
+    else:
+        moments = pipe.run(message)
+    mean, var, count = moments
+    return mean.clone(), var.clone(), count  # copies, which users may change in place
+
+
+def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
+    devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
+    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, (), _answers, messages)
+    return answers
+
+
+def _answers(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+    mean_vars = [mean_var for _, (mean_var, _, _) in messages]
+    counts = [elements for _, (_, elements, _) in messages]
+    count = sum(counts)
+    if count == 1:
+        raise single_value([shape for _, (_, _, shape) in messages])
+    device = mean_vars[0].device
+    with torch.enable_grad():
+        moved = [mean_var.to(device, non_blocking=True) for mean_var in mean_vars]
+        means, variances = torch.stack(moved, 1)  # (2, R, C)
+        fractions = torch.cat([means.new_full((1, 1), elements / max(count, 1)) for elements in counts])
+        merged = torch.stack(merge_moments(means, variances, fractions))
+        answers = [merged.to(mean_var.device, non_blocking=True).unbind() for mean_var in mean_vars]
+    return [(replica, (mean, var, count)) for (replica, _), (mean, var) in zip(messages, answers, strict=True)]
