@@ -47,6 +47,12 @@ EQUIVALENT: dict[str, str] = {
     "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
     "-> `False`": "it only saves the search of a cycle where there is none",
     "coordinator.py: Coordinator._find_deadlock: `return` -> `pass`": "it only saves that search",
+    "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
+    "coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
+    "-> `True`": "it only saves the search of a cycle where there is none",
+    "coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
+    "coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it is not None in those that wait",
+    "coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",

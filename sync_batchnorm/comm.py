@@ -1,13 +1,17 @@
 """`SyncMaster` and `SlavePipe`, the two sides of an exchange between replicas. Messages can be any object."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from .coordinator import MASTER, NO_SPAN, Coordinator, MasterCallback, Messages, Rendezvous
+from .coordinator import NO_SPAN, Coordinator
+from .records import MASTER, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
+
+Messages = list[tuple[Hashable, Any]]  # by identifier
+MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 
 @dataclass

@@ -257,7 +257,8 @@ class _Scene:
 
     def _check_turn(self, replica: int) -> None:
         takes_turns = self.coordinator._begin_turn is not None
-        assert not takes_turns or self.coordinator._runs == replica, f"replica {replica} runs in the turn of another"
+        is_its_turn = self.coordinator._turn_holder is self.coordinator._replicas[replica]
+        assert not takes_turns or is_its_turn, f"replica {replica} runs in the turn of another"
 
     def bodies(self) -> list[Callable[[], Any]]:
         bodies: list[Callable[[], Any]] = [
@@ -316,7 +317,7 @@ class _Scene:
         assert self.coordinator.is_over, "not over"
         for outcome in outcomes:
             assert not isinstance(outcome, AssertionError), outcome
-        items = [len(mailbox.items) for mailbox in self.coordinator._mailboxes.values()]
+        items = [len(replica.mailbox.items) for replica in self.coordinator._replicas.values()]
         allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
         assert max(items, default=0) <= allowed, "an item that nobody took"
         self._check_outcomes(outcomes[: self.number])
@@ -377,7 +378,7 @@ class _Scene:
         """An original comes before an error that it has caused, and a low replica before a high one."""
         shown = self.coordinator.failure()
         failed = [
-            (replica in self.coordinator._released, isinstance(outcome, ReplicaSyncError), replica)
+            (self.coordinator._replicas[replica].was_released, isinstance(outcome, ReplicaSyncError), replica)
             for replica, outcome in enumerate(outcomes)
             if outcome is not None
         ]

@@ -13,7 +13,8 @@ import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
 from sync_batchnorm.comm import Joining, joining
-from sync_batchnorm.coordinator import MASTER, Coordinator, Rendezvous
+from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.records import MASTER, Rendezvous
 
 
 def layer_of(name="layer", replicas=(0, 1)):
@@ -45,7 +46,7 @@ class Waiting:
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        while replica not in coordinator._waiting and self.thread.is_alive():
+        while coordinator._replicas[replica] not in coordinator._waiting and self.thread.is_alive():
             time.sleep(0)  # give way
 
     def outcome(self):
@@ -89,7 +90,7 @@ def test_second_thread_of_the_master_is_refused_while_the_first_merges():
 
 def test_second_thread_of_a_replica_does_not_take_the_answer_of_the_first():
     coordinator = Coordinator(["cpu"] * 2)
-    coordinator._mailboxes[1].put((True, "for the first thread, which has not woken yet"))
+    coordinator._replicas[1].mailbox.put((True, "for the first thread, which has not woken yet"))
     with pytest.raises(RuntimeError, match="expected one thread of a replica to exchange at a time"):
         call(coordinator, layer_of(), 1)
 
@@ -187,7 +188,7 @@ class ControlC:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.endswith(("/coordinator.py", "/comm.py")):
+        if not name.endswith(("/coordinator.py", "/records.py", "/comm.py")):
             return None
         if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             self.lines_left -= 1

@@ -196,19 +196,19 @@ def in_turn(net, input, replica):
 @on_the_cpu
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
 def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monkeypatch):
-    chosen, arrived, changed, begin_wait = [], [], threading.Condition(), Coordinator._find_deadlock
+    chosen, arrived, changed, begin_wait = [], [], threading.Condition(), Coordinator._begin_wait
 
     def wait_for_turn(replica):
         with changed:
             changed.wait_for(lambda: chosen[len(arrived)] == replica)
 
-    def arrive_and_tell(coordinator, replica, rendezvous):  # all but the last one, which need not wait
-        begin_wait(coordinator, replica, rendezvous)
+    def arrive_and_tell(coordinator, replica, *message):
+        begin_wait(coordinator, replica, *message)
         with changed:
-            arrived.append(replica)
+            arrived.append(replica.number)
             changed.notify_all()
 
-    monkeypatch.setattr(Coordinator, "_find_deadlock", arrive_and_tell)
+    monkeypatch.setattr(Coordinator, "_begin_wait", arrive_and_tell)
     monkeypatch.setattr(Coordinator, "take_turns", lambda *args: None)
     _, parallel = twins(Net(in_turn, bn=nn.BatchNorm2d(3), wait_for_turn=wait_for_turn), ["cpu"] * 4)
     data, grad, results = torch.randn(7, 3, 6, 5) * 10 + 100, torch.randn(7, 3, 6, 5), []
@@ -217,7 +217,7 @@ def test_results_are_bitwise_the_same_whatever_the_order_of_arrival(order, monke
         net, input = copy.deepcopy(parallel), data.clone().requires_grad_()
         output = net(input, torch.arange(4).repeat_interleave(2)[:7])
         output.backward(grad)
-        assert arrived == chosen[:-1]
+        assert arrived == chosen
         results.append([output, input.grad, *(p.grad for p in net.parameters()), *net.buffers()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)

@@ -1,0 +1,90 @@
+"""What is recorded of each replica of a forward pass, and of each place where replicas meet; how messages name them.
+
+Nothing here waits or locks: the lock of the `Coordinator` guards all records of its forward pass.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from queue import SimpleQueue
+from sys import _current_frames
+from traceback import format_stack
+from typing import Any
+
+__all__: list[str] = []
+
+MASTER = 0  # the identifier of every master
+RUNS = "is still running"
+
+Item = tuple[bool, Any]  # whether there is an answer, or else the error of a break; the answer
+
+
+class Rendezvous:
+    """Where replicas meet in one layer of a forward pass: the members, and what they have sent in the present call."""
+
+    def __init__(self, name: str, master: int) -> None:
+        self.name = name
+        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> replica
+        self.messages: dict[Hashable, Any] = {}
+        self.call = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}, call {self.call}"
+
+    def admit(self, identifier: Hashable, replica_id: int) -> None:
+        """Make a replica a member, under the name `identifier`."""
+        if identifier in self.members:
+            raise ValueError(
+                f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
+                "register each slave once per forward pass; 0 is reserved for the master"
+            )
+        self.members[identifier] = replica_id
+
+    def awaited(self) -> list[int]:
+        """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
+        missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
+        return missing or [self.members[MASTER]]
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """What one replica of a forward pass does, has done, and will get."""
+
+    number: int
+    device: str | None  # None for a replica that was not listed
+    mailbox: SimpleQueue[Item]  # on which it waits
+    thread: int = 0  # the identifier of the thread that runs it; 0 before and after
+    waits_in: Rendezvous | None = None
+    item: Any = None  # if it can run, but has no turn yet: the `Item` that its turn begins with; see NOTE [turns]
+    ended: str = ""  # how, as messages say it; empty if it has not
+    was_released: bool = False  # whether it got the error of the break
+    failure: BaseException | None = None  # what it raised first, until the caller has asked
+
+    def __str__(self) -> str:
+        return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
+
+    @property
+    def activity(self) -> str:
+        """What it does, after its name."""
+        if self.ended:
+            return self.ended
+        if self.waits_in is not None:
+            return f"waits in {self.waits_in}"
+        if not self.thread:
+            return "has not started"
+        return RUNS if self.item is None else "waits for its turn"
+
+    def stack(self) -> str:
+        """Return what the thread of this replica executes now."""
+        frame = _current_frames().get(self.thread)
+        return f"Stack of {self} at the timeout:\n{''.join(format_stack(frame)).rstrip()}"
+
+
+by_number = attrgetter("number")
+
+
+def those_who_wait(replicas: Iterable[ReplicaState], rendezvous: Rendezvous) -> str:
+    """Return who of `replicas` waits in `rendezvous`, with the verb: "replica 0 and replica 2 wait"."""
+    waiting = [replica for replica in replicas if replica.waits_in is rendezvous]
+    names = " and ".join(map(str, sorted(waiting, key=by_number)))
+    return f"{names} {'wait' if len(waiting) > 1 else 'waits'}"
