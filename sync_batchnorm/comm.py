@@ -146,9 +146,9 @@ class SyncMaster(_Member):
             self.begin_anew()
         coordinator, rendezvous = self._coordinator, self._rendezvous
         if len(rendezvous.members) == 1:
-            return self._answers([(MASTER, msg)])[MASTER]
+            return self._answers(rendezvous, [(MASTER, msg)])[MASTER]
         try:
-            answers = self._answers(coordinator.send(rendezvous, MASTER, msg))
+            answers = self._answers(rendezvous, coordinator.send(rendezvous, MASTER, msg))
             coordinator.answer(rendezvous, answers)
         except BaseException as error:
             self._interrupt(error)
@@ -157,17 +157,17 @@ class SyncMaster(_Member):
 
     run = run_master
 
-    def _answers(self, messages: Messages) -> dict[Hashable, Any]:
+    def _answers(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
         span = self._coordinator.span
         try:
-            with NO_SPAN if span is None else span(f"{self._rendezvous.name}, merging"):
+            with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):
                 answers = dict(self._master_callback(messages))
         except Exception as error:
-            error.add_note(f"Raised in the exchange of {self._rendezvous}.")
+            error.add_note(f"Raised in the exchange of {rendezvous}.")
             raise
-        if answers.keys() != dict(messages).keys():
+        if answers.keys() != rendezvous.members.keys():
             raise RuntimeError(
-                f"expected the master callback to return one result for each of {list(dict(messages))}, but got "
-                f"results for {list(answers)} ({self._rendezvous}); return a list of (identifier, result)"
+                f"expected the master callback to return one result for each of {list(rendezvous.members)}, but got "
+                f"results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
             )
         return answers

@@ -229,12 +229,13 @@ class Coordinator:
                     "from one thread of each replica"
                 )
             self._begin_wait(replica, rendezvous, identifier, message)
-        with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"):
-            turn = _taking_turns.get()
-            if turn is None or turn[0] is self:
-                return self._wait(replica)
-            with turn[0]._pause(turn[1]):  # for pipes that do not belong to the forward pass of the wrapper
-                return self._wait(replica)
+        turn = _taking_turns.get()
+        # For a pipe that does not belong to the forward pass of the wrapper, whose other replicas go on meanwhile.
+        pause = None if turn is None or turn[0] is self else turn[0]._pause(turn[1])
+        if self.span is None and pause is None:
+            return self._wait(replica)
+        with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"), pause or nullcontext():
+            return self._wait(replica)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
         """Deliver the answers of the master to the slaves, which ends the call."""
