@@ -34,25 +34,25 @@ LIMIT = 1200.0  # seconds, after which tests that hang are killed
 # Mutants that were read, as they are printed but for the line, and why no test can notice them. A quick test fails for
 # one that is no mutant any more.
 EQUIVALENT: dict[str, str] = {
-    "coordinator.py: Coordinator.abort: `monotonic() < deadline` -> `monotonic() <= deadline`": "at one instant only",
-    "coordinator.py: Coordinator._waited: `now > since + self.timeout + LATE` -> "
+    "meeting/coordinator.py: Coordinator.abort: `monotonic() < deadline` -> "
+    "`monotonic() <= deadline`": "at one instant only",
+    "meeting/coordinator.py: Coordinator._waited: `now > since + self.timeout + LATE` -> "
     "`now >= since + self.timeout + LATE`": "at one instant only",
-    "coordinator.py: Coordinator._waited: `self._turn_since > since` -> `self._turn_since >= since`": "at one instant",
-    'coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break just then",
     "layers/layer.py: _SynchronizedBatchNorm._forward_synchronized: `connection.master_device` -> "
     "`False`": "the master copies the statistics itself, later",
+    "meeting/coordinator.py: Coordinator._waited: `self._turn_since > since` -> "
+    "`self._turn_since >= since`": "at one instant only",
+    'meeting/coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break "
+    "just then",
     "replicate.py: _refuse_training: `0` -> `1`": "anything but None",
     "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
     "call/part.py: Part.measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
-    "coordinator.py: Coordinator._find_deadlock: `not self._left and len(self._waiting) == len(rendezvous.messages)` "
-    "-> `False`": "it only saves the search of a cycle where there is none",
-    "coordinator.py: Coordinator._find_deadlock: `return` -> `pass`": "it only saves that search",
-    "exchange.py: _request: `out is None` -> `True`": "memory of its own, not what the statistics have left",
-    "coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
+    "meeting/coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
     "-> `True`": "it only saves the search of a cycle where there is none",
-    "coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
-    "coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it is not None in those that wait",
-    "coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
+    "meeting/coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
+    "meeting/coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it never is None "
+    "in those that wait",
+    "meeting/coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",

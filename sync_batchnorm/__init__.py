@@ -36,7 +36,7 @@ from .batchnorm import (
     set_sbn_eps_mode,
 )
 from .comm import SlavePipe, SyncMaster
-from .errors import ReplicaSyncError
+from .meeting import ReplicaSyncError
 from .replicate import (
     CallbackContext,
     DataParallelWithCallback,

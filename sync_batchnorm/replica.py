@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .coordinator import Coordinator
+from .meeting import Coordinator
 
 __all__: list[str] = []
 

@@ -13,9 +13,7 @@ from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel import DataParallel
 
-from .comm import Joining, SyncMaster, joining
-from .coordinator import DEFAULT_TIMEOUT, PATIENCE, Coordinator
-from .errors import without_frames
+from .meeting import DEFAULT_TIMEOUT, PATIENCE, Coordinator, Joining, SyncMaster, joining, without_frames
 from .parallel.data_parallel import (
     NO_ACCELERATOR,
     AnyDeviceDataParallel,

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from sync_batchnorm import ReplicaSyncError, SyncMaster, comm, coordinator
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm import ReplicaSyncError, SyncMaster
+from sync_batchnorm.meeting import Coordinator, Joining, coordinator, joining
 
 _run: Run | None = None  # the one that is being executed
 
@@ -239,15 +239,15 @@ class _Scene:
         self.coordinator = Coordinator(["cpu"] * self.number, timeout=1.0)
         self.pipes: dict[str, dict[int, Any]] = {}
         self.completed: list[list[tuple[str, int]]] = [[] for _ in scenario.scripts]
-        here = comm.Joining(self.coordinator)
-        token = comm.joining.set(here)
+        here = Joining(self.coordinator)
+        token = joining.set(here)
         for here.name, members in scenario.layers.items():
             here.replica_id = members[0]
             master = SyncMaster(self._merge)
             self.pipes[here.name] = {members[0]: master}
             for here.replica_id in members[1:]:
                 self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
-        comm.joining.reset(token)
+        joining.reset(token)
         if scenario.turns:
             self.coordinator.take_turns(range(self.number), self._check_turn)
         else:

@@ -11,7 +11,7 @@ from ..backends.base import RunningStatistics
 from ..call import processes
 from ..call.exchange import merge_parts, sync_batch_norm
 from ..call.part import Part
-from ..comm import SlavePipe, SyncMaster
+from ..meeting import SlavePipe, SyncMaster
 from ..refusals import check_number, in_transform_error, warn_once
 from ..replica import raise_foreign_layer
 from ..torch_private import BatchNormBase, in_transform, uncompiled

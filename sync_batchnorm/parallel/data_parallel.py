@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..backends.streams import current_stream
-from ..coordinator import DEFAULT_TIMEOUT
+from ..meeting import DEFAULT_TIMEOUT
 from ..refusals import check_module, warn_once
 from .copies import replicate
 from .random_states import RandomStates

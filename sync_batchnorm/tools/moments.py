@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
 from ..backends.streams import on_default_streams
 from ..call import processes
-from ..comm import SlavePipe, SyncMaster
+from ..meeting import SlavePipe, SyncMaster
 from ..torch_private import graph_task_id, uncompiled
 
 __all__ = ["merge_messages", "sync_moments"]

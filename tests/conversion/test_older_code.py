@@ -167,6 +167,7 @@ def test_checkpoint_with_the_sums_of_an_older_layer_loads_strictly():
 def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monkeypatch):
     data = pickle.dumps(nn.Sequential(OldLayer(4)), protocol=2)  # that of `torch.save`
     older = data.replace(b"csync_batchnorm.layers.layer", b"csync_batchnorm.batchnorm")  # where that one has its layers
+    older = older.replace(b"csync_batchnorm.meeting.pipes", b"csync_batchnorm.comm")  # and its pipes
     inside = older.replace(b"csync_batchnorm.", b"cmodeling.sync_batchnorm.")
     assert len({data, older, inside}) == 3
     monkeypatch.setitem(sys.modules, "modeling", types.ModuleType("modeling"))

@@ -21,7 +21,9 @@ from sync_batchnorm import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
+    SyncMaster,
     assert_synchronized,
+    merge_messages,
     revert_model,
 )
 
@@ -50,6 +52,16 @@ def test_pickles_hold_nothing_of_a_forward():
     with torch.no_grad():
         parallel(torch.randn(4, 3, 6, 6))
     assert len(pickle.dumps(parallel)) == len(fresh)
+
+
+def test_master_of_a_module_that_an_earlier_version_has_pickled_loads():
+    module = nn.Identity()
+    module.master = SyncMaster(merge_messages)
+    pickled = pickle.dumps(module, protocol=2).replace(SyncMaster.__module__.encode(), b"sync_batchnorm.comm")
+    assert b"csync_batchnorm.comm\nSyncMaster\n" in pickled
+    master = pickle.loads(pickled).master
+    assert type(master) is SyncMaster
+    assert master.nr_slaves == 0
 
 
 @pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)

@@ -16,8 +16,8 @@ from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_r
 from torch import Tensor, nn
 
 from sync_batchnorm import ReplicaSyncError, patch_replication_callback
-from sync_batchnorm.coordinator import Coordinator
-from sync_batchnorm.errors import ReplicaTimeoutError
+from sync_batchnorm.meeting import Coordinator
+from sync_batchnorm.meeting.errors import ReplicaTimeoutError
 
 
 def _live_tensors() -> int:

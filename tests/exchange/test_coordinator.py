@@ -12,9 +12,8 @@ import time
 import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
-from sync_batchnorm.comm import Joining, joining
-from sync_batchnorm.coordinator import Coordinator
-from sync_batchnorm.records import MASTER, Rendezvous
+from sync_batchnorm.meeting import Coordinator, Joining, joining
+from sync_batchnorm.meeting.records import MASTER, Rendezvous
 
 
 def layer_of(name="layer", replicas=(0, 1)):
@@ -119,7 +118,7 @@ def test_wait_that_ends_late_because_the_process_was_suspended_goes_on(monkeypat
             peer.start()
         return 3600.0 if now is None else now
 
-    monkeypatch.setattr("sync_batchnorm.coordinator.monotonic", monotonic)
+    monkeypatch.setattr("sync_batchnorm.meeting.coordinator.monotonic", monotonic)
     assert call(coordinator, layer, 0) == [(0, "from 0"), (1, "from 1")]
     peer.join()
 
@@ -130,13 +129,13 @@ def test_wait_for_a_turn_may_last_as_long_as_each_turn_before_it(monkeypatch):
     coordinator = Coordinator(timeout=10.0)
     coordinator.take_turns(range(3), lambda replica: None)
     read = lambda: (now := next(clock), now in ends and ends[now]())[0]  # noqa: E731
-    monkeypatch.setattr("sync_batchnorm.coordinator.monotonic", read)
+    monkeypatch.setattr("sync_batchnorm.meeting.coordinator.monotonic", read)
     coordinator.begin(2)
 
 
 def test_replica_that_runs_on_is_given_up_after_the_timeout_or_a_second_after_it(monkeypatch):
     clock, given_up = [0.0], []
-    monkeypatch.setattr("sync_batchnorm.coordinator.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sync_batchnorm.meeting.coordinator.monotonic", lambda: clock[0])
     late, failed = Coordinator(timeout=0.0), Coordinator(timeout=5.0)
     with pytest.raises(TimeoutError):
         call(late, layer_of(), 0)
@@ -188,7 +187,7 @@ class ControlC:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        if not name.endswith(("/coordinator.py", "/records.py", "/comm.py")):
+        if not name.endswith(("/coordinator.py", "/records.py", "/pipes.py")):
             return None
         if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             self.lines_left -= 1

@@ -28,7 +28,7 @@ from scripted import (
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm, patch_replication_callback
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.meeting import Coordinator
 
 
 @contextmanager

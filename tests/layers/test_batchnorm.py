@@ -28,7 +28,7 @@ from sync_batchnorm import (
     assert_synchronized,
     set_sbn_eps_mode,
 )
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.meeting import Coordinator
 
 LAYERS = {
     SynchronizedBatchNorm1d: nn.BatchNorm1d,

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.meeting import Coordinator
 
 
 class Net(nn.Module):

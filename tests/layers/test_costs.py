@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sync_batchnorm.backends import BACKENDS, cpu
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.meeting import Coordinator
 
 on_every_kernel = pytest.mark.parametrize("kernel", list(KERNELS), indirect=True)
 SHAPES = [(4, 8, 4, 4), (8, 512, 7, 7), (4, 64, 28, 28)]

@@ -10,7 +10,7 @@ from helpers import FORMATS, TOLERANCES, Net, as_devices, assert_equal, run_part
 from torch import nn
 
 from sync_batchnorm.backends import cpu
-from sync_batchnorm.coordinator import Coordinator
+from sync_batchnorm.meeting import Coordinator
 
 RATIOS = [0.0, 12.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6]  # of mean and deviation; up to 16, fast statistics are used
 VARIANCE = 1e-6  # the largest error of the variance, relative to it

@@ -64,10 +64,15 @@ def test_documented_table_has_every_file_behind_those_that_it_imports():
         assert own_imports(file) <= set(rows[:i]), f"{file} stands above what it imports"
 
 
-@pytest.mark.parametrize("file", ["errors", "records", "coordinator", "comm"])
+@pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] == "meeting"])
 def test_threads_meet_without_torch(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
-    assert own_imports(file) <= {"errors", "records", "coordinator"}
+    assert {imported.partition(".")[0] for imported in own_imports(file)} <= {"meeting"}
+
+
+@pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] != "meeting"])
+def test_other_files_take_names_of_the_meeting_from_its_folder(file):
+    assert not [imported for imported in own_imports(file) if imported.startswith("meeting.")]
 
 
 @every_file
@@ -77,9 +82,9 @@ def test_only_one_file_blocks(file):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("threading", "queue"):
             used.add(node.attr)
     allowed = {"parallel.data_parallel": {"Thread", "TIMEOUT_MAX"}}
-    allowed["records"] = {"SimpleQueue"}  # the type of a field
+    allowed["meeting.records"] = {"SimpleQueue"}  # the type of a field
     allowed["parallel.random_states"] = {"RLock"}  # around two operators of torch
-    assert file == "coordinator" or used - {""} <= allowed.get(file, set())
+    assert file == "meeting.coordinator" or used - {""} <= allowed.get(file, set())
 
 
 @pytest.mark.parametrize("file", [file for file in TREES if file != "torch_private"])

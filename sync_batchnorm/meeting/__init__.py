@@ -1,0 +1,15 @@
+"""Where replicas meet: who waits for whom, whose turn it is, what travels, and what breaks a forward pass.
+
+It knows nothing of tensors: messages can be any object.
+"""
+
+from .coordinator import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+from .coordinator import PATIENCE as PATIENCE
+from .coordinator import Coordinator as Coordinator
+from .errors import ReplicaSyncError
+from .errors import without_frames as without_frames
+from .pipes import Joining as Joining
+from .pipes import SlavePipe, SyncMaster
+from .pipes import joining as joining
+
+__all__ = ["ReplicaSyncError", "SlavePipe", "SyncMaster"]

@@ -1,0 +1,173 @@
+"""`SyncMaster` and `SlavePipe`, the two sides of an exchange between replicas. Messages can be any object."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from .coordinator import NO_SPAN, Coordinator
+from .records import MASTER, Rendezvous
+
+__all__ = ["SlavePipe", "SyncMaster"]
+
+Messages = list[tuple[Hashable, Any]]  # by identifier
+MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
+
+
+@dataclass
+class Joining:
+    """The replication callback that runs in this thread."""
+
+    coordinator: Coordinator
+    replica_id: int = 0
+    name: str = ""
+
+
+joining: ContextVar[Joining | None] = ContextVar("sync_batchnorm_joining", default=None)
+
+
+class _Member:
+    """The base class of master and slave: one member of a `Rendezvous`."""
+
+    _coordinator: Coordinator
+    _rendezvous: Rendezvous
+    identifier: Hashable
+    remembered: tuple[Any, ...] = ()  # the calls of this forward pass, for activation checkpointing: `recomputation.py`
+
+    @property
+    def where(self) -> str:
+        """The layer and the replica, as errors name them."""
+        return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
+
+    def _interrupt(self, error: BaseException) -> None:
+        self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
+
+
+class SlavePipe(_Member):
+    """The side of a slave, made by `SyncMaster.register_slave` for one forward pass. A pickle or copy is ``None``."""
+
+    def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
+        self._coordinator = coordinator
+        self._rendezvous = rendezvous
+        self.identifier = identifier
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def run_slave(self, msg: Any) -> Any:
+        """Send `msg` to the master and return what its callback has for this slave; block until it has.
+
+        Raises:
+            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
+        """
+        try:
+            return self._coordinator.send(self._rendezvous, self.identifier, msg)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+
+    run = run_slave
+
+
+class SyncMaster(_Member):
+    """The side of the master: it collects the messages of all replicas and sends each its answer.
+
+    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. A
+    module may also keep one and put it into the context of every forward pass: it begins anew when it is put into a
+    context, and when a slave registers after a call. A pickle of it has only the callback.
+
+    Args:
+        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
+            the master, whose identifier is 0, then those of the slaves, in the order in which they registered. It
+            returns a list of ``(identifier, answer)`` with one for each.
+    """
+
+    identifier = MASTER
+
+    def __init__(self, master_callback: MasterCallback) -> None:
+        if not callable(master_callback):
+            raise TypeError(
+                f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
+            )
+        self._master_callback = master_callback
+        self._is_kept = joining.get() is None  # by a module, across forward passes
+        self.begin_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"master_callback": self._master_callback}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SyncMaster.__init__(self, state["master_callback"])
+
+    def begin_anew(self) -> None:
+        """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
+        here = joining.get() or Joining(Coordinator(), name="a SyncMaster of its own")
+        self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
+        self.remembered = ()
+
+    @property
+    def nr_slaves(self) -> int:
+        """The number of slaves that have registered for this forward pass."""
+        return len(self._rendezvous.members) - 1
+
+    def register_slave(self, identifier: Hashable) -> SlavePipe:
+        """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.
+
+        Args:
+            identifier: anything hashable but 0, usually the number of the copy.
+
+        Raises:
+            ValueError: if the identifier is taken.
+            RuntimeError: in a callback, if this object belongs to another forward pass.
+        """
+        here = joining.get()
+        if here is None:
+            if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
+                self.begin_anew()
+        elif here.coordinator is not self._coordinator:
+            raise RuntimeError(
+                f"expected a SyncMaster that belongs to this forward pass, but got one of another ({here.name}, "
+                f"replica {here.replica_id}); put it into the context in the callback of its replica, for example "
+                "ctx.sync_master = self.sync_master"
+            )
+        replica_id = self.nr_slaves + 1 if here is None else here.replica_id
+        self._rendezvous.admit(identifier, replica_id)
+        return SlavePipe(self._coordinator, self._rendezvous, identifier)
+
+    def run_master(self, msg: Any) -> Any:
+        """Block until all slaves have called; run the callback on all messages, and return the master's answer.
+
+        Raises:
+            ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
+            RuntimeError: if the callback does not return one answer for each identifier.
+            BaseException: what the callback raises; the slaves are released.
+        """
+        if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.
+            self.begin_anew()
+        coordinator, rendezvous = self._coordinator, self._rendezvous
+        if len(rendezvous.members) == 1:
+            return self._answers(rendezvous, [(MASTER, msg)])[MASTER]
+        try:
+            answers = self._answers(rendezvous, coordinator.send(rendezvous, MASTER, msg))
+            coordinator.answer(rendezvous, answers)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        return answers[MASTER]
+
+    run = run_master
+
+    def _answers(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
+        span = self._coordinator.span
+        try:
+            with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):
+                answers = dict(self._master_callback(messages))
+        except Exception as error:
+            error.add_note(f"Raised in the exchange of {rendezvous}.")
+            raise
+        if answers.keys() != rendezvous.members.keys():
+            raise RuntimeError(
+                f"expected the master callback to return one result for each of {list(rendezvous.members)}, but got "
+                f"results for {list(answers)} ({rendezvous}); return a list of (identifier, result)"
+            )
+        return answers
