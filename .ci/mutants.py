@@ -44,8 +44,6 @@ EQUIVALENT: dict[str, str] = {
     "`self._turn_since >= since`": "at one instant only",
     'meeting/coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break "
     "just then",
-    "replicate.py: _refuse_training: `0` -> `1`": "anything but None",
-    "replicate.py: _refuse_training: `current_replica.get() is not None` -> `True`": "looked at again where it counts",
     "call/part.py: Part.measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
     "meeting/coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
     "-> `True`": "it only saves the search of a cycle where there is none",
@@ -53,6 +51,8 @@ EQUIVALENT: dict[str, str] = {
     "meeting/coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it never is None "
     "in those that wait",
     "meeting/coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
+    "wrapper/callbacks.py: refuse_training: `0` -> `1`": "anything but None",
+    "wrapper/callbacks.py: refuse_training: `current_replica.get() is not None` -> `True`": "it is looked at again",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
@@ -93,21 +93,21 @@ EQUIVALENT: dict[str, str] = {
     "tools/one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
     "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
-    "parallel/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
-    "replicate.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet that it could wait for",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
     "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
     "call/part.py: Part.measure: `device == self.master_device` -> `False`": "what is there is not sent",
     "call/part.py: Part.measure: `device == self.master_device` -> `True`": "the master sends the rest, later",
     "call/exchange.py: _merge: `part.statistics[0].device == master` -> `False`": "what is there is not sent",
-    "parallel/random_states.py: _generators: `0` -> `False`": "the same number",
+    "wrapper/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
+    "wrapper/data_parallel.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet",
+    "wrapper/random_states.py: _generators: `0` -> `False`": "the same number",
     **{
-        f'parallel/random_states.py: RandomStates.{name}: `_lock` -> `__import__("contextlib").nullcontext()`': why
+        f'wrapper/random_states.py: RandomStates.{name}: `_lock` -> `__import__("contextlib").nullcontext()`': why
         for name in ("__init__", "begin_turn", "restore_caller")
         for why in ["only if the garbage collector runs at one instant"]
     },
-    "parallel/data_parallel.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
+    "refusals.py: checked_timeout: `0 < timeout <= threading.TIMEOUT_MAX` -> "
     "`0 < timeout < threading.TIMEOUT_MAX`": "at one value only",
     "__main__.py: module: `5.0` -> `10.0`": "any time that is far below the budget does",
     "call/recomputation.py: _recall: `_are_equal(call.statistics, statistics)` -> "
@@ -117,17 +117,17 @@ EQUIVALENT: dict[str, str] = {
     "call/recomputation.py: _are_equal: `map(torch.equal, map(torch.nan_to_num, one), "
     "map(torch.nan_to_num, other))` -> "
     "`map(torch.equal, map(torch.nan_to_num, other), map(torch.nan_to_num, one))`": "the same",
-    "parallel/data_parallel.py: check_copies: `65536` -> `65537`": "any number of them does",
-    "parallel/data_parallel.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
-    "parallel/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
-    "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `own[0].is_complex()`": "only NCCL "
-    "refuses complex numbers",
-    "parallel/copies.py: _Broadcast.backward: `not own[0].is_complex()` -> `True`": "only NCCL refuses complex numbers",
-    "parallel/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
     "tools/one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
     "tools/one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
     "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
-    "parallel/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
+    "wrapper/devices.py: check_copies: `65536` -> `65537`": "any number of them does",
+    "wrapper/devices.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
+    "wrapper/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
+    "wrapper/copies.py: _Broadcast.backward: `not given[i][0].is_complex()` -> "
+    "`given[i][0].is_complex()`": "only NCCL refuses complex numbers",
+    "wrapper/copies.py: _Broadcast.backward: `not given[i][0].is_complex()` -> `True`": "only NCCL refuses them",
+    "wrapper/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
+    "wrapper/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
     "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",
 }
 

@@ -1,6 +1,7 @@
 """What a wrapper or a layer refuses, and what a wrapper warns of. The only batch norms here are those of torch."""
 
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -41,6 +42,17 @@ def check_number(argument: str, number: object) -> None:
         raise ValueError(f"expected {argument} of at least 1, but got {number}; pass None for all replicas")
 
 
+def checked_timeout(timeout: float) -> float:
+    """Return a number of seconds, or raise an error for what is none, or out of range."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
+    if not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be between 0 and {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
+        )
+    return float(timeout)
+
+
 def check_module(module: object) -> None:
     """Raise a `TypeError` for what is not a module."""
     if not isinstance(module, nn.Module):
@@ -66,7 +78,8 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
             f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
         )
     compiled_type = compiled_module_type()
-    compiled = [name for child, name in names_of_modules(module).items() if isinstance(child, compiled_type)]
+    names = names_of_modules(module).items() if compiled_type else ()
+    compiled = [name for child, name in names if isinstance(child, compiled_type)]
     if compiled:  # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
         raise RuntimeError(
             f"expected modules that can be replicated, but got {compiled[0] or 'the module itself'!r} from "

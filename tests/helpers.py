@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages
-from sync_batchnorm.parallel.data_parallel import unsupported_by_torch
+from sync_batchnorm.wrapper.devices import unsupported_by_torch
 
 
 def skip_module_without(*packages: str) -> None:
@@ -192,7 +192,7 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
 
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
     """Return whether torch's own scatter, replicate, parallel_apply and gather are used for these devices."""
-    return len(device_ids) > 1 and not unsupported_by_torch(as_devices(device_ids))
+    return len(device_ids) > 1 and not unsupported_by_torch(tuple(as_devices(device_ids)))
 
 
 def assert_same_gradient(

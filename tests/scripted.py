@@ -12,9 +12,9 @@ from helpers import assert_equal, in_threads
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
-from sync_batchnorm.parallel.copies import replicate
-from sync_batchnorm.parallel.data_parallel import as_device
-from sync_batchnorm.parallel.scatter_gather import gather, scatter
+from sync_batchnorm.wrapper.copies import replicate
+from sync_batchnorm.wrapper.devices import as_device
+from sync_batchnorm.wrapper.scatter_gather import gather, scatter
 
 R = 3  # replicas of most tests; every replica gets two rows
 

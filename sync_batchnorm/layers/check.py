@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ..refusals import check_module, check_number
-from ..replicate import _ReplicationMixin
 from ..torch_private import BatchNormBase
+from ..wrapper import _ReplicationMixin
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]

@@ -15,8 +15,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..refusals import check_module, warn
-from ..replicate import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
 from ..torch_private import BatchNormBase
+from ..wrapper import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

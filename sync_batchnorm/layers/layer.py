@@ -13,8 +13,8 @@ from ..call.exchange import merge_parts, sync_batch_norm
 from ..call.part import Part
 from ..meeting import SlavePipe, SyncMaster
 from ..refusals import check_number, in_transform_error, warn_once
-from ..replica import raise_foreign_layer
 from ..torch_private import BatchNormBase, in_transform, uncompiled
+from ..wrapper import raise_foreign_layer
 
 __all__ = [
     "SynchronizedBatchNorm",

@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..call.processes import active_group
 from ..layers import _convert, _SynchronizedBatchNorm
-from ..parallel.scatter_gather import tensors_in
 from ..refusals import check_module
-from ..replicate import DataParallelWithCallback
+from ..wrapper import DataParallelWithCallback, tensors_in
 
 __all__ = ["assert_matches_one_device"]
 

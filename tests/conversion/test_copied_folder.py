@@ -82,11 +82,11 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
         print(list(model.state_dict()) == list(plain.state_dict()))
         for module in (model, parallel):
             pickled = pickle.dumps(module)
-            print(sorted(set(re.findall(rb"[\w.]*sync_batchnorm[\w.]*", pickled))))
+            print(sorted(set(re.findall(rb"(?:models)?[a-z_.]*sync_batchnorm[\w.]*", pickled))))
             loaded = pickle.loads(pickled)
             print(type(loaded) is type(module), all(map(torch.equal, loaded.buffers(), model.buffers())))
 
-    layers, wrapper = f"{INSIDE}.layers.layer".encode(), f"{INSIDE}.replicate".encode()
+    layers, wrapper = f"{INSIDE}.layers.layer".encode(), f"{INSIDE}.wrapper.data_parallel".encode()
     expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
     assert in_project(project, INSIDE, body) == expected
 

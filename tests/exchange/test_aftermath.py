@@ -86,7 +86,7 @@ def _stands_still(model: Scripted, x: Tensor) -> None:
 
 @needs_fork
 def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.replicate.PATIENCE", 0.01)  # In vain: one replica never leaves.
+    monkeypatch.setattr("sync_batchnorm.wrapper.data_parallel.PATIENCE", 0.01)  # In vain: one replica never leaves.
 
     def forward() -> None:
         try:

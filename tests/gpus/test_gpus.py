@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
-from sync_batchnorm.parallel.data_parallel import check_copies
+from sync_batchnorm.wrapper.devices import check_copies
 
 pytestmark = [
     pytest.mark.cuda,

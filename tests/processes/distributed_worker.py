@@ -47,7 +47,7 @@ from sync_batchnorm import (
     sync_moments,
 )
 from sync_batchnorm.call.processes import Peers
-from sync_batchnorm.parallel.copies import replicate
+from sync_batchnorm.wrapper.copies import replicate
 
 CHECKS: dict[str, Callable[[], None]] = {}
 SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process"}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
-from sync_batchnorm.parallel.data_parallel import as_device
+from sync_batchnorm.wrapper.devices import as_device
 
 
 def shapes_in(tree):

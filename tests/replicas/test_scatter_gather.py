@@ -10,7 +10,7 @@ from helpers import Net, as_devices, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.parallel.scatter_gather import gather, scatter
+from sync_batchnorm.wrapper.scatter_gather import gather, scatter
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

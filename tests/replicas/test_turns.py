@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster
-from sync_batchnorm.parallel.random_states import RandomStates
+from sync_batchnorm.wrapper.random_states import RandomStates
 
 SHARED = [pytest.param(["cpu"] * 4, id="cpu-4")]
 if CUDA_COUNT:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__: list[str] = []
 Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
+Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
 
 
 def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,9 +30,9 @@ def _broadcast(devices: Devices, *tensors: Tensor) -> tuple[Tensor, ...]:
     copies = comm.broadcast_coalesced(tensors, devices)  # type: ignore[no-untyped-call]
     for i, tensor in enumerate(tensors):
         if tensor.is_complex():  # PyTorch copies complex numbers as pairs of real ones.
-            for own in copies:
-                own[i] = torch.view_as_complex(own[i])
-    return tuple([copy for own in copies for copy in own])
+            for on_device in copies:
+                on_device[i] = torch.view_as_complex(on_device[i])
+    return tuple(chain.from_iterable(copies))
 
 
 class _Broadcast(torch.autograd.Function):
@@ -45,15 +47,20 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add up the gradients of all copies; a tensor of which no copy has a gradient gets none."""
-        number, (first, *_) = len(ctx.needs_input_grad) - 1, ctx.devices
-        parts = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
+        number, devices = len(ctx.needs_input_grad) - 1, ctx.devices
+        given = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
         if not torch.is_grad_enabled():  # PyTorch adds up many tensors in few copies, but not differentiably.
-            whole = [i for i, own in enumerate(parts) if len(own) == len(ctx.devices) and not own[0].is_complex()]
-            of_devices = list(zip(*[parts[i] for i in whole], strict=True))
-            sums = comm.reduce_add_coalesced(of_devices, first)  # type: ignore[no-untyped-call]
+            whole = [i for i in range(number) if len(given[i]) == len(devices) and not given[i][0].is_complex()]
+            of_devices = list(zip(*[given[i] for i in whole], strict=True))
+            sums = comm.reduce_add_coalesced(of_devices, devices[0])  # type: ignore[no-untyped-call]
             for i, added in zip(whole, sums, strict=True):
-                parts[i] = [added]
-        return None, *[reduce(torch.add, [grad.to(first) for grad in own]) if own else None for own in parts]
+                given[i] = [added]
+        return None, *[_sum(one, devices[0]) for one in given]
+
+
+def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Return the sum of gradients on `device`, or None if there are none."""
+    return reduce(torch.add, [grad.to(device) for grad in grads]) if grads else None
 
 
 def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
@@ -72,21 +79,27 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
         for buffer in child._buffers.values():
             if buffer is not None:
                 (differentiable if buffer.requires_grad and not detach else plain)[id(buffer)] = buffer
-    distinct = list(dict.fromkeys(devices))
     with torch.DisableTorchFunctionSubclass():  # as PyTorch makes; of a subclass they would be views
-        at = [differentiable | plain]
-        if len(distinct) > 1:
-            copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
-            at = [own | other for own, other in zip(copied, _copies(_broadcast, plain, distinct), strict=True)]
-        tensors = [at[distinct.index(device)].copy() for device in devices]
-        for i, (device, own) in enumerate(zip(devices, tensors, strict=True), 1):
-            if device in devices[i:]:
-                following = tensors[devices.index(device, i)]
-                for key in differentiable:  # Sums of two do not depend on the order in which autograd runs replicas.
-                    own[key], following[key] = _two_aliases(own[key])
-                for key in plain:
-                    following[key] = own[key].detach().clone()
+        tensors = _tensors_of_replicas(differentiable, plain, devices, detach)
     return _build(modules, tensors)
+
+
+def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devices, detach: bool) -> list[Tensors]:
+    """Return the tensors of each replica: copies on each device, and aliases for replicas that share one."""
+    distinct = list(dict.fromkeys(devices))
+    at = [differentiable | plain]
+    if len(distinct) > 1:
+        copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
+        at = [one | other for one, other in zip(copied, _copies(_broadcast, plain, distinct), strict=True)]
+    tensors = [at[distinct.index(device)].copy() for device in devices]
+    for i, device in enumerate(devices):
+        if device in devices[i + 1 :]:
+            present, following = tensors[i], tensors[devices.index(device, i + 1)]
+            for key in differentiable:  # Sums of two do not depend on the order in which autograd runs replicas.
+                present[key], following[key] = _two_aliases(present[key])
+            for key in plain:
+                following[key] = present[key].detach().clone()
+    return tensors
 
 
 def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:
@@ -98,18 +111,18 @@ def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) 
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
     for group in groups.values():
         outputs = function(devices, *group.values())
-        for i, own in enumerate(made):
-            own.update(zip(group, outputs[i * len(group) : (i + 1) * len(group)], strict=True))
+        for i, on_device in enumerate(made):
+            on_device.update(zip(group, outputs[i * len(group) : (i + 1) * len(group)], strict=True))
     return made
 
 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    copies: list[dict[nn.Module, nn.Module]] = [{} for _ in tensors]
+    copies: list[Copies] = [{} for _ in tensors]
     for child in modules:
         is_overridden = type(child).__setattr__ is not nn.Module.__setattr__
-        for of_modules, own in zip(copies, tensors, strict=True):
-            replica = of_modules[child] = _copy(child)
+        for copy_of, tensor_of in zip(copies, tensors, strict=True):
+            replica = copy_of[child] = _copy(child)
             # Setting hundreds of attributes through `nn.Module.__setattr__` takes longer than all the rest.
             set_parameter: Any = partial(setattr, replica) if is_overridden else replica.__dict__.__setitem__
             set_buffer: Any = set_parameter if is_overridden else replica._buffers.__setitem__
@@ -117,31 +130,31 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
                 if parameter is None:
                     replica._parameters[name] = None
                 else:
-                    set_parameter(name, own[id(parameter)])
+                    set_parameter(name, tensor_of[id(parameter)])
             for name, buffer in child._buffers.items():
                 if buffer is not None:
-                    set_buffer(name, own[id(buffer)])
-    for of_modules in copies:
-        for child, replica in of_modules.items():
+                    set_buffer(name, tensor_of[id(buffer)])
+    for copy_of in copies:
+        for child, replica in copy_of.items():
             for name, grandchild in child._modules.items():
                 if grandchild is not None:
-                    replica._modules[name] = of_modules[grandchild]
+                    replica._modules[name] = copy_of[grandchild]
             if not _BOUND.isdisjoint(map(type, child.__dict__.values())):
                 bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
-                replica.__dict__.update([(name, _bind(value, of_modules)) for name, value in bound])
-    return [of_modules[modules[0]] for of_modules in copies]
+                replica.__dict__.update([(name, _bind(value, copy_of)) for name, value in bound])
+    return [copy_of[modules[0]] for copy_of in copies]
 
 
-def _bind(value: Any, of_modules: dict[nn.Module, nn.Module]) -> Any:
+def _bind(value: Any, copy_of: Copies) -> Any:
     """Return a bound method or a partial with the modules of a replica in place of the originals."""
     if isinstance(value, nn.Module):
-        return of_modules.get(value, value)
+        return copy_of.get(value, value)
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _bind(value.__self__, of_modules))
+        return MethodType(value.__func__, _bind(value.__self__, copy_of))
     if not isinstance(value, partial):
         return value
-    keywords = {name: _bind(argument, of_modules) for name, argument in value.keywords.items()}
-    made = partial(_bind(value.func, of_modules), *[_bind(argument, of_modules) for argument in value.args], **keywords)
+    keywords = {name: _bind(argument, copy_of) for name, argument in value.keywords.items()}
+    made = partial(_bind(value.func, copy_of), *[_bind(argument, copy_of) for argument in value.args], **keywords)
     made.__dict__.update(value.__dict__)
     return made
 
@@ -153,7 +166,8 @@ def _copy(module: nn.Module) -> Any:
     if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
         return replicate()
     copy, state = module.__new__(type(module)), module.__dict__
-    own = {"_parameters": {}, "_buffers": state["_buffers"].copy(), "_modules": state["_modules"].copy()}
     copy.__dict__.update(state)
-    copy.__dict__.update(own, _is_replica=True)
+    copy.__dict__.update(
+        _parameters={}, _buffers=state["_buffers"].copy(), _modules=state["_modules"].copy(), _is_replica=True
+    )
     return copy

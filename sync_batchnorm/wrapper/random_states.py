@@ -6,6 +6,7 @@ generator, neither goes on (torch 2.13).
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -26,8 +27,8 @@ class RandomStates:
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         self._generators = {replica_id: _generators(device) for replica_id, device in devices.items()}
-        distinct = dict.fromkeys([generator for own in self._generators.values() for generator in own])
         with _lock:
+            distinct = dict.fromkeys(chain.from_iterable(self._generators.values()))
             self._of_caller = {generator: generator.get_state() for generator in distinct}
         self._next = torch.Generator()
         self._next.set_state(self._of_caller[torch.default_generator])

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
-from .meeting import Coordinator
+from ..meeting import Coordinator
+from .devices import DeviceId, as_device
 
 __all__: list[str] = []
 
@@ -25,6 +27,16 @@ def caller_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
             dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
             modes.append(partial(torch.autocast, device_type, dtype=dtype, cache_enabled=cache))
     return modes
+
+
+def new_coordinator(device_ids: Sequence[DeviceId], timeout: float) -> Coordinator:
+    """Return the coordinator of a forward pass, which makes spans in the profile if a profiler is active."""
+
+    def span(name: str) -> AbstractContextManager[Any]:
+        return profiler.record_function(f"sync_batchnorm: {name}")
+
+    devices = list(map(str, map(as_device, device_ids)))
+    return Coordinator(devices, timeout, span if profiler._is_profiler_enabled else None)
 
 
 @dataclass

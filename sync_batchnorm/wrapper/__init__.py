@@ -1,0 +1,15 @@
+"""The wrapper: makes the replicas of a module, connects them, runs them in threads, and puts their outputs together.
+
+It knows nothing of batch norm: what replicas exchange, and when, is up to the callbacks of the modules.
+"""
+
+from .callbacks import CallbackContext, execute_replication_callbacks
+from .data_parallel import DataParallelWithCallback, patch_replication_callback
+from .data_parallel import _ReplicationMixin as _ReplicationMixin
+from .data_parallel import patch as patch
+from .data_parallel import use_devices_of_torch as use_devices_of_torch
+from .derived import derived_class as derived_class
+from .replica import raise_foreign_layer as raise_foreign_layer
+from .scatter_gather import tensors_in as tensors_in
+
+__all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]

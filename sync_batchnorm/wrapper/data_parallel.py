@@ -1,0 +1,233 @@
+"""The wrapper: `DataParallelWithCallback`, and a `DataParallel` that is patched to do what it does.
+
+A forward pass takes four steps: scatter the inputs, replicate the module, call the replicas, gather the outputs.
+`AnyDeviceDataParallel` takes them for any devices, `_ReplicationMixin` connects the replicas. All state belongs to the
+replicas and ends with them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from ..meeting import DEFAULT_TIMEOUT, PATIENCE, without_frames
+from ..refusals import check_module, check_replicable, checked_timeout, warn_of_plain_layers, warn_once
+from ..torch_private import uncompiled
+from .callbacks import execute_callbacks, refuse_training
+from .copies import replicate
+from .derived import derived_class
+from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
+from .replica import Replica, Run, caller_modes, current_replica, new_coordinator
+from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
+from .threads import call_replicas
+
+__all__ = ["DataParallelWithCallback", "patch_replication_callback"]
+
+DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
+
+NO_ACCELERATOR = (
+    "PyTorch finds no accelerator, so the module runs without replicas; for replicas on the CPU write "
+    "DataParallelWithCallback(module, ['cpu'] * 2)"
+)
+
+
+class AnyDeviceDataParallel(DataParallel[Any]):
+    """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and a timeout."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        check_module(module)
+        timeout = checked_timeout(timeout)
+        devices: Any = checked_devices(device_ids)
+        output: Any = None if output_device is None else as_device(output_device)
+        if unsupported_by_torch(devices):
+            nn.Module.__init__(self)
+            self.module, self.dim, self.device_ids = module, dim, list(devices)
+            self.output_device, self.src_device_obj = output or devices[0], devices[0]
+        else:
+            given: Any = -1 if output == torch.device("cpu") else output_device
+            super().__init__(module, device_ids, given, dim)  # type: ignore[arg-type]
+            if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
+                self.dim, self.output_device = dim, given
+                if devices:
+                    warn_once(NO_ACCELERATOR)
+        self._sync_timeout = timeout
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        kwargs = kwargs or {}
+        if not inputs and not kwargs:
+            return (), ()
+        devices = list(map(as_device, device_ids))
+        tensors = tensors_in((inputs, kwargs))
+        if len(devices) > 1:
+            # PyTorch would make a part for every device where some arguments are no tensors, and fill up the others.
+            devices = devices[: number_of_chunks(tensors, self.dim, len(devices))]
+        if len(devices) == 1 and all([tensor.device == devices[0] for tensor in tensors]):
+            return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
+        if not unsupported_by_torch(tuple(devices)) and all(
+            [tensor.dim() for tensor in tensors]
+        ):  # PyTorch cuts no scalars.
+            return super().scatter(inputs, kwargs, devices)
+        with torch.DisableTorchFunctionSubclass():  # as those that torch makes
+            return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        devices = list(map(as_device, self.device_ids[: len(replicas)]))
+        return call_replicas(self.module, replicas, inputs, kwargs, devices)
+
+    def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        check_structures(outputs)
+        device = as_device(output_device)
+        if not unsupported_by_torch(tuple(map(as_device, self.device_ids))):
+            return super().gather(outputs, str(device))  # type: ignore[arg-type]
+        # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
+        with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
+            return gather(outputs, device, self.dim)
+
+
+class _ReplicationMixin(DataParallel[Any]):
+    """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
+
+    _sync_timeout: float = DEFAULT_TIMEOUT
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
+            return self.module(*inputs, **kwargs)
+        if len(self.device_ids) > 1:
+            return self._forward_in_replicas(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    @uncompiled
+    def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
+        refuse_training(self, module)
+        if len(device_ids) == 1:
+            return [module]
+        check_replicable(self, module)
+        check_copies(frozenset(map(as_device, device_ids)))
+        replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
+        coordinator = new_coordinator(device_ids, self._sync_timeout)
+        try:
+            has_callbacks = execute_callbacks(replicas, coordinator)
+        except BaseException as error:
+            coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
+            raise
+        if not has_callbacks:
+            warn_of_plain_layers(self, module)
+        run = Run(module, coordinator, caller_modes())
+        return [Replica(replica, run, i) for i, replica in enumerate(replicas)]
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
+        watched: list[Any] = list(replicas)
+        if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
+            run = Run(watched[0], new_coordinator(self.device_ids[: len(watched)], self._sync_timeout))
+            watched = [Replica(replica, run, i) for i, replica in enumerate(watched)]
+        run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
+        run.modes = caller_modes()
+        coordinator.expect([replica._sync_id for replica in watched])
+        try:
+            outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
+            failure = coordinator.failure()
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            failure = None if interrupted else coordinator.failure()  # asked before replicas fail because of the abort
+            coordinator.abort(error, PATIENCE if interrupted else 0.0)
+            if failure is None:
+                raise
+        if failure is None:
+            return outputs
+        who, failed = failure
+        del failure
+        try:  # The wrapper around this one shows the frames of both.
+            raise failed if current_replica.get() is not None else without_frames(failed, who)
+        finally:
+            del failed  # Its traceback refers to this frame.
+
+
+class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
+    """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
+
+    If a replica fails or ends while others wait for it, they are released at once, and the caller gets its exception,
+    with its traceback in a note. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
+    runs: no replicas, no threads, no callbacks (see `execute_replication_callbacks`).
+
+    Example:
+        >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
+        >>> output = parallel(torch.randn(4, 8, 5, 5))
+
+    Args:
+        module: the module to run in parallel. It must live on the first of `device_ids`.
+        device_ids: one entry for each replica, as integers, strings or `torch.device`. They may name the CPU and repeat
+            a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
+        output_device: where the outputs are gathered. None: the first of `device_ids`.
+        dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
+        timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, and `device_ids` of different kinds; from
+            a call, if its arguments make different numbers of chunks, or the replicas return different structures.
+        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
+            replicated, if copies between devices lose data, or if a replica trains a synchronized layer that does not
+            belong to it, also in another wrapper, or that synchronizes several processes.
+        ReplicaSyncError: from a call, if the replicas cannot exchange.
+
+    Warns:
+        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.
+    """
+
+
+def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+    """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
+
+    Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
+    subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
+    changes nothing, not even the `timeout`, which is that of `DataParallelWithCallback`.
+
+    Example:
+        >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
+
+    Raises:
+        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.
+    """
+    if not isinstance(data_parallel, DataParallel):
+        raise TypeError(
+            f"data_parallel must be a torch.nn.DataParallel, got {type(data_parallel).__name__}; "
+            "wrap the module with DataParallelWithCallback"
+        )
+    timeout = checked_timeout(timeout)
+    if not data_parallel.device_ids:
+        warn_once(NO_ACCELERATOR)
+    return patch(data_parallel, timeout)
+
+
+def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+    """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
+    if not isinstance(data_parallel, _ReplicationMixin):
+        cls: Any = type(data_parallel)
+        patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
+        object.__setattr__(data_parallel, "__class__", patched)
+        data_parallel.__dict__["_sync_timeout"] = timeout
+    return data_parallel
+
+
+def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
+    """Leave a wrapper that is not patched any more those of its devices that torch's own can run replicas on."""
+    data_parallel.__dict__.pop("_sync_timeout", None)
+    devices = tuple(map(as_device, data_parallel.device_ids))
+    if unsupported_by_torch(devices):
+        data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]

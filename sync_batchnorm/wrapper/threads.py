@@ -1,0 +1,82 @@
+"""Replicas in threads: each has one, and those that share a device take turns."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends.streams import current_stream
+from ..meeting import Coordinator
+from ..refusals import warn_once
+from .random_states import RandomStates
+
+__all__: list[str] = []
+
+
+def call_replicas(
+    module: nn.Module, replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]
+) -> list[Any]:
+    """Call each `Replica` of `module` in a thread of its own, or a single one in this thread.
+
+    Return the outputs in order, with None for a replica that has failed; the coordinator knows its error.
+    """
+    outputs: list[Any] = [None] * len(replicas)
+    streams = dict(zip(devices, map(current_stream, devices), strict=True))
+
+    def work(i: int) -> None:
+        try:
+            stream = streams[devices[i]]
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+                outputs[i] = replicas[i](*args, **kwargs[i])
+        except BaseException as error:
+            replicas[i]._sync_run.coordinator.leave(replicas[i]._sync_id, error)
+
+    run: Any = getattr(replicas[0], "_sync_run", None)  # None for replicas that are not connected
+    if len(replicas) == 1:
+        work(0)
+    elif run is None or len(streams) == len(devices):
+        _run_threads(work, len(replicas), run and run.coordinator)
+    else:
+        ids = [replica._sync_id for replica in replicas]
+        _run_in_turns(work, dict(zip(ids, devices, strict=True)), run.coordinator, module)
+    return outputs
+
+
+def _run_threads(work: Callable[[int], None], number: int, coordinator: Coordinator | None) -> None:
+    """Run `work` of each number in a thread of its own, until all have ended, or those that have not are given up."""
+    # After Ctrl-C in the caller, a busy daemon thread does not block exit.
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not (coordinator and coordinator.has_given_up):
+            thread.join(1.0)
+
+
+def _run_in_turns(
+    work: Callable[[int], None], devices: Mapping[int, torch.device], coordinator: Coordinator, module: nn.Module
+) -> None:
+    """Run replicas that share devices, by their numbers, one at a time; each draws from random states of its own."""
+    before = _versions(module)
+    states = RandomStates(devices)
+    coordinator.take_turns(devices, states.begin_turn)
+    _run_threads(work, len(devices), coordinator)
+    states.restore_caller()  # not after Ctrl-C in the caller, while replicas still run
+    after = _versions(module)  # with those that forward() has added to the module
+    if before != after:
+        changed = [name for name, version in before.items() if after.get(name, version) != version]
+        if changed:
+            warn_once(
+                f"forward() modified parameters {changed} in place; each of the {len(devices)} replicas, which share "
+                "their memory, repeated the change; make it a buffer, or change it outside forward()"
+            )
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    """Return the version of each parameter, a number that grows with every change in place of the same memory."""
+    parameters = module.named_parameters()
+    return {name: 0 if parameter.is_inference() else parameter._version for name, parameter in parameters}
