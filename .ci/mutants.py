@@ -50,6 +50,7 @@ EQUIVALENT: dict[str, str] = {
     "meeting/coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
     "meeting/coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it never is None "
     "in those that wait",
+    "meeting/coordinator.py: Coordinator.send: `self.span is None and pause is None` -> `False`": "it only saves time",
     "meeting/coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
     "wrapper/callbacks.py: refuse_training: `0` -> `1`": "anything but None",
     "wrapper/callbacks.py: refuse_training: `current_replica.get() is not None` -> `True`": "it is looked at again",

@@ -94,6 +94,20 @@ def test_second_thread_of_a_replica_does_not_take_the_answer_of_the_first():
         call(coordinator, layer_of(), 1)
 
 
+def test_second_thread_of_a_replica_does_not_exchange_before_the_turn_of_the_first():
+    coordinator = Coordinator(["cpu"] * 2)
+    coordinator.take_turns([0, 1], lambda replica: None)
+    with pytest.raises(RuntimeError, match=r"but got replica 1 .* calling layer while it waits in layer, call 1;"):
+        call(coordinator, layer_of(), 1)
+
+
+def test_timeout_names_a_replica_whose_end_was_interrupted():
+    coordinator = Coordinator(["cpu"] * 2, timeout=0.01)
+    coordinator._replicas[1].ended = "left its forward"  # Ctrl-C came right after this, while replica 0 waited
+    with pytest.raises(TimeoutError, match="waits for replica 1 on device cpu, which left its forward"):
+        call(coordinator, layer_of(), 0)
+
+
 def test_timeout_names_a_replica_that_waits_elsewhere():
     coordinator = Coordinator(["cpu"] * 3)
     waiting = Waiting(coordinator, layer_of("stem", (1, 2)), 1)
