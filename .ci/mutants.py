@@ -44,7 +44,7 @@ EQUIVALENT: dict[str, str] = {
     "`self._turn_since >= since`": "at one instant only",
     'meeting/coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break "
     "just then",
-    "call/part.py: Part.measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
+    "call/exchange.py: _measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
     "meeting/coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
     "-> `True`": "it only saves the search of a cycle where there is none",
     "meeting/coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
@@ -97,8 +97,8 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
     "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
-    "call/part.py: Part.measure: `device == self.master_device` -> `False`": "what is there is not sent",
-    "call/part.py: Part.measure: `device == self.master_device` -> `True`": "the master sends the rest, later",
+    "call/exchange.py: _measure: `device == part.master_device` -> `False`": "what is there is not sent",
+    "call/exchange.py: _measure: `device == part.master_device` -> `True`": "the master sends the rest, later",
     "call/exchange.py: _merge: `part.statistics[0].device == master` -> `False`": "what is there is not sent",
     "wrapper/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "wrapper/data_parallel.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet",

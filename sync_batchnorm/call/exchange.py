@@ -1,4 +1,8 @@
-"""One call of a layer: each replica measures its part, the master merges them all, each replica normalizes its own."""
+"""One call of a layer, read downwards.
+
+Each replica measures its input, in its own thread; the master merges what all have measured, and makes the node of the
+call; each replica normalizes its input. What travels is the `Part` of each replica.
+"""
 
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
@@ -8,11 +12,21 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..backends.base import BatchStatistics, Pair, Statistics, sent, single_value
+from .. import backends
+from ..backends.base import (
+    GENERAL,
+    BatchStatistics,
+    Pair,
+    Statistics,
+    channel_count,
+    memory_for_output,
+    sent,
+    single_value,
+)
 from ..backends.streams import are_default, on_default_streams
 from ..torch_private import any_autocast, graph_task_id, set_grad_enabled, without_modes
 from .node import make_node
-from .part import Part
+from .part import Kind, Part
 from .processes import gather_statistics
 from .recomputation import remember, repeat
 from .saved import Saved, SavedByHooks, save
@@ -68,7 +82,7 @@ def _on_default_streams(part: Part, pipe: Any) -> Tensor:
 
 def _exchange(part: Part, pipe: Any) -> Tensor:
     """Measure, get the answer of the master, or of the call that is repeated, and normalize."""
-    part.measure()
+    _measure(part)
     if pipe is None:
         _answer([part])
     elif graph_task_id() != -1:  # inside a backward pass
@@ -77,7 +91,33 @@ def _exchange(part: Part, pipe: Any) -> Tensor:
         pipe.run(part)
         if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
             remember(part, pipe)
-    return part.normalize()
+    if part.input.numel():
+        part.kind.backend.normalize(part.input, part.mean_invstd, part.weight, part.bias, part.output)
+    return part.output
+
+
+def _measure(part: Part) -> None:
+    """Compute the statistics of the input, and send them to the master's device; allocate the output."""
+    input, memory = part.input, None
+    device = input.device
+    backend = backends.BACKENDS.get(device.type, GENERAL)
+    if input.numel():
+        part.elements = channel_count(input.shape)
+        statistics, memory = backend.statistics(input, part.eps)
+    else:
+        part.elements = 0
+        statistics = backend.empty_statistics(input)
+    part.output = memory_for_output(input) if memory is None else memory
+    part.statistics = statistics if device == part.master_device else sent(statistics, part.master_device)
+    part.kind = Kind(
+        backend=backend,
+        dtype=input.dtype,
+        channels=input.shape[1],
+        dims=input.dim(),
+        eps=part.eps,
+        clamps=part.clamps,
+        is_inference=torch.is_inference_mode_enabled(),
+    )
 
 
 def merge_parts(messages: Messages) -> Messages:
