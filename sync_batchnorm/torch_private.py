@@ -38,6 +38,9 @@ _REQUIRED = {
 }
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
+# The dictionaries of the hooks of a call in the state of a module. They may be new ones in a replica.
+HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:
     with suppress(AttributeError, ImportError):

@@ -1,5 +1,6 @@
 """The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import chain
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..torch_private import has_hooks, names_of_modules
+from ..torch_private import HOOKS, has_hooks, names_of_modules
 
 __all__: list[str] = []
 
@@ -81,7 +82,13 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
                 (differentiable if buffer.requires_grad and not detach else plain)[id(buffer)] = buffer
     with torch.DisableTorchFunctionSubclass():  # as PyTorch makes; of a subclass they would be views
         tensors = _tensors_of_replicas(differentiable, plain, devices, detach)
-    return _build(modules, tensors)
+    is_enabled = gc.isenabled()
+    gc.disable()  # Thousands of new objects, none of them garbage yet, would set off collections of all objects.
+    try:
+        return _build(modules, tensors)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devices, detach: bool) -> list[Tensors]:
@@ -120,20 +127,8 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
     copies: list[Copies] = [{} for _ in tensors]
     for child in modules:
-        is_overridden = type(child).__setattr__ is not nn.Module.__setattr__
         for copy_of, tensor_of in zip(copies, tensors, strict=True):
-            replica = copy_of[child] = _copy(child)
-            # Setting hundreds of attributes through `nn.Module.__setattr__` takes longer than all the rest.
-            set_parameter: Any = partial(setattr, replica) if is_overridden else replica.__dict__.__setitem__
-            set_buffer: Any = set_parameter if is_overridden else replica._buffers.__setitem__
-            for name, parameter in child._parameters.items():
-                if parameter is None:
-                    replica._parameters[name] = None
-                else:
-                    set_parameter(name, tensor_of[id(parameter)])
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    set_buffer(name, tensor_of[id(buffer)])
+            copy_of[child] = _copy(child, tensor_of)
     for copy_of in copies:
         for child, replica in copy_of.items():
             for name, grandchild in child._modules.items():
@@ -143,6 +138,45 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
                 bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
                 replica.__dict__.update([(name, _bind(value, copy_of)) for name, value in bound])
     return [copy_of[modules[0]] for copy_of in copies]
+
+
+def _copy(module: nn.Module, tensor_of: Tensors) -> nn.Module:
+    """Return a copy of a module for a replica, with its parameters and buffers, and submodules of the original."""
+    # RNNs, lazy and scripted modules override this hook of torch. For all others, this does the same in less time.
+    replicate: Any = module._replicate_for_data_parallel
+    copy: nn.Module
+    if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
+        copy = replicate()
+        state = copy.__dict__
+    else:
+        copy, state = module.__new__(type(module)), module.__dict__.copy()
+        object.__setattr__(copy, "__dict__", state)  # in half the time of an update
+        state["_parameters"], state["_is_replica"] = {}, True
+        state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
+    for name in HOOKS:  # What a replica registers ends with it.
+        state[name] = module.__dict__[name].copy()
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        _set_tensors(copy, module, tensor_of)
+        return copy
+    # Setting hundreds of attributes through `nn.Module.__setattr__` takes longer than all the rest.
+    parameters, buffers = state["_parameters"], state["_buffers"]
+    for name, parameter in module._parameters.items():
+        parameters[name] = None if parameter is None else tensor_of[id(parameter)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            buffers[name] = tensor_of[id(buffer)]
+    return copy
+
+
+def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
+    """Set parameters and buffers as attributes of a module that has a `__setattr__` of its own."""
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            setattr(copy, name, tensor_of[id(tensor)])
+    if not isinstance(module, torch.jit.ScriptModule):  # which has no dictionaries of its own
+        for name, parameter in module._parameters.items():
+            copy.__dict__.pop(name, None)
+            copy._parameters[name] = None if parameter is None else tensor_of[id(parameter)]
 
 
 def _bind(value: Any, copy_of: Copies) -> Any:
@@ -157,17 +191,3 @@ def _bind(value: Any, copy_of: Copies) -> Any:
     made = partial(_bind(value.func, copy_of), *[_bind(argument, copy_of) for argument in value.args], **keywords)
     made.__dict__.update(value.__dict__)
     return made
-
-
-def _copy(module: nn.Module) -> Any:
-    """Return a copy of a module for a replica, without parameters, and with submodules of the original."""
-    # RNNs, lazy and scripted modules override this hook of torch. For all others, this does the same in less time.
-    replicate: Any = module._replicate_for_data_parallel
-    if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
-        return replicate()
-    copy, state = module.__new__(type(module)), module.__dict__
-    copy.__dict__.update(state)
-    copy.__dict__.update(
-        _parameters={}, _buffers=state["_buffers"].copy(), _modules=state["_modules"].copy(), _is_replica=True
-    )
-    return copy

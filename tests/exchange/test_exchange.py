@@ -17,6 +17,7 @@ def conditional(net, input):
     """Makes a parameter of its layer from the first row of the input, or drops it, if that row begins above zero."""
     if input[0, 0] > 0:
         made = getattr(net.bn, net.name) * (net.scale * input[0]).exp()
+        delattr(net.bn, net.name)
         setattr(net.bn, net.name, None if net.drops else made)
     return net.bn(input)
 

@@ -1,0 +1,152 @@
+"""Hooks that a replica registers on itself or its submodules in `forward`: they act there, as on one device."""
+
+import copy
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import Net, as_devices, assert_same_step, doubles, twins
+from scripted import WRAPPERS
+from torch import Tensor, fx, nn
+
+from sync_batchnorm import convert_model
+
+on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(3, 3),
+    "rnn": lambda: nn.RNN(3, 3, batch_first=True),  # of an LSTM, simulated GPUs lack the kernels
+    "lstm": lambda: nn.LSTM(3, 3, batch_first=True),
+    "graph": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
+    "norm": lambda: nn.BatchNorm1d(3),
+}
+
+
+def doubled(module, args, output):
+    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+
+def doubled_with_kwargs(module, args, kwargs, output):
+    return doubled(module, args, output)
+
+
+REGISTER = {
+    "forward": lambda layer: layer.register_forward_hook(doubled),
+    "first": lambda layer: layer.register_forward_hook(doubled, prepend=True),
+    "kwargs": lambda layer: layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True),
+    "always": lambda layer: layer.register_forward_hook(doubled, always_call=True),
+    "pre": lambda layer: layer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "pre kwargs": lambda layer: layer.register_forward_pre_hook(
+        lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+    ),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda module, inner, outer: (2 * inner[0],)),
+    "backward pre": lambda layer: layer.register_full_backward_pre_hook(
+        lambda module, outer: (2 * outer[0], *outer[1:])
+    ),
+}
+every_kind = pytest.mark.parametrize("register", REGISTER.values(), ids=list(REGISTER))
+
+
+def run(net, input):
+    rows = net.bn(input)
+    if isinstance(net.layer, nn.RNNBase):
+        return net.layer(rows[:, None])[0][:, 0]
+    return net.layer(rows)
+
+
+def has_hooks(module):
+    return any(hooks for name, hooks in vars(module).items() if name.startswith(("_forward_", "_backward_")))
+
+
+def for_this_call(net, input):
+    handle = net.register(net.layer)
+    output = run(net, input)
+    handle.remove()
+    return output + run(net, input)
+
+
+def if_there_is_none(net, input):
+    """Register for good, by the attribute that torch's own users look at."""
+    if not has_hooks(net.layer):
+        net.register(net.layer)
+    return run(net, input)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@every_kind
+@pytest.mark.parametrize("function", [for_this_call, if_there_is_none])
+@on_devices
+def test_hook_that_a_replica_registers_acts_as_on_one_device(devices, function, register, layer):
+    layer = layer() if devices[0] == "cpu" or layer is not LAYERS["lstm"] else LAYERS["rnn"]()
+    plain, parallel = twins(Net(function, bn=nn.BatchNorm1d(3), layer=layer, register=register).double(), devices)
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    kept = [
+        hooks for name, hooks in vars(parallel.module.layer).items() if name.startswith(("_forward_", "_backward_"))
+    ]
+    assert not any(len(hooks) for hooks in kept)  # What a replica registers ends with it.
+
+
+@on_devices
+def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes_its_own(devices):
+    def forward(net, input):
+        handle = net.layer.register_forward_hook(doubled)
+        output = net.layer(net.bn(input))
+        handle.remove()
+        return output
+
+    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
+    plain, parallel = twins(plain, devices)
+    handles = [
+        model.layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True) for model in (plain, parallel.module)
+    ]
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    for handle in handles:
+        handle.remove()
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+@on_devices
+def test_hook_on_the_root_that_is_removed_in_the_same_call_does_not_act(devices):
+    def forward(net, input):
+        handle = net.register_forward_hook(doubled)
+        output = net.bn(input)
+        handle.remove()
+        return output
+
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3)).double(), devices)
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_hooks_of_replicas_are_their_own_in_every_wrapper(way):
+    net = Net(for_this_call, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), register=REGISTER["forward"]).double()
+    parallel = WRAPPERS[way](convert_model(copy.deepcopy(net)))
+    for _ in range(2):
+        assert_same_step(net, parallel, doubles(7, 3))
+
+
+def test_hooks_of_a_graph_module_are_those_of_its_replicas():
+    plain = Net(run, bn=nn.BatchNorm1d(3), layer=LAYERS["graph"]()).double()
+    plain, parallel = twins(plain, ["cpu"] * 2)
+    for model in (plain, parallel.module):
+        model.layer.register_forward_hook(doubled)
+    assert_same_step(plain, parallel, doubles(7, 3))
+
+
+@on_devices
+def test_hook_sees_what_its_own_replica_computes(devices):
+    def forward(net, input):
+        handle = net.layer.register_forward_hook(lambda module, args, output: seen.append(output) or 3 * output)
+        output = net.layer(net.bn(input))
+        handle.remove()
+        return output
+
+    seen: list[Tensor] = []
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double(), devices)
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    assert len(seen) == 1 + len(devices)
+    assert {output.device for output in seen} == {torch.device(device) for device in as_devices(devices)}
