@@ -103,6 +103,11 @@ class Coordinator:
         """Return the name of a listed replica in messages."""
         return str(self._listed[replica_id])
 
+    def runs_here(self, replica_id: int) -> bool:
+        """Return whether this thread runs a replica; one that inherits the context of a replica need not."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.thread == get_ident()
+
     # How a forward pass begins and ends.
 
     def expect(self, replica_ids: Collection[int]) -> None:
@@ -229,9 +234,11 @@ class Coordinator:
                     "from one thread of each replica"
                 )
             self._begin_wait(replica, rendezvous, identifier, message)
-        turn = _taking_turns.get()
-        # For a pipe that does not belong to the forward pass of the wrapper, whose other replicas go on meanwhile.
-        pause = None if turn is None or turn[0] is self else turn[0]._pause(turn[1])
+        turn, pause = _taking_turns.get(), None
+        # For a pipe that does not belong to the forward pass of the wrapper, whose other replicas go on meanwhile. A
+        # thread that inherits the context of a replica has no turn.
+        if turn is not None and turn[0] is not self and turn[1].thread == get_ident():
+            pause = turn[0]._pause(turn[1])
         if self.span is None and pause is None:
             return self._wait(replica)
         with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"), pause or nullcontext():

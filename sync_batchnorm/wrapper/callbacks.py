@@ -7,7 +7,7 @@ from torch import nn
 
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, Joining, SyncMaster, joining
 from ..torch_private import names_of_modules
-from .replica import current_replica, new_coordinator, raise_foreign_layer
+from .replica import is_in_replica, new_coordinator, raise_foreign_layer
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
@@ -36,8 +36,9 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
     those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
     """
-    for module in modules:
-        refuse_training(module, module)
+    if is_in_replica():
+        for module in modules:
+            refuse_training(module, module)
     execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
 
 
@@ -61,8 +62,8 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error in a replica, for replicas inside of it that would synchronize only with each other."""
+    """Raise an error, in a replica, for replicas inside of it that would synchronize only with each other."""
     # Layers without running statistics use the batch in eval mode too.
-    for child in module.modules() if current_replica.get() is not None else ():
+    for child in module.modules():
         if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
             raise_foreign_layer(wrapper)

@@ -19,7 +19,7 @@ from .callbacks import execute_callbacks, refuse_training
 from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .replica import Replica, Run, caller_modes, current_replica, new_coordinator
+from .replica import Replica, Run, is_in_replica, new_coordinator
 from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
 from .threads import call_replicas
 
@@ -114,7 +114,8 @@ class _ReplicationMixin(DataParallel[Any]):
         return super().forward(*inputs, **kwargs)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        refuse_training(self, module)
+        if is_in_replica():
+            refuse_training(self, module)
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)
@@ -128,17 +129,21 @@ class _ReplicationMixin(DataParallel[Any]):
             raise
         if not has_callbacks:
             warn_of_plain_layers(self, module)
-        run = Run(module, coordinator, caller_modes())
-        return [Replica(replica, run, i) for i, replica in enumerate(replicas)]
+        run = Run(module, coordinator)
+        run.inherit()  # for replicas that are not called by `parallel_apply`
+        return [Replica(replica, run, i, as_device(device_ids[i])) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
         watched: list[Any] = list(replicas)
         if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
-            run = Run(watched[0], new_coordinator(self.device_ids[: len(watched)], self._sync_timeout))
-            watched = [Replica(replica, run, i) for i, replica in enumerate(watched)]
+            devices = list(map(as_device, self.device_ids[: len(watched)]))
+            run = Run(watched[0], new_coordinator(devices, self._sync_timeout))
+            watched = [Replica(replica, run, i, devices[i]) for i, replica in enumerate(watched)]
         run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
-        run.modes = caller_modes()
+        run.inherit()
+        if len(watched) == 1:
+            run.context = None  # It runs in this thread, as on one device.
         coordinator.expect([replica._sync_id for replica in watched])
         try:
             outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
@@ -154,7 +159,7 @@ class _ReplicationMixin(DataParallel[Any]):
         who, failed = failure
         del failure
         try:  # The wrapper around this one shows the frames of both.
-            raise failed if current_replica.get() is not None else without_frames(failed, who)
+            raise failed if is_in_replica() else without_frames(failed, who)
         finally:
             del failed  # Its traceback refers to this frame.
 

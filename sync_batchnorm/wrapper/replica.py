@@ -1,11 +1,17 @@
-"""The run of one replica: in the modes of its caller, and such that its peers learn when it begins and how it ends."""
+"""The run of one replica: as its caller would run it, and such that its peers learn when it begins and how it ends.
+
+NOTE [whose thread]: A replica runs in a copy of the context of its caller, which may itself be a replica of another
+wrapper, and a thread that a replica starts may inherit its context, as by default in free-threaded Python 3.14. So a
+`ContextVar` alone does not say which replica a thread runs: the number of the thread must be that of the replica, too.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -15,18 +21,6 @@ from ..meeting import Coordinator
 from .devices import DeviceId, as_device
 
 __all__: list[str] = []
-
-
-def caller_modes() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Return what makes the contexts of the grad mode, inference mode, and autocast with its dtype, of this thread."""
-    grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    modes: list[Any] = [torch.inference_mode if torch.is_inference_mode_enabled() else grad]
-    accelerator = torch.accelerator.current_accelerator()
-    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-        if torch.is_autocast_enabled(device_type):
-            dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-            modes.append(partial(torch.autocast, device_type, dtype=dtype, cache_enabled=cache))
-    return modes
 
 
 def new_coordinator(device_ids: Sequence[DeviceId], timeout: float) -> Coordinator:
@@ -46,6 +40,21 @@ class Run:
     original: nn.Module  # the wrapped module
     coordinator: Coordinator
     modes: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # those of the caller
+    default_device: torch.device | None = None  # that of the caller, where it is not the CPU
+    context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
+
+    def inherit(self) -> None:
+        """Note the modes, the default device and the context of this thread, as those of the caller."""
+        grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+        modes: list[Any] = [torch.inference_mode if torch.is_inference_mode_enabled() else grad]
+        accelerator = torch.accelerator.current_accelerator()
+        for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            if torch.is_autocast_enabled(device_type):
+                dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+                modes.append(partial(torch.autocast, device_type, dtype=dtype, cache_enabled=cache))
+        default_device = torch.get_default_device()
+        self.modes, self.context = modes, copy_context()
+        self.default_device = None if default_device.type == "cpu" else default_device
 
 
 class Replica(nn.Module):
@@ -54,10 +63,11 @@ class Replica(nn.Module):
     _sync_replica: nn.Module
     _sync_run: Run
     _sync_id: int
+    _sync_device: torch.device
 
-    def __init__(self, module: nn.Module, run: Run, replica_id: int) -> None:
+    def __init__(self, module: nn.Module, run: Run, replica_id: int, device: torch.device) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
-        self.__dict__.update(_sync_replica=module, _sync_run=run, _sync_id=replica_id)
+        self.__dict__.update(_sync_replica=module, _sync_run=run, _sync_id=replica_id, _sync_device=device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync_replica, name)
@@ -69,31 +79,54 @@ class Replica(nn.Module):
         return self._sync_replica.named_modules(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        coordinator, replica_id = self._sync_run.coordinator, self._sync_id
+        context = self._sync_run.context
+        if context is None:
+            return self._sync_call(*args, **kwargs)
+        return context.copy().run(self._sync_call, *args, **kwargs)  # Two threads cannot run in one context.
+
+    forward = __call__
+
+    def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
+        coordinator, replica_id, default = self._sync_run.coordinator, self._sync_id, self._sync_run.default_device
         span = coordinator.begin(replica_id)
-        token = current_replica.set(self)
+        token = _current.set(ref(self))
         try:
             with span, ExitStack() as stack:
                 for mode in self._sync_run.modes:
                     stack.enter_context(mode())
-                output = self._sync_replica(*args, **kwargs)
+                if default is not None:
+                    stack.enter_context(self._sync_device if self._sync_device.type == default.type else default)
+                try:
+                    output = self._sync_replica(*args, **kwargs)
+                except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
+                    raise RuntimeError(
+                        f"{coordinator.who(replica_id)} raised StopIteration, as next() does at the end of an "
+                        "iterator; catch it in forward(), or give next() a default"
+                    ) from error
         except BaseException as error:
             coordinator.leave(replica_id, error)
             raise
         finally:
-            current_replica.reset(token)
+            _current.reset(token)
         coordinator.leave(replica_id)
         return output
 
-    forward = __call__
+
+# A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.
+_current: ContextVar["ref[Replica] | None"] = ContextVar("sync_batchnorm_replica", default=None)
 
 
-current_replica: ContextVar[Replica | None] = ContextVar("sync_batchnorm_replica", default=None)  # of this thread
+def current_replica() -> Replica | None:
+    """Return the replica that this thread runs, or None; see NOTE [whose thread]."""
+    reference = _current.get()
+    replica = None if reference is None else reference()
+    is_here = replica is not None and replica._sync_run.coordinator.runs_here(replica._sync_id)
+    return replica if is_here else None
 
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return current_replica.get() is not None
+    return _current.get() is not None and current_replica() is not None
 
 
 # As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and
@@ -103,7 +136,7 @@ vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
-    replica = current_replica.get() if is_in_replica() else None
+    replica = current_replica() if is_in_replica() else None
     if replica is None or any(module is foreign for module in replica.modules()):
         return
     run = replica._sync_run

@@ -187,3 +187,17 @@ def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making(mode, mad
     with MODES[mode]():
         parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
         assert module.seen == [modes()] * 2
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_end_of_an_iterator_in_a_replica_is_an_error_of_the_caller_and_ends_no_loop_of_it(name):
+    def look(net: nn.Module, input: Tensor) -> None:
+        if input.max() > 10:
+            next(iter([]))
+
+    parallel = WRAPPERS[name](convert_model(Looking(look)))
+    batches = [torch.randn(2 * R, 3), torch.cat([torch.randn(2 * R - 1, 3), torch.full((1, 3), 11.0)])]
+    with pytest.raises(RuntimeError, match=rf"^replica {R - 1} on device cpu raised StopIteration") as caught:
+        list(map(parallel, batches))
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert parallel(batches[0]).shape == (2 * R, 3)

@@ -1,0 +1,197 @@
+"""Replicas run in the context of their caller, and threads that inherit the context of a replica belong to none."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import ContextVar, copy_context
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from conftest import CUDA_COUNT, device_lists
+from helpers import Net, as_devices, assert_same_step, doubles, twins
+from scripted import WRAPPERS, R
+from torch import Tensor, nn
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    SynchronizedBatchNorm1d,
+    SyncMaster,
+    convert_model,
+    patch_replication_callback,
+)
+from sync_batchnorm.wrapper.replica import is_in_replica
+
+variable: ContextVar[int] = ContextVar("variable", default=0)  # Every test runs in a thread, and context, of its own.
+
+
+def noting(net: nn.Module, input: Tensor) -> Tensor:
+    net.seen.append(variable.get())
+    output = net.bn(input)
+    net.seen.append(variable.get())
+    variable.set(variable.get() + 1)
+    net.seen.append(variable.get())
+    return output
+
+
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_replicas_see_the_variables_of_their_caller_and_set_their_own(way):
+    variable.set(5)
+    parallel = WRAPPERS[way](Net(noting, bn=SynchronizedBatchNorm1d(3), seen=[]))
+    for _ in range(2):
+        parallel(torch.randn(2 * R, 3))
+    assert sorted(parallel.module.seen) == [5] * 4 * R + [6] * 2 * R
+    assert variable.get() == 5
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_variables_scale_what_replicas_compute_on_all_devices(devices):
+    variable.set(5)
+    plain, parallel = twins(Net(lambda net, x: net.bn(x) * variable.get(), bn=nn.BatchNorm1d(3)).double(), devices)
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+def test_single_chunk_runs_in_the_context_of_the_caller_itself():
+    variable.set(5)
+    parallel = DataParallelWithCallback(Net(noting, bn=nn.BatchNorm1d(3).eval(), seen=[]), ["cpu"] * 2)
+    parallel(torch.randn(1, 3))
+    assert variable.get() == 6
+
+
+def test_replicas_of_a_wrapper_in_a_replica_see_its_variables():
+    variable.set(5)
+    inner = DataParallelWithCallback(Net(noting, bn=nn.BatchNorm1d(3).eval(), seen=[]), ["cpu"] * 2)
+
+    def forward(net: nn.Module, input: Tensor) -> Tensor:
+        variable.set(7)
+        return net.bn(net.inner[0](input))
+
+    parallel = DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm1d(3), inner=[inner]), ["cpu"] * 2)
+    parallel(torch.randn(8, 3))
+    assert sorted(inner.module.seen) == [7] * 8 + [8] * 4
+    assert variable.get() == 5
+
+
+class Wrapper(nn.DataParallel):
+    """A wrapper of the user's own, whose threads are those of torch."""
+
+
+def where(net: nn.Module, input: Tensor) -> Tensor:
+    made = torch.arange(3)
+    net.seen.append((made.device, input.device))
+    return net.bn(input) + made
+
+
+SHARED = [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)] if CUDA_COUNT > 1 else []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("wrapper", [DataParallelWithCallback, Wrapper])
+@pytest.mark.parametrize("way", ["set", "with"])
+@pytest.mark.parametrize("devices", [param for param in [*device_lists(2), *SHARED] if param.values[0][0] != "cpu"])
+def test_default_device_of_the_kind_of_the_replicas_is_that_of_each(devices, way, wrapper):
+    if wrapper is Wrapper and len(set(devices)) < len(devices):
+        pytest.skip("torch refuses replicas that share a device")
+    model = Net(where, bn=SynchronizedBatchNorm1d(3), seen=[]).to(as_devices(devices)[0])
+    parallel = wrapper(model, devices)
+    if wrapper is Wrapper:
+        patch_replication_callback(parallel)
+    input = torch.randn(8, 3, device=as_devices(devices)[0])
+    if way == "set":
+        torch.set_default_device("cuda")
+    try:
+        with torch.device("cuda") if way == "with" else nullcontext():
+            output = parallel(input)
+    finally:
+        torch.set_default_device(None)
+    output.sum().backward()
+    assert sorted(str(given) for _, given in model.seen) == sorted(map(str, as_devices(devices)))
+    assert all(made == given for made, given in model.seen)
+    assert torch.empty(()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_another_default_device_is_that_of_the_caller(way):
+    model = Net(lambda net, x: net.bn(x) + (torch.empty(3).device.type == "meta"), bn=SynchronizedBatchNorm1d(3))
+    parallel, input = WRAPPERS[way](model), torch.randn(2 * R, 3)
+    with torch.device("meta"):
+        assert parallel(input).mean() > 0.9
+    assert parallel(input).mean() < 0.1
+
+
+# Threads that start with a copy of the context of the thread that starts them: the default of Python 3.14t.
+
+
+@pytest.fixture
+def _inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_inheriting(thread: Any) -> None:
+        context, run = copy_context(), thread.run
+        thread.run = lambda: context.run(run)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_inheriting)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+@pytest.mark.usefixtures("_inherits")
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
+    def forward(net: nn.Module, input: Tensor) -> Tensor:
+        assert is_in_replica()
+        assert not net.submit(is_in_replica).result()
+        made.append(ref(net))
+        return net.bn(input)
+
+    made: list[Any] = []
+    model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(as_devices(devices)[0])
+    DataParallelWithCallback(model, devices)(torch.randn(4, 3, device=as_devices(devices)[0])).sum().backward()
+    other = convert_model(nn.BatchNorm1d(3))
+    assert pool.submit(other, torch.randn(4, 3)).result().shape == (4, 3)  # no layer of a replica
+    gc.collect()
+    assert [replica() for replica in made] == [None, None]  # though threads of the pool keep their contexts
+
+
+def exchange(net: nn.Module, input: Tensor) -> Tensor:
+    """Two threads of a replica exchange through a `SyncMaster` of their own."""
+    master = SyncMaster(lambda messages: [(member, sum(one for _, one in messages)) for member, _ in messages])
+    pipe, answers = master.register_slave(1), list[int]()
+    bodies = (lambda: answers.append(master.run_master(1)), lambda: answers.append(pipe.run_slave(2)))
+    threads = [threading.Thread(target=body, daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3.0)
+    assert answers == [3, 3]
+    return net.bn(input)
+
+
+@pytest.mark.usefixtures("_inherits")
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_threads_of_a_replica_do_not_take_its_turns(devices):
+    plain, parallel = twins(Net(exchange, bn=nn.BatchNorm1d(3)).double(), devices)
+    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_threads_in_a_copy_of_the_context_of_a_replica_belong_to_none(devices):
+    def forward(net: nn.Module, input: Tensor) -> Tensor:
+        context, found = copy_context(), list[bool]()
+        thread = threading.Thread(target=context.run, args=(lambda: found.append(is_in_replica()),))
+        thread.start()
+        thread.join()
+        assert found == [False]
+        assert is_in_replica() == hasattr(net, "_is_replica")
+        return net.bn(input)
+
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3)).double(), devices)
+    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
