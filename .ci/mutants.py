@@ -80,6 +80,7 @@ EQUIVALENT: dict[str, str] = {
     "`torch.addcmul(offset, mean, slope, value=-1)`": "the same product",
     "backends/cuda.py: Cuda.normalize: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
     'call/processes.py: module: `hasattr(os, "register_at_fork")` -> `True`': "it is False on Windows only",
+    'wrapper/random_states.py: module: `hasattr(os, "register_at_fork")` -> `True`': "it is False on Windows only",
     "backends/streams.py: in_order_with_engine: `0` -> `1`": "all devices are of one kind",
     "backends/cpu.py: is_precise: `lowest.item() >= -eps` -> `lowest.item() > -eps`": "at one value only",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0`": "any finite shift does, where the mean is not finite",

@@ -149,9 +149,11 @@ class _ReplicationMixin(DataParallel[Any]):
             outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
             failure = coordinator.failure()
         except BaseException as error:
-            interrupted = not isinstance(error, Exception)
-            failure = None if interrupted else coordinator.failure()  # asked before replicas fail because of the abort
-            coordinator.abort(error, PATIENCE if interrupted else 0.0)
+            # Asked before replicas fail because of the abort; not for Ctrl-C, which is what the user wants to see.
+            failure = coordinator.failure() if isinstance(error, Exception) else None
+            coordinator.abort(error, PATIENCE)  # Late replicas would draw from the generators, and write into buffers.
+            if run.random_states is not None:
+                run.random_states.restore_caller(completed=False)
             if failure is None:
                 raise
         if failure is None:

@@ -5,6 +5,7 @@ collector runs there, it may hand the interpreter lock to another thread, and if
 generator, neither goes on (torch 2.13).
 """
 
+import os
 from collections.abc import Mapping
 from itertools import chain
 from threading import RLock
@@ -16,6 +17,16 @@ from torch import Tensor
 __all__: list[str] = []
 
 _lock = RLock()  # see NOTE [one state at a time]
+
+
+def _renew_lock() -> None:
+    """Make a new lock: in a child that is forked while another thread holds it, nobody would release it."""
+    global _lock
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):  # which Windows does not have
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RandomStates:
@@ -48,12 +59,13 @@ class RandomStates:
                 generator.set_state(state)
             self._last = replica_id
 
-    def restore_caller(self) -> None:
-        """Bring the states of the caller back, after all turns."""
+    def restore_caller(self, completed: bool = True) -> None:
+        """Bring the states of the caller back, after all turns; after a forward that was aborted, just as they were."""
         with _lock:
-            self._keep_states()
-            if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
-                self._of_caller[torch.default_generator] = self._next.get_state()
+            if completed:
+                self._keep_states()
+                if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
+                    self._of_caller[torch.default_generator] = self._next.get_state()
             for generator, state in self._of_caller.items():
                 generator.set_state(state)
 

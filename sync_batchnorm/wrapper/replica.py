@@ -19,6 +19,7 @@ from torch.autograd import profiler
 
 from ..meeting import Coordinator
 from .devices import DeviceId, as_device
+from .random_states import RandomStates
 
 __all__: list[str] = []
 
@@ -42,6 +43,7 @@ class Run:
     modes: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # those of the caller
     default_device: torch.device | None = None  # that of the caller, where it is not the CPU
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
+    random_states: RandomStates | None = None  # of replicas that take turns
 
     def inherit(self) -> None:
         """Note the modes, the default device and the context of this thread, as those of the caller."""

@@ -1,7 +1,7 @@
 """Replicas in threads: each has one, and those that share a device take turns."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..backends.streams import current_stream
 from ..meeting import Coordinator
 from ..refusals import warn_once
 from .random_states import RandomStates
+from .replica import Run
 
 __all__: list[str] = []
 
@@ -35,14 +36,15 @@ def call_replicas(
         except BaseException as error:
             replicas[i]._sync_run.coordinator.leave(replicas[i]._sync_id, error)
 
-    run: Any = getattr(replicas[0], "_sync_run", None)  # None for replicas that are not connected
+    run: Run | None = getattr(replicas[0], "_sync_run", None)  # None for replicas that are not connected
     if len(replicas) == 1:
         work(0)
     elif run is None or len(streams) == len(devices):
-        _run_threads(work, len(replicas), run and run.coordinator)
+        _run_threads(work, len(replicas), None if run is None else run.coordinator)
     else:
         ids = [replica._sync_id for replica in replicas]
-        _run_in_turns(work, dict(zip(ids, devices, strict=True)), run.coordinator, module)
+        run.random_states = states = RandomStates(dict(zip(ids, devices, strict=True)))
+        _run_in_turns(work, ids, run.coordinator, states, module)
     return outputs
 
 
@@ -58,20 +60,19 @@ def _run_threads(work: Callable[[int], None], number: int, coordinator: Coordina
 
 
 def _run_in_turns(
-    work: Callable[[int], None], devices: Mapping[int, torch.device], coordinator: Coordinator, module: nn.Module
+    work: Callable[[int], None], ids: Sequence[int], coordinator: Coordinator, states: RandomStates, module: nn.Module
 ) -> None:
-    """Run replicas that share devices, by their numbers, one at a time; each draws from random states of its own."""
+    """Run replicas that share devices one at a time; each draws from random states of its own."""
     before = _versions(module)
-    states = RandomStates(devices)
-    coordinator.take_turns(devices, states.begin_turn)
-    _run_threads(work, len(devices), coordinator)
-    states.restore_caller()  # not after Ctrl-C in the caller, while replicas still run
+    coordinator.take_turns(ids, states.begin_turn)
+    _run_threads(work, len(ids), coordinator)
+    states.restore_caller()
     after = _versions(module)  # with those that forward() has added to the module
     if before != after:
         changed = [name for name, version in before.items() if after.get(name, version) != version]
         if changed:
             warn_once(
-                f"forward() modified parameters {changed} in place; each of the {len(devices)} replicas, which share "
+                f"forward() modified parameters {changed} in place; each of the {len(ids)} replicas, which share "
                 "their memory, repeated the change; make it a buffer, or change it outside forward()"
             )
 

@@ -5,19 +5,29 @@ import copy
 import gc
 import os
 import pickle
+import random
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forks import forked, needs_fork
 from helpers import assert_equal
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
 
-from sync_batchnorm import ReplicaSyncError, patch_replication_callback
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SynchronizedBatchNorm1d,
+    patch_replication_callback,
+)
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.meeting.errors import ReplicaTimeoutError
+from sync_batchnorm.wrapper import random_states
 
 
 def _live_tensors() -> int:
@@ -139,7 +149,8 @@ def test_error_of_the_caller_releases_the_replicas(error):
     assert parallel.released
 
 
-def test_replica_that_fails_late_leaves_the_next_forward_alone():
+def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
+    monkeypatch.setattr("sync_batchnorm.wrapper.data_parallel.PATIENCE", 0.01)  # In vain: one replica is later.
     late = threading.Event()
 
     def is_late(model: Scripted, x: Tensor) -> None:
@@ -161,7 +172,8 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone():
     assert parallel.released
 
 
-def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
+@pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
+def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch, error):
     begun, aborts, left = threading.Event(), threading.Event(), []
     abort = Coordinator.abort
 
@@ -179,11 +191,129 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch):
 
     monkeypatch.setattr(Coordinator, "abort", abort_patiently)
     parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
-    parallel.error, parallel.begun = KeyboardInterrupt(), begun
-    with pytest.raises(KeyboardInterrupt):
+    parallel.error, parallel.begun = error, begun
+    with pytest.raises(type(error)):
         parallel(*batch())
     assert left == [parallel.thread]
     parallel.thread.join()
+
+
+class Drops(nn.Module):
+    """Drops values, and writes into a buffer what it has left, before and after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = SynchronizedBatchNorm1d(4).double()
+        self.register_buffer("left", torch.zeros((), dtype=torch.float64))
+        self.between: Any = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (nn.Identity(), self.bn):
+            x = F.dropout(layer(x), 0.5)
+            self.left.add_((x != 0).sum())
+            self.between()
+        return x
+
+
+def _seeded_step(parallel: nn.DataParallel, x: Tensor) -> list[Tensor]:
+    """Return all that a step gives that begins with the state of the model and a seed that is its own."""
+    torch.manual_seed(3)
+    output = parallel(x)
+    return [
+        output,
+        parallel.module.left.clone(),
+        torch.rand(3),
+        *torch.autograd.grad(output.sin().sum(), parallel.parameters()),
+    ]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
+def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(monkeypatch, error):
+    parallel, x = DataParallelWithCallback(Drops(), ["cpu"] * R), torch.randn(2 * R, 4, dtype=torch.float64)
+    expected = _seeded_step(copy.deepcopy(parallel), x)
+    drawn, aborts = threading.Event(), threading.Event()
+    join, abort = threading.Thread.join, Coordinator.abort
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        drawn.wait()
+        monkeypatch.setattr(threading.Thread, "join", join)
+        raise error
+
+    def noting(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
+        aborts.set()
+        abort(coordinator, error, seconds)
+
+    def is_late() -> None:
+        drawn.set()
+        aborts.wait()
+        for _ in range(1000):
+            torch.rand(10)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(Coordinator, "abort", noting)
+    parallel.module.between = is_late
+    state = torch.get_rng_state()
+    with pytest.raises(type(error)):
+        parallel(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    left = parallel.module.left.item()
+    assert [t for t in threading.enumerate() if t.daemon and "work" in t.name] == []
+    assert left > 0  # by the first replica, before its layer
+    parallel.module.left.zero_()
+    parallel.module.between = lambda: None
+    for value, other in zip(_seeded_step(parallel, x), expected, strict=True):
+        assert torch.equal(value, other)
+
+
+@needs_fork
+@pytest.mark.watchdog(60)
+def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
+    def alarmed() -> None:
+        signal.signal(signal.SIGALRM, _raise)
+        x = torch.randn(2 * R, 4, dtype=torch.float64)
+        parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
+        expected, interrupted = _seeded_step(copy.deepcopy(parallel), x), 0
+        start = time.perf_counter()
+        copy.deepcopy(parallel)(x)
+        seconds = time.perf_counter() - start
+        moments = random.Random(0)
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, seconds))
+                parallel(x)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except TimeoutError:
+                interrupted += 1
+            again = copy.deepcopy(parallel)
+            again.load_state_dict(DataParallelWithCallback(Drops(), ["cpu"] * R).state_dict())
+            assert all(map(torch.equal, _seeded_step(again, x), expected))
+        assert interrupted > 5
+
+    assert forked(alarmed) == (0, "")
+
+
+def _raise(number: int, frame: Any) -> None:
+    raise TimeoutError("an alarm")
+
+
+@needs_fork
+def test_child_that_is_forked_while_a_forward_holds_the_lock_of_random_states_does_not_hang():
+    parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
+    x, holds, forks = torch.randn(2 * R, 4, dtype=torch.float64), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with random_states._lock:
+            holds.set()
+            forks.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holds.wait()
+    try:
+        assert forked(lambda: parallel(x)) == (0, "")
+    finally:
+        forks.set()
+        holder.join()
 
 
 @needs_fork
