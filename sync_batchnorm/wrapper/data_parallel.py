@@ -19,6 +19,7 @@ from .callbacks import execute_callbacks, refuse_training
 from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
+from .lost_state import state_to_watch, warn_of_lost_state
 from .replica import Replica, Run, is_in_replica, new_coordinator
 from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
 from .threads import call_replicas
@@ -145,6 +146,7 @@ class _ReplicationMixin(DataParallel[Any]):
         if len(watched) == 1:
             run.context = None  # It runs in this thread, as on one device.
         coordinator.expect([replica._sync_id for replica in watched])
+        state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else []
         try:
             outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
             failure = coordinator.failure()
@@ -157,6 +159,8 @@ class _ReplicationMixin(DataParallel[Any]):
             if failure is None:
                 raise
         if failure is None:
+            if state:
+                warn_of_lost_state(watched[0]._sync_replica, state)
             return outputs
         who, failed = failure
         del failure

@@ -71,7 +71,7 @@ class RandomStates:
 
     def _keep_states(self) -> None:
         if self._last is not None:
-            self._states[self._last] = [generator.get_state() for generator in self._generators[self._last]]
+            self._states[self._last] = list(map(torch.Generator.get_state, self._generators[self._last]))
 
 
 def _generators(device: torch.device) -> list[Any]:

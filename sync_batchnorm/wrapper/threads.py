@@ -25,7 +25,8 @@ def call_replicas(
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error.
     """
     outputs: list[Any] = [None] * len(replicas)
-    streams = dict(zip(devices, map(current_stream, devices), strict=True))
+    distinct = dict.fromkeys(devices)
+    streams = dict(zip(distinct, map(current_stream, distinct), strict=True))
 
     def work(i: int) -> None:
         try:

@@ -1,0 +1,63 @@
+"""A warning of state that `forward` assigns to `self` and that ends with the replica, in the first forward passes."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ..refusals import warn_once
+
+__all__: list[str] = []
+
+LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
+_KINDS = frozenset({bool, int, float, complex, str})
+
+# By wrapper, and not on it: copies and pickles of a wrapper are those of one that has not run.
+_looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+
+State = list[tuple[str, nn.Module, str, Any]]  # the name of an attribute in the model, its module, its name, its value
+
+
+def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State:
+    """Return numbers, strings and buffers of a replica that has not run yet, in the first training steps of a wrapper.
+
+    Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which a
+    forward may set for the time that it runs.
+    """
+    looks = _looks.get(wrapper, 0)
+    if looks >= LOOKS or not replica.training:
+        return []
+    _looks[wrapper] = looks + 1
+    state: State = []
+    for name, module in replica.named_modules():
+        prefix = f"{name}." if name else ""
+        for attribute, value in vars(module).items():
+            if type(value) in _KINDS and attribute != "training":
+                state.append((prefix + attribute, module, attribute, value))
+        if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None:
+                    state.append((prefix + attribute, module, attribute, buffer))
+    return state
+
+
+def warn_of_lost_state(replica: nn.Module, state: State) -> None:
+    """Warn of what a replica that has run has bound anew; not of tensors in place of numbers, which are activations."""
+    lost = []
+    for name, module, attribute, value in state:
+        if type(value) in _KINDS:
+            present = vars(module).get(attribute, value)
+            is_lost = type(present) in _KINDS and present != value
+        else:
+            is_lost = module._buffers.get(attribute, value) is not value
+        if is_lost:
+            lost.append(name)
+    if lost:
+        names = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
+        warn_once(
+            f"forward() of {type(replica).__name__} set {names} of replica 0, which ends with the forward pass: the "
+            "model keeps its former values. Make it a buffer and change it in place, as in self.step.add_(1) or "
+            "self.ema.lerp_(mean, 0.1), which replica 0 does for the model; or set it outside forward(). Ignore this "
+            "if each forward pass sets it anew"
+        )

@@ -1,0 +1,140 @@
+"""What `forward` assigns to `self`, and loses with the replica, is named in one warning; activations are not."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import Net, as_devices
+from scripted import WRAPPERS, R
+from torch import Tensor, nn
+
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+
+on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
+
+
+class Counting(nn.Module):
+    """A module with every kind of state; `assign` is what its forward does with it."""
+
+    def __init__(self, assign: Any) -> None:
+        super().__init__()
+        self.assign, self.bn = assign, SynchronizedBatchNorm1d(3)
+        self.step, self.rate, self.phase, self.is_warm, self.size, self.seen = 0, 0.5, "a", False, None, {}
+        self.register_buffer("ema", torch.zeros(3))
+        self.register_buffer("mask", None)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.bn(input)
+        self.assign(self, output)
+        return output
+
+
+def steps(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]:
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        for _ in range(number):
+            parallel(torch.randn(8 * len(devices), 3, device=as_devices(devices)[0])).sum().backward()
+    return [str(warning.message) for warning in issued]
+
+
+def count(net: Any, output: Tensor) -> None:
+    net.step += 1
+    net.rate, net.phase, net.is_warm = 0.1, "b", True
+    net.ema = 0.9 * net.ema + 0.1 * output.detach().mean(0)
+
+
+def keep(net: Any, output: Tensor) -> None:
+    net.activation = net.last = output
+    net.norm = output.detach().norm()
+    net.seen[output.device] = output.shape
+    net.count += 1  # in place
+    net.step += 0
+    net.is_warm = bool(net.step)
+    net.bn.training = True
+    if net.size is None:
+        net.size = len(output)
+        net.mask = torch.ones(len(output), device=output.device)
+    net.new = 3
+
+
+@on_devices
+def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices):
+    inner = Counting(count)
+    model = nn.Sequential(inner, Counting(keep)).to(as_devices(devices)[0])
+    (text,) = steps(DataParallelWithCallback(model, devices), devices)
+    assert text.startswith(
+        "forward() of Sequential set 0.step, 0.rate, 0.phase, 0.is_warm and 0.ema of replica 0, which"
+    )
+    assert "self.step.add_(1)" in text
+    assert (inner.step, inner.rate, inner.phase, inner.is_warm) == (0, 0.5, "a", False)
+    assert not inner.ema.any()
+    assert model[1].count == 3  # what a replica 0 changes in place stays
+
+
+@on_devices
+def test_activations_caches_and_changes_in_place_are_not_named(devices):
+    model = Counting(keep).to(as_devices(devices)[0])
+    assert steps(DataParallelWithCallback(model, devices), devices) == []
+
+
+@pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
+def test_lost_state_is_named_in_every_wrapper(way):
+    (text,) = steps(WRAPPERS[way](Counting(count)), ["cpu"] * R)
+    assert text.startswith("forward() of Counting set step, rate, phase, is_warm and ema of replica 0, which")
+
+
+def later(net: Any, output: Tensor) -> None:
+    if net.count > net.first:
+        net.step += 1
+    net.count += 1
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, 1), (1, 1), (2, 0), (10, 0)])
+def test_first_forward_passes_are_looked_at_and_no_others(first, expected):
+    model = Counting(later)
+    model.first = first
+    parallel = DataParallelWithCallback(model, ["cpu"] * 2)
+    before = list(vars(parallel))
+    texts = steps(parallel, ["cpu"] * 2, 6)
+    assert len(texts) == expected
+    assert list(vars(parallel)) == before
+    assert list(vars(copy.deepcopy(parallel))) == before
+
+
+def test_forward_passes_in_eval_mode_are_not_looked_at():
+    parallel = DataParallelWithCallback(Counting(count).eval(), ["cpu"] * 2)
+    for _ in range(5):
+        parallel(torch.randn(4, 3))
+    assert parallel.module.step == 0
+    parallel.module.train()
+    (text,) = steps(parallel, ["cpu"] * 2)
+    assert "step" in text
+
+
+def test_single_chunk_keeps_what_it_assigns():
+    model = Net(lambda net, x: setattr(net, "step", net.step + 1) or x, step=0)
+    parallel = DataParallelWithCallback(model, ["cpu"] * 2)
+    assert parallel(torch.randn(1, 3)).shape == (1, 3)
+    assert model.step == 1
+
+
+def test_failed_forward_pass_names_nothing():
+    def fail(net: Any, output: Tensor) -> None:
+        net.step += 1
+        raise LookupError
+
+    parallel = DataParallelWithCallback(Counting(fail), ["cpu"] * 2)
+    with pytest.raises(LookupError):
+        parallel(torch.randn(4, 3))
+    parallel.module.assign = count
+    assert len(steps(parallel, ["cpu"] * 2)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_modules_are_left_alone():
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), SynchronizedBatchNorm1d(3))
+    assert steps(DataParallelWithCallback(model, ["cpu"] * 2), ["cpu"] * 2) == []
