@@ -68,6 +68,14 @@ def in_transform_error(what: str) -> RuntimeError:
     )
 
 
+def tracing_error(wrapper: DataParallel[Any]) -> RuntimeError:
+    """Return the error for a call that is traced: the graph would hold the outputs of replicas as constants."""
+    return RuntimeError(
+        "expected replicas outside torch.jit.trace, which does not see what their threads run, but got a call of "
+        f"{type(wrapper).__name__} inside, as add_graph of TensorBoard makes; trace parallel.module instead"
+    )
+
+
 def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
     """Raise an error that names the submodules which cannot be replicated."""
     if in_transform():

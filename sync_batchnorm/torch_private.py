@@ -75,6 +75,12 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """Return whether a module has an attribute, without evaluating a property."""
+    state = vars(module)
+    return name in state or hasattr(type(module), name) or any(name in state[part] for part in _ATTRIBUTES)
+
+
 def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
     """Return what `module.named_modules()` yields, by module and in the same order, in a fraction of the time."""
     names: dict[nn.Module, str] = {}

@@ -82,8 +82,8 @@ def assert_matches_one_device(
 
 def _rows_of_chunks(parallel: nn.DataParallel[Any], given: Any) -> list[int]:
     """Return the number of rows in each chunk that has a tensor: those of the one with the most dimensions."""
-    chunks, _ = parallel.scatter(given, {}, parallel.device_ids)
-    in_chunks = [tensors for tensors in map(tensors_in, chunks) if tensors]
+    inputs, kwargs = parallel.scatter(given[0], given[1], parallel.device_ids)
+    in_chunks = [tensors for tensors in map(tensors_in, zip(inputs, kwargs, strict=True)) if tensors]
     return [max(tensors, key=Tensor.dim).shape[parallel.dim] for tensors in in_chunks]
 
 

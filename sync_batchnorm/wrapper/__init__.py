@@ -10,6 +10,6 @@ from .data_parallel import patch as patch
 from .data_parallel import use_devices_of_torch as use_devices_of_torch
 from .derived import derived_class as derived_class
 from .replica import raise_foreign_layer as raise_foreign_layer
-from .scatter_gather import tensors_in as tensors_in
+from .trees import tensors_in as tensors_in
 
 __all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]

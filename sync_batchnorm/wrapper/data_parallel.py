@@ -13,16 +13,25 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ..meeting import DEFAULT_TIMEOUT, PATIENCE, without_frames
-from ..refusals import check_module, check_replicable, checked_timeout, warn_of_plain_layers, warn_once
-from ..torch_private import uncompiled
+from ..refusals import (
+    check_module,
+    check_replicable,
+    checked_timeout,
+    tracing_error,
+    warn_of_plain_layers,
+    warn_once,
+)
+from ..torch_private import has_attribute, uncompiled
+from .arguments import number_of_chunks
 from .callbacks import execute_callbacks, refuse_training
 from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import state_to_watch, warn_of_lost_state
 from .replica import Replica, Run, is_in_replica, new_coordinator
-from .scatter_gather import check_structures, gather, number_of_chunks, scatter, tensors_in
+from .scatter_gather import check_structures, gather, scatter
 from .threads import call_replicas
+from .trees import leaves_of
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
 
@@ -68,18 +77,18 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
-        tensors = tensors_in((inputs, kwargs))
+        arguments = [*inputs, *kwargs.values()]
+        leaves = leaves_of(arguments)
         if len(devices) > 1:
             # PyTorch would make a part for every device where some arguments are no tensors, and fill up the others.
-            devices = devices[: number_of_chunks(tensors, self.dim, len(devices))]
-        if len(devices) == 1 and all([tensor.device == devices[0] for tensor in tensors]):
+            devices = devices[: number_of_chunks(inputs, kwargs, leaves, self.dim, len(devices))]
+        if len(devices) == 1 and all([leaf.device == devices[0] for leaf in leaves if isinstance(leaf, torch.Tensor)]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        if not unsupported_by_torch(tuple(devices)) and all(
-            [tensor.dim() for tensor in tensors]
-        ):  # PyTorch cuts no scalars.
-            return super().scatter(inputs, kwargs, devices)
-        with torch.DisableTorchFunctionSubclass():  # as those that torch makes
-            return tuple(zip(*scatter((inputs, kwargs), devices, self.dim), strict=True))
+        positional, named = [], []
+        for given in scatter(arguments, devices, self.dim, not unsupported_by_torch(tuple(devices)), leaves):
+            positional.append(tuple(given[: len(inputs)]))
+            named.append(dict(zip(kwargs, given[len(inputs) :], strict=True)))
+        return tuple(positional), tuple(named)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
@@ -90,12 +99,8 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         check_structures(outputs)
-        device = as_device(output_device)
-        if not unsupported_by_torch(tuple(map(as_device, self.device_ids))):
-            return super().gather(outputs, str(device))  # type: ignore[arg-type]
-        # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
-        with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
-            return gather(outputs, device, self.dim)
+        by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
+        return gather(outputs, as_device(output_device), self.dim, by_torch)
 
 
 class _ReplicationMixin(DataParallel[Any]):
@@ -110,8 +115,21 @@ class _ReplicationMixin(DataParallel[Any]):
             return self._forward_in_replicas(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        modules: dict[str, Any] = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if "module" in modules and has_attribute(modules["module"], name):
+                raise AttributeError(f"{error}; the module has it: parallel.module.{name}") from None
+            raise
+
     @uncompiled
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise tracing_error(self)
         return super().forward(*inputs, **kwargs)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:

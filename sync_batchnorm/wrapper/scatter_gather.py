@@ -1,107 +1,188 @@
-"""Trees of tensors, the inputs and outputs of a `DataParallel`: cut into chunks for replicas, and put together."""
+"""Scatter and gather of trees: their tensors are cut into chunks for replicas, and put together.
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import partial
+PyTorch moves the tensors where it can, between distinct accelerators; it takes no scalars there, and no CPU.
+"""
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import gather as gather_by_torch
+from torch.nn.parallel import scatter as scatter_by_torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..refusals import warn
+from .trees import (
+    NO_CONTAINERS,
+    children_in_order,
+    children_of,
+    cut_children_of,
+    fields_of,
+    leaves_of,
+    names_of_children,
+    rebuilt,
+    tensors_in,
+    with_leaves,
+)
 
 __all__: list[str] = []
 
-
-def _rebuild(like: Any, items: Sequence[Any]) -> Any:
-    """Make a container of the type of `like`; the items of a dict are its values."""
-    if isinstance(like, dict):
-        return type(like)(zip(like, items, strict=True))
-    is_namedtuple = isinstance(like, tuple) and hasattr(like, "_asdict") and hasattr(like, "_fields")
-    return type(like)(*items) if is_namedtuple else type(like)(items)
+Devices = Sequence[torch.device]
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts, those that are less deep first."""
-    nodes = [tree]
-    for node in nodes:  # which grows
-        if isinstance(node, dict):
-            nodes += node.values()
-        elif isinstance(node, (list, tuple)):
-            nodes += node
-    return [node for node in nodes if isinstance(node, Tensor)]
-
-
-def scatter(tree: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+def scatter(
+    tree: Any, devices: Devices, dim: int, by_torch: bool = False, leaves: Sequence[Any] | None = None
+) -> list[Any]:
     """Copy every tensor of `tree` in at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Each chunk has a copy of every scalar tensor, and all share what is no tensor.
+    Each chunk has a copy of every scalar tensor, and all share what is no tensor. `leaves` are those of the tree, for
+    who has them already.
     """
-    if isinstance(tree, Tensor):
-        chunks = tree.chunk(len(devices), dim) if tree.dim() else [tree] * len(devices)
-        return [chunk.to(device, copy=True) for chunk, device in zip(chunks, devices, strict=False)]
-    if not isinstance(tree, (dict, list, tuple)) or not tree:
-        return [tree] * len(devices)
-    children = tree.values() if isinstance(tree, dict) else tree
-    of_replicas = zip(*map(partial(scatter, devices=devices, dim=dim), children), strict=False)
-    return list(map(partial(_rebuild, tree), of_replicas))
+    leaves = leaves_of(tree) if leaves is None else leaves
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    trees = []
+    for chunks in _cut(tensors, devices, dim, by_torch):
+        if leaves is tree:  # a list of tensors
+            trees.append(list(chunks))
+            continue
+        remaining = iter(chunks)
+        replaced = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        trees.append(with_leaves(tree, iter(replaced)))
+    return trees
 
 
-def number_of_chunks(tensors: Sequence[Tensor], dim: int, most: int) -> int:
-    """Return how many chunks along `dim` tensors, except for scalars, make; raise an error if they differ."""
-    shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()] or [()] * len(tensors)
-    # As `torch.chunk` cuts them; nothing is cut into empty chunks.
-    sizes = [shape[dim] if -len(shape) <= dim < len(shape) else None for shape in shapes]
-    numbers = [0 if size is None else -(-size // -(-size // most)) if size else most for size in sizes]
-    if 0 in numbers or len(set(numbers)) > 1:
-        raise ValueError(
-            f"tensors of shapes {shapes} make {numbers} chunks along dimension {dim} for {most} devices, but must all "
-            "make the same number; give every tensor a row for each sample, and make what every replica "
-            "needs as a whole a buffer of the module"
-        )
-    return numbers[0] if numbers else most
+def _cut(tensors: Sequence[Tensor], devices: Devices, dim: int, by_torch: bool) -> Sequence[Sequence[Tensor]]:
+    """Return the chunks of the tensors for each replica."""
+    if not tensors:
+        return [()] * len(devices)
+    if by_torch and all([tensor.dim() for tensor in tensors]):
+        return scatter_by_torch(tuple(tensors), devices, dim)
+    of_tensors = []
+    with torch.DisableTorchFunctionSubclass():  # as those that torch makes
+        for tensor in tensors:
+            if by_torch and tensor.dim():
+                of_tensors.append(scatter_by_torch(tensor, devices, dim))
+                continue
+            chunks = tensor.chunk(len(devices), dim) if tensor.dim() else [tensor] * len(devices)
+            pairs = zip(chunks, devices, strict=False)
+            of_tensors.append(tuple([chunk.to(device, copy=True) for chunk, device in pairs]))
+    return list(zip(*of_tensors, strict=False))
 
 
 def check_structures(outputs: Sequence[Any]) -> None:
-    """Raise an error unless all replicas have returned the same structure of tensors, containers and None."""
-    structures = list(map(_structure, outputs))
-    for i, structure in enumerate(structures):
-        if structure != structures[0]:
+    """Raise an error unless all replicas have returned the same structure, and the same of what is no tensor."""
+    first, *others = outputs
+    structure = _structure(first)
+    for i, output in enumerate(others, 1):
+        if _structure(output) != structure:
             raise ValueError(
-                f"replica 0 returned {structures[0]}, but replica {i} returned {structure}; return the same keys, "
+                f"replica 0 returned {structure}, but replica {i} returned {_structure(output)}; return the same keys, "
                 "lengths and types in every replica, for example an empty tensor where one has nothing"
+            )
+        for path, expected, found in () if isinstance(first, Tensor) else _differences(first, output, "output"):
+            raise ValueError(
+                f"replica 0 returned {path} = {reprlib.repr(expected)}, but replica {i} returned "
+                f"{reprlib.repr(found)}; what is no tensor must be equal in all replicas; return a tensor with a row "
+                "for each sample, or leave it out"
             )
 
 
-def _structure(tree: Any) -> str:
+def _structure(tree: Any, is_entry: bool = False) -> str:
+    """Describe an output, or an entry of a mapping or dataclass, which need not hold tensors."""
     if tree is None:
         return "None"
     if isinstance(tree, Tensor):
         return "Tensor" if tree.dim() else "scalar Tensor"
-    if isinstance(tree, dict):
-        return "{" + ", ".join(sorted(f"{key!r}: {_structure(value)}" for key, value in tree.items())) + "}"
-    if isinstance(tree, (list, tuple)):
-        return "(" + ", ".join(map(_structure, tree)) + ")"
-    if isinstance(tree, Iterable) and not isinstance(tree, (str, bytes, Set, Iterator)):
-        return type(tree).__name__  # which `gather` builds from an iterable, as torch
+    children = cut_children_of(tree)
+    if isinstance(tree, Mapping) and (children or isinstance(tree, dict)):
+        return "{" + ", ".join(sorted([f"{key!r}: {_structure(value, True)}" for key, value in tree.items()])) + "}"
+    if children and fields_of(tree):
+        values = [f"{name}={_structure(getattr(tree, name), True)}" for name in fields_of(tree)]
+        return f"{type(tree).__name__}({', '.join(values)})"
+    if children or (isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence)):
+        return "(" + ", ".join([_structure(child, is_entry) for child in children]) + ")"
+    items = _items_of(tree)
+    if items:
+        return f"{type(tree).__name__}({', '.join([_structure(item, is_entry) for item in items])})"
+    if (is_entry or children_of(tree)) and not isinstance(tree, PackedSequence):
+        return type(tree).__name__
     raise TypeError(
-        f"replicas must return tensors, tuples, lists, dicts or None, got {type(tree).__name__}; return tensors"
+        "replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got "
+        f"{type(tree).__name__}; return tensors"
     )
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """Put outputs of one structure together on `device`: tensors along `dim`, scalars into a vector, as torch."""
+def _items_of(output: Any) -> list[Any]:
+    """Return the items of what is no container of a tree, but can be made anew of an iterable of tensors.
+
+    As torch does, for whose `DataParallel` the caches of transformers can be made of an iterable.
+    """
+    if isinstance(output, (str, bytes, Set, Iterator, *NO_CONTAINERS)) or not isinstance(output, Iterable):
+        return []
+    items = [] if children_of(output) else list(output)
+    return items if tensors_in(items) else []
+
+
+def _differences(first: Any, other: Any, path: str, in_leaf: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two trees of one structure differ in what is no tensor, and what they have there."""
+    if first is other or isinstance(first, Tensor):
+        return
+    children, others = children_of(first), children_in_order(other, first)
+    if children:
+        in_leaf = in_leaf or not cut_children_of(first)
+    elif not in_leaf:  # `gather` does not look for items in a leaf.
+        children, others = _items_of(first), _items_of(other)
+    if not children and not _are_equal(first, other):
+        yield path, first, other
+    names = names_of_children(first) or [f"[{i}]" for i in range(len(children))]
+    for name, child, child_of_other in zip(names, children, others, strict=True):
+        yield from _differences(child, child_of_other, path + name, in_leaf)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # as for arrays, which compare their elements
+        return False
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False) -> Any:
+    """Put outputs of one structure together on `device`: tensors along `dim`, scalars into a vector, as torch.
+
+    What is no tensor is that of the first.
+    """
     first = outputs[0]
     if isinstance(first, Tensor):
-        moved = [output.to(device) for output in outputs]
-        if first.dim() or dim:
-            return torch.cat(moved, dim)
-        warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and "
-            "return a vector."
-        )
-        return torch.stack(moved)
-    if first is None:
-        return None
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
-    return _rebuild(first, [gather(children, device, dim) for children in zip(*outputs, strict=True)])
+        return _join([outputs], device, dim, by_torch)[0]
+    leaves: list[Any] = []
+    groups = []
+    for group in zip(*[leaves_of(output, like=first) for output in outputs], strict=True):
+        if isinstance(group[0], Tensor):
+            groups.append(group)
+        items = list(map(_items_of, group))
+        leaves.append(rebuilt(group[0], gather(items, device, dim, by_torch)) if items[0] else group[0])
+    joined = iter(_join(groups, device, dim, by_torch) if groups else ())
+    return with_leaves(first, iter([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+
+
+def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
+    """Return one tensor for each group of tensors, one of each replica."""
+    joined: list[Tensor] = []
+    if by_torch:
+        joined.extend(gather_by_torch(list(zip(*groups, strict=True)), str(device), dim))  # type: ignore[arg-type]
+        return joined
+    # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
+    with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
+        for tensors in groups:
+            moved = [tensor.to(device) for tensor in tensors]
+            if moved[0].dim() or dim:
+                joined.append(torch.cat(moved, dim))
+                continue
+            warn(
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
+                "and return a vector."
+            )
+            joined.append(torch.stack(moved))
+    return joined

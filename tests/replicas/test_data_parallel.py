@@ -1,10 +1,13 @@
 """A `DataParallel` on the CPU and on repeated devices: arguments, devices, outputs and errors, as torch has them."""
 
+import warnings
+
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
 from helpers import Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map
 
 from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
@@ -17,7 +20,6 @@ def shapes_in(tree):
 
 ARGUMENTS = {  # the number of devices, what the wrapper gets, and what each replica that runs gets of it
     "keywords": (2, [], {"input": torch.zeros(4, 3), "flag": True}, [([], {"input": (2, 3), "flag": True})] * 2),
-    "no-tensors": (2, [5], {"text": "x"}, [([5], {"text": "x"})] * 2),
     "nothing": (3, [], {}, [([], {})]),
     "one-device": (1, [torch.zeros(4, 2), torch.zeros(3)], {}, [([(4, 2), (3,)], {})]),
 }
@@ -47,6 +49,64 @@ def test_tensors_that_cannot_be_cut_together_are_refused(kind):
         parallel(first, second)
     with pytest.raises(ValueError, match=message):
         parallel(first, other=second)
+
+
+WITHOUT_TENSORS = {
+    "number": ((5,), {}, "int"),
+    "text": ((["a", "b"],), {"flag": True}, "str, bool"),
+    "object": ((object(),), {}, "object"),
+    "none": ((), {"images": None}, "NoneType"),
+    "empty": (([],), {}, "list"),
+    "array": (([torch.zeros(2).numpy()],), {}, "ndarray"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_TENSORS)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_arguments_without_a_tensor_are_refused_where_every_replica_would_get_all(devices, kind):
+    args, kwargs, found = WITHOUT_TENSORS[kind]
+    message = f"expected tensors to cut into chunks, but got arguments of {found} only, of which each of 2 .*; pass"
+    with pytest.raises(TypeError, match=message):
+        DataParallelWithCallback(nn.Identity(), devices)(*args, **kwargs)
+    assert DataParallelWithCallback(Net(lambda net, *_, **__: 1), devices[:1])(*args, **kwargs) == 1
+
+
+def nested(layout):
+    rows = [torch.zeros(2, 3), torch.zeros(4, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype
+        return torch.nested.nested_tensor(rows, layout=layout)
+
+
+UNCUT = {
+    "packed": (
+        lambda: pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]),
+        "a PackedSequence",
+        "pack_padded_sequence in forward",
+    ),
+    "sparse": (lambda: torch.eye(4).to_sparse(), "a tensor of layout torch.sparse_coo", "a buffer"),
+    "csr": (lambda: torch.eye(4).to_sparse_csr(), "a tensor of layout torch.sparse_csr", "a buffer"),
+    "jagged": (lambda: nested(torch.jagged), "a nested tensor", "torch.nested.to_padded_tensor"),
+    "nested": (lambda: nested(torch.strided), "a nested tensor", "torch.nested.to_padded_tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("kind", UNCUT)
+def test_what_cannot_be_cut_into_rows_is_refused_by_name(kind):
+    make, what, remedy = UNCUT[kind]
+    parallel, x = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2), torch.zeros(4, 1)
+    with pytest.raises(TypeError, match=f"inputs\\[1\\]\\[0\\] is {what}, which .*; pass .*{remedy}"):
+        parallel(x, [make()])
+    with pytest.raises(TypeError, match=f"kwargs\\['other'\\]\\['one'\\] is {what}, which .*; pass .*{remedy}"):
+        parallel(other={"one": make()})
+    assert DataParallelWithCallback(Net(lambda net, *_: 1), ["cpu"])(x, make()) == 1
+
+
+def test_packed_sequence_is_refused_as_an_output():
+    parallel = DataParallelWithCallback(Net(lambda net, x: pack_sequence([x])), ["cpu"] * 2)
+    with pytest.raises(TypeError, match="got PackedSequence; return tensors"):
+        parallel(torch.zeros(4, 1))
 
 
 def scaled(net, input, factors):

@@ -150,7 +150,9 @@ def test_replicas_that_return_different_structures_are_named(devices, kind):
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     parallel = DataParallelWithCallback(returning(*[lambda x: (x, output)] * 2), devices)
-    with pytest.raises(TypeError, match=f"lists, dicts or None, got {type(output).__name__}; return tensors"):
+    with pytest.raises(
+        TypeError, match=f"mappings and dataclasses of tensors, got {type(output).__name__}; return tensors"
+    ):
         parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
 
 

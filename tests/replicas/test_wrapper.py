@@ -1,7 +1,11 @@
 """The wrapper is a `DataParallel`: its buffers, chunks, hooks and state."""
 
+import copy
+import pickle
 import re
 import threading
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,7 @@ from sync_batchnorm import (
     revert_model,
     sync_moments,
 )
+from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
 
 
 def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
@@ -70,6 +75,113 @@ def test_fake_tensors_are_refused_and_leave_nothing_behind():
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=text):
         parallel(torch.randn(4, 3, 6, 6))
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
+
+
+class Traced(nn.Module):
+    """Holds a wrapper, as a model that is traced may."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, input):
+        return self.parallel(input)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_tracing_is_refused_before_anything_runs(devices, rows):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    input = doubles(rows, 3, 6, 6, devices=devices)
+    for module in (parallel, Traced(parallel), patch_replication_callback(Wrapper(parallel.module, devices))):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"outside torch.jit.trace.*; trace parallel.module"):
+            torch.jit.trace(module, input)
+    assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
+
+
+class Wrapper(AnyDeviceDataParallel):
+    """A subclass that is patched."""
+
+
+class Backbone(nn.Module):
+    """Has an attribute of every kind."""
+
+    kind = "class"
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.ones(2))
+        self.number = 3
+
+    @property
+    def costly(self):
+        raise AssertionError("the property was evaluated")
+
+    def encode(self, input):
+        return input
+
+    def forward(self, input):
+        return self.body(input) * self.scale
+
+
+WRAPS = {
+    "ours": lambda module: DataParallelWithCallback(module, ["cpu"] * 2),
+    "patched": lambda module: patch_replication_callback(Wrapper(module, ["cpu"] * 2)),
+}
+
+
+@pytest.mark.parametrize("way", WRAPS)
+@pytest.mark.parametrize("name", ["body", "scale", "mean", "number", "kind", "costly", "encode"])
+def test_attribute_of_the_module_is_hinted_at(way, name):
+    parallel = WRAPS[way](Backbone())
+    message = f"object has no attribute '{name}'; the module has it: parallel.module.{name}$"
+    with pytest.raises(AttributeError, match=message):
+        getattr(parallel, name)
+    assert not hasattr(parallel, name)
+
+
+def test_attribute_that_nobody_has_gets_no_hint():
+    parallel = DataParallelWithCallback(Backbone(), ["cpu"] * 2)
+    with pytest.raises(AttributeError, match=r"'DataParallelWithCallback' object has no attribute 'nothing'$"):
+        parallel.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'weight'$"):
+        DataParallelWithCallback.__new__(DataParallelWithCallback).weight  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'fc'; the module has it: parallel\.module\.fc$"):
+        DataParallelWithCallback(scripted(), ["cpu"] * 2).fc  # noqa: B018
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a future without TorchScript
+        return torch.jit.script(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2))))
+
+
+class Delegating(DataParallelWithCallback):
+    """Finds attributes of its module, as many projects do."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+@pytest.mark.parametrize("way", WRAPS)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda parallel: pickle.loads(pickle.dumps(parallel))])
+def test_copies_of_a_wrapper_run(way, copied):
+    parallel, input = WRAPS[way](Backbone()), torch.randn(4, 2)
+    other = copied(parallel)
+    assert type(other) is type(parallel)
+    assert_equal(other(input), parallel(input))
+    with pytest.raises(AttributeError, match="the module has it"):
+        other.number  # noqa: B018
+
+
+def test_subclass_may_hand_on_the_attributes_of_its_module():
+    parallel = Delegating(Backbone(), ["cpu"] * 2)
+    assert (parallel.number, parallel.body) == (3, parallel.module.body)
 
 
 def test_single_chunk_runs_the_module_itself(monkeypatch):
