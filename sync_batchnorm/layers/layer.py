@@ -147,8 +147,8 @@ class _SynchronizedBatchNorm(BatchNormBase):
         if in_transform():
             raise in_transform_error(type(self).__name__)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        connection, weight, bias = self._sync_connection or ALONE, self.weight, self.bias
-        running = None
+        connection, running = self._sync_connection or ALONE, None
+        weight, bias = self._weight_and_bias()
         if self.training and self.track_running_stats and connection.updates_running_stats:
             running = self._running_statistics()
         _let_torch_check(input, weight, bias, running, self.eps)
@@ -165,8 +165,15 @@ class _SynchronizedBatchNorm(BatchNormBase):
         )
         return sync_batch_norm(input, part, connection.pipe)
 
+    def _weight_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
+        parameters = self._parameters  # `nn.Module.__getattr__` takes ten times as long
+        try:
+            return parameters["weight"], parameters["bias"]
+        except KeyError:  # One of them is computed, as by a parametrization.
+            return self.weight, self.bias
+
     def _running_statistics(self) -> RunningStatistics:
-        buffers = self._buffers  # `nn.Module.__getattr__` takes ten times as long
+        buffers = self._buffers
         try:
             mean, var, number = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         except KeyError:  # of a module that keeps one of them elsewhere
