@@ -109,7 +109,7 @@ def _gradients(
         if entry in replicas:
             grad_input, grad_weight, grad_bias = next(computed)
             if frees:
-                entry.drop()  # only now, in order with the engine
+                entry.kept = None  # only now, in order with the engine
         if grad_bias is None:  # Its output is not in the loss. Gradient hooks would otherwise be called with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[entry.device][0])
         gradients += grad_input, grad_weight, grad_bias

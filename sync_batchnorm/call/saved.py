@@ -27,7 +27,7 @@ InputAndWeight = tuple[Tensor, Tensor | None]
 class Saved:
     """Input and weight of one replica: cheaper than saved by an autograd node, and without saved-tensor hooks."""
 
-    __slots__ = ("_input_version", "_kept", "_weight", "_weight_version", "device", "input_node", "needs_input")
+    __slots__ = ("_input_version", "_weight", "_weight_version", "device", "input_node", "kept", "needs_input")
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         self.device, self.needs_input = input.device, input.requires_grad
@@ -35,11 +35,11 @@ class Saved:
         self._input_version = input._version
         # A vector, which is never dropped. Of two tensors that are, a thread could read one before and one after that.
         self._weight, self._weight_version = weight, 0 if weight is None else weight._version
-        self._kept: Any = input
+        self.kept: Any = input  # None once it is dropped
 
     def unpack(self) -> InputAndWeight:
         """Return input and weight, unless they were dropped or have changed in place."""
-        input, weight = self._kept, self._weight
+        input, weight = self.kept, self._weight
         if input is None:
             raise RuntimeError(FREED)
         if input._version != self._input_version:
@@ -47,10 +47,6 @@ class Saved:
         if weight is not None and weight._version != self._weight_version:
             raise _changed(weight, self._weight_version)
         return input, weight
-
-    def drop(self) -> None:
-        """Let go of the input."""
-        self._kept = None
 
 
 def _changed(tensor: Tensor, version: int) -> RuntimeError:
@@ -67,10 +63,10 @@ class SavedByHooks(Saved):
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         super().__init__(input, weight)
-        self._kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
+        self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
 
     def unpack(self) -> InputAndWeight:
-        kept = self._kept
+        kept = self.kept
         if kept is None:
             raise RuntimeError(FREED)
         owner, stream = kept

@@ -113,9 +113,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            ctx.sync_master = SyncMaster(merge_parts)
+            # Set directly, here and below, which is faster; a new master belongs to this forward pass already.
+            vars(ctx)["sync_master"] = SyncMaster(merge_parts)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
-        # Set directly, here and above, which is faster than `__setattr__`.
         self.__dict__["_sync_connection"] = Connection(
             pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
             updates_running_stats=copy_id == 0,

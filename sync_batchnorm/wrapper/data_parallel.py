@@ -29,7 +29,7 @@ from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import state_to_watch, warn_of_lost_state
 from .replica import Replica, Run, is_in_replica, new_coordinator
-from .scatter_gather import check_structures, gather, scatter
+from .scatter_gather import gather, scatter
 from .threads import call_replicas
 from .trees import leaves_of
 
@@ -98,7 +98,6 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(self.module, replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        check_structures(outputs)
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
         return gather(outputs, as_device(output_device), self.dim, by_torch)
 
@@ -154,11 +153,7 @@ class _ReplicationMixin(DataParallel[Any]):
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
-        watched: list[Any] = list(replicas)
-        if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
-            devices = list(map(as_device, self.device_ids[: len(watched)]))
-            run = Run(watched[0], new_coordinator(devices, self._sync_timeout))
-            watched = [Replica(replica, run, i, devices[i]) for i, replica in enumerate(watched)]
+        watched = self._sync_watched(replicas)
         run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
         run.inherit()
         if len(watched) == 1:
@@ -186,6 +181,14 @@ class _ReplicationMixin(DataParallel[Any]):
             raise failed if is_in_replica() else without_frames(failed, who)
         finally:
             del failed  # Its traceback refers to this frame.
+
+    def _sync_watched(self, replicas: Sequence[nn.Module]) -> list[Any]:
+        """Return what runs `replicas`: those of `replicate`, or new ones for a single chunk or the user's replicas."""
+        if isinstance(replicas[0], Replica):
+            return list(replicas)
+        devices = list(map(as_device, self.device_ids[: len(replicas)]))
+        run = Run(replicas[0], new_coordinator(devices, self._sync_timeout))
+        return [Replica(replica, run, i, devices[i]) for i, replica in enumerate(replicas)]
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):

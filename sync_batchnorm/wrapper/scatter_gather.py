@@ -149,10 +149,11 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False) -> Any:
-    """Put outputs of one structure together on `device`: tensors along `dim`, scalars into a vector, as torch.
+    """Put outputs together on `device`: tensors along `dim`, scalars into a vector, as torch.
 
-    What is no tensor is that of the first.
+    What is no tensor is that of the first. Raises an error unless all outputs have one structure.
     """
+    check_structures(outputs)
     first = outputs[0]
     if isinstance(first, Tensor):
         return _join([outputs], device, dim, by_torch)[0]
