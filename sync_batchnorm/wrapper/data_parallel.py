@@ -212,14 +212,16 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, and `device_ids` of different kinds; from
-            a call, if its arguments make different numbers of chunks, or the replicas return different structures.
+            a call, if its arguments have no tensor, or cannot be cut into the same number of chunks, or if the replicas
+            return different structures, or different objects in them that are no tensors.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated, if copies between devices lose data, or if a replica trains a synchronized layer that does not
-            belong to it, also in another wrapper, or that synchronizes several processes.
+            replicated or is traced, if copies between devices lose data, or if a replica trains a synchronized layer
+            that does not belong to it, also in another wrapper, or that synchronizes several processes.
         ReplicaSyncError: from a call, if the replicas cannot exchange.
 
     Warns:
-        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes.
+        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes; and from
+            one whose arguments have a list with one entry for each sample, which is not cut.
     """
 
 

@@ -118,7 +118,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def rebuilt(like: Any, children: Sequence[Any]) -> Any:
     """Return a container like `like` with other children, which are as many."""
     kind = type(like)
-    if kind is list or kind is tuple:
+    if kind in (list, tuple):
         return kind(children)
     if kind is dict:
         return dict(zip(like, children, strict=True))
@@ -131,8 +131,7 @@ def rebuilt(like: Any, children: Sequence[Any]) -> Any:
             made = copy.copy(like)  # whose constructor may take other arguments
             made[:] = children
             return made
-        is_namedtuple = isinstance(like, tuple) and hasattr(kind, "_fields")
-        return kind(*children) if is_namedtuple else kind(children)
+        return kind(*children) if hasattr(kind, "_fields") else kind(children)  # a named tuple takes them one by one
     except Exception as error:
         raise TypeError(
             f"cannot build a {kind.__name__} for the tensors of each replica, or of all of them: {error}; use a dict, "

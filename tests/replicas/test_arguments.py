@@ -82,7 +82,7 @@ NO_LISTS = {
     "rows of another size": [torch.zeros(8, 2), [torch.zeros(8, 1), torch.zeros(7, 2)]],
     "lists of two lengths": [[torch.zeros(8, 2), torch.zeros(7, 2)], [torch.zeros(8, 2)]],
     "a list and a tensor": [torch.zeros(7, 3), [torch.zeros(8, 2), torch.zeros(7, 2)]],
-    "lists of one entry": [[torch.zeros(8, 2)], [torch.zeros(7, 2)]],
+    "lists of one entry": [[{"a": torch.zeros(8, 2), "b": torch.zeros(7, 2)}], [torch.zeros(7, 2)]],
     "two sizes": [[torch.zeros(8, 2), torch.zeros(7, 2)]],
 }
 
