@@ -22,10 +22,9 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@functools.lru_cache(maxsize=1024)
-def channel_count(shape: torch.Size) -> int:
-    """Return the number of elements per channel of an input of `shape`."""
-    return shape[0] * math.prod(shape[2:])
+def channel_count(input: Tensor) -> int:
+    """Return the number of elements per channel, also for an input without channels."""
+    return input.shape[0] * math.prod(input.shape[2:])
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:

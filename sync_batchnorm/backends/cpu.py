@@ -20,7 +20,6 @@ from .base import (
     Gradients,
     Pair,
     ReplicaBackward,
-    channel_count,
     format_of,
     merge_moments,
     per_channel,
@@ -156,7 +155,7 @@ def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments
     if bool(overflown.any()):
         # As in torch: the mean is Inf if a value is; if only the squares overflow, only the variance is Inf.
         values = input[:, overflown].double()
-        dims, count = reduced_dims(values), channel_count(values.shape)
+        dims, count = reduced_dims(values), values.numel() // values.shape[1]
         mean[:, overflown] = values.sum(dims) / count
         values -= per_channel(mean[0, overflown], values)
         var[:, overflown] = (values.square_().sum(dims) / count).to(var.dtype)

@@ -51,7 +51,8 @@ class Cuda(Backend):
         means, invstds, on_device = _merged_parts(statistics, counts)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
-            momentum, buffers, running = running.count_call(), (running.mean.data, running.var.data), None
+            # This operator, unlike `update`, does not change the version counters of what it updates.
+            momentum, buffers, running = running.count_call(), (running.mean, running.var), None
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             means, means, invstds, *buffers, momentum, eps, on_device
         )
@@ -86,7 +87,7 @@ class Cuda(Backend):
         totals, count = batch.totals(sums), batch.elements
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = {device: totals.to(device) for device in batch.mean_invstd}
+        terms = {device: totals.to(device).unbind() for device in batch.mean_invstd}
         results: list[Gradients] = []
         for replica, grads in zip(replicas, of_parameters, strict=True):
             grad_input = None
@@ -124,7 +125,7 @@ def _merged_parts(statistics: Sequence[Statistics], counts: Sequence[int] | Tens
     return means, invstds, _counts(stacked.device, tuple(numbers), stacked.dtype)
 
 
-def _input_gradient(replica: ReplicaBackward, terms: Tensor, count: int, batch: BatchStatistics) -> Tensor:
+def _input_gradient(replica: ReplicaBackward, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:
     """Return the gradient of the input of one replica; `terms` are the sums of all, `count` what to divide them by."""
     input, grad_output, weight = replica.input, replica.grad_output, replica.weight
     if input.numel() == 0:

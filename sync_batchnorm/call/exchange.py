@@ -18,7 +18,6 @@ from ..backends.base import (
     BatchStatistics,
     Pair,
     Statistics,
-    channel_count,
     memory_for_output,
     sent,
     single_value,
@@ -91,7 +90,7 @@ def _exchange(part: Part, pipe: Any) -> Tensor:
         pipe.run(part)
         if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
             remember(part, pipe)
-    if part.input.numel():
+    if part.elements:
         part.kind.backend.normalize(part.input, part.mean_invstd, part.weight, part.bias, part.output)
     return part.output
 
@@ -99,20 +98,19 @@ def _exchange(part: Part, pipe: Any) -> Tensor:
 def _measure(part: Part) -> None:
     """Compute the statistics of the input, and send them to the master's device; allocate the output."""
     input, memory = part.input, None
-    device = input.device
+    device, channels = input.device, input.shape[1]
     backend = backends.BACKENDS.get(device.type, GENERAL)
-    if input.numel():
-        part.elements = channel_count(input.shape)
+    part.elements = input.numel() // max(channels, 1)
+    if part.elements:
         statistics, memory = backend.statistics(input, part.eps)
     else:
-        part.elements = 0
         statistics = backend.empty_statistics(input)
     part.output = memory_for_output(input) if memory is None else memory
     part.statistics = statistics if device == part.master_device else sent(statistics, part.master_device)
     part.kind = Kind(
         backend=backend,
         dtype=input.dtype,
-        channels=input.shape[1],
+        channels=channels,
         dims=input.dim(),
         eps=part.eps,
         clamps=part.clamps,

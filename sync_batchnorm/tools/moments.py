@@ -56,7 +56,7 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
 
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
-    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input.shape)
+    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input)
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Then all processes together, in the graph.
         peers = processes.Peers(group, 0, ("sync_moments",))

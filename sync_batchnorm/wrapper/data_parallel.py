@@ -155,9 +155,6 @@ class _ReplicationMixin(DataParallel[Any]):
         """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
         watched = self._sync_watched(replicas)
         run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
-        run.inherit()
-        if len(watched) == 1:
-            run.context = None  # It runs in this thread, as on one device.
         coordinator.expect([replica._sync_id for replica in watched])
         state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else []
         try:
@@ -183,12 +180,17 @@ class _ReplicationMixin(DataParallel[Any]):
             del failed  # Its traceback refers to this frame.
 
     def _sync_watched(self, replicas: Sequence[nn.Module]) -> list[Any]:
-        """Return what runs `replicas`: those of `replicate`, or new ones for a single chunk or the user's replicas."""
-        if isinstance(replicas[0], Replica):
-            return list(replicas)
-        devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        run = Run(replicas[0], new_coordinator(devices, self._sync_timeout))
-        return [Replica(replica, run, i, devices[i]) for i, replica in enumerate(replicas)]
+        """Return the replicas as those that `replicate` makes, which will run as this thread would run them."""
+        watched: list[Any] = list(replicas)
+        if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
+            devices = list(map(as_device, self.device_ids[: len(watched)]))
+            run = Run(watched[0], new_coordinator(devices, self._sync_timeout))
+            watched = [Replica(replica, run, i, devices[i]) for i, replica in enumerate(watched)]
+        run = watched[0]._sync_run
+        run.inherit()
+        if len(watched) == 1:
+            run.context = None  # It runs in this thread, as on one device.
+        return watched
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
