@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from .torch_private import BatchNormBase, compiled_module_type, in_transform, names_of_modules
+from .torch_private import BatchNormBase, compiled_module_type, in_transform, modules_of
 
 __all__: list[str] = []
 
@@ -86,13 +86,13 @@ def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
             f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
         )
     compiled_type = compiled_module_type()
-    names = names_of_modules(module).items() if compiled_type else ()
-    compiled = [name for child, name in names if isinstance(child, compiled_type)]
-    if compiled:  # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+    if compiled_type and any([isinstance(child, compiled_type) for child in modules_of(module)]):
+        # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+        name = next(name for name, child in module.named_modules() if isinstance(child, compiled_type))
         raise RuntimeError(
-            f"expected modules that can be replicated, but got {compiled[0] or 'the module itself'!r} from "
-            "torch.compile; put the original module, its attribute _orig_mod, back in its place, and compile functions "
-            "that its forward calls"
+            f"expected modules that can be replicated, but got {name or 'the module itself'!r} from torch.compile; "
+            "put the original module, its attribute _orig_mod, back in its place, and compile functions that its "
+            "forward calls"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..torch_private import HOOKS, has_hooks, names_of_modules
+from ..torch_private import HOOKS, has_hooks, modules_of
 
 __all__: list[str] = []
 
@@ -70,7 +70,7 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
     buffers of the module itself, all others have copies.
     """
-    modules = list(names_of_modules(module))
+    modules = modules_of(module)
     differentiable: Tensors = {}
     plain: Tensors = {}
     for child in modules:
