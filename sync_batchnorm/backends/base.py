@@ -283,7 +283,9 @@ def _input_gradient(replica: ReplicaBackward, normalized: Tensor, invstd: Tensor
 
 def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | None]:
     """Return the inverse standard deviation, and where `eps` has replaced a smaller variance, if it `clamps`."""
-    return ((var.clamp(min=eps) if clamps else var + eps).rsqrt(), var < eps if clamps else None)
+    if clamps:
+        return var.clamp(min=eps).rsqrt(), var < eps
+    return (var + eps).rsqrt(), None
 
 
 def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> dict[torch.device, Pair]:

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BatchStatistics, ReplicaBackward
+from ..backends.base import GENERAL, BatchStatistics, Gradients, ReplicaBackward
 from ..backends.streams import in_order_with_engine
 from ..torch_private import keeps_graph, set_grad_enabled, uncompiled, will_run
 from .part import Part
 from .saved import Saved
 
 __all__: list[str] = []
+
+NOTHING: Gradients = (None, None, None)
 
 
 def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
@@ -93,7 +95,6 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
     is_differentiated = torch.is_grad_enabled()
-    frees = not keeps_graph()
     replicas: dict[Saved, ReplicaBackward] = {}
     for entry, grad_output in zip(saved, grad_outputs, strict=True):
         wants_input = entry.needs_input and will_run(entry.input_node)
@@ -102,14 +103,13 @@ def _gradients(
             input, weight = entry.unpack()
             replicas[entry] = ReplicaBackward(entry.device, grad_output, input, weight, wants_input)
     backend = GENERAL if is_differentiated else batch.backend
-    computed = iter(backend.gradients(list(replicas.values()), batch))
+    computed = dict(zip(replicas, backend.gradients(list(replicas.values()), batch), strict=True))
+    if not keeps_graph():
+        for entry in replicas:
+            entry.kept = None  # only now, in order with the engine
     gradients: list[Tensor | None] = []
     for entry in saved:
-        grad_input = grad_weight = grad_bias = None
-        if entry in replicas:
-            grad_input, grad_weight, grad_bias = next(computed)
-            if frees:
-                entry.kept = None  # only now, in order with the engine
+        grad_input, grad_weight, grad_bias = computed.get(entry, NOTHING)
         if grad_bias is None:  # Its output is not in the loss. Gradient hooks would otherwise be called with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[entry.device][0])
         gradients += grad_input, grad_weight, grad_bias
