@@ -52,7 +52,7 @@ EQUIVALENT: dict[str, str] = {
     "in those that wait",
     "meeting/coordinator.py: Coordinator.send: `self.span is None and pause is None` -> `False`": "it only saves time",
     "meeting/coordinator.py: Coordinator.abort: `not replica.ended` -> `True`": "no message says it after a break",
-    "wrapper/callbacks.py: refuse_training: `0` -> `1`": "anything but None",
+    "wrapper/callbacks.py: _uses_batch: `0` -> `1`": "anything but None",
     "wrapper/callbacks.py: execute_replication_callbacks: `is_in_replica()` -> `True`": "it is looked at again",
     "wrapper/data_parallel.py: _ReplicationMixin.replicate: `is_in_replica()` -> `True`": "it is looked at again",
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",

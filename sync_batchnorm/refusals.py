@@ -76,6 +76,15 @@ def tracing_error(wrapper: DataParallel[Any]) -> RuntimeError:
     )
 
 
+def mixed_packages_error(layer: str) -> RuntimeError:
+    """Return the error for a layer of another package in replicas that take turns, of which that knows nothing."""
+    return RuntimeError(
+        f"expected layers and wrapper of one package, but got {layer} in a wrapper of {_PACKAGE.rstrip('.')}, whose "
+        "replicas on one device run one at a time, so that one which waits in that layer would keep the others from "
+        "running; import both from the same package"
+    )
+
+
 def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
     """Raise an error that names the submodules which cannot be replicated."""
     if in_transform():

@@ -1,17 +1,19 @@
 """The replication callback: what the copies of one submodule share, and who calls it on them."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..meeting import DEFAULT_TIMEOUT, Coordinator, Joining, SyncMaster, joining
+from ..meeting import DEFAULT_TIMEOUT, Coordinator, Joining, SlavePipe, SyncMaster, joining
 from ..torch_private import names_of_modules
 from .replica import is_in_replica, new_coordinator, raise_foreign_layer
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
 _CALLBACK = "__data_parallel_replicate__"
+_PIPES = {"SyncMaster", "SlavePipe"}  # in copies of this package and in the older library, too
 
 
 class CallbackContext:
@@ -42,8 +44,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
 
 
-def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> bool:
-    """Execute the callbacks; return whether there are any."""
+def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> dict[str, CallbackContext]:
+    """Execute the callbacks; return the context of each submodule that has one, by name."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
     here = Joining(coordinator)
@@ -58,12 +60,37 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
                 module.__data_parallel_replicate__(ctx, here.replica_id)
     finally:
         joining.reset(token)
-    return bool(contexts)
+    return contexts
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
     """Raise an error, in a replica, for replicas inside of it that would synchronize only with each other."""
-    # Layers without running statistics use the batch in eval mode too.
     for child in module.modules():
-        if hasattr(type(child), _CALLBACK) and (child.training or getattr(child, "running_mean", 0) is None):
+        if hasattr(type(child), _CALLBACK) and _uses_batch(child):
             raise_foreign_layer(wrapper)
+
+
+def layer_of_another_package(module: nn.Module, contexts: Mapping[str, CallbackContext]) -> str | None:
+    """Describe the first layer of `module` that would exchange by the pipes of another package, if there is one.
+
+    It knows nothing of turns: the replica that waits in it would keep its turn for ever.
+    """
+    for name, ctx in contexts.items():
+        packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))
+        layer = module.get_submodule(name) if packages else None
+        if layer is not None and _uses_batch(layer):
+            return f"{name or 'the module itself'} ({type(layer).__name__}) of {packages[0]}"
+    return None
+
+
+def _package_of_pipe(value: object) -> str | None:
+    """Return the package of a master or pipe that is none of this package; None for everything else."""
+    if isinstance(value, (SyncMaster, SlavePipe)):
+        return None
+    modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ in _PIPES]
+    return re.sub(r"\.(comm|meeting\.pipes)$", "", modules[0]) if modules else None
+
+
+def _uses_batch(layer: nn.Module) -> bool:
+    """Return whether a layer with a callback normalizes with the batch, not with running statistics."""
+    return layer.training or getattr(layer, "running_mean", 0) is None

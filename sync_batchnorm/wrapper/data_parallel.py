@@ -23,7 +23,7 @@ from ..refusals import (
 )
 from ..torch_private import has_attribute, uncompiled
 from .arguments import number_of_chunks
-from .callbacks import execute_callbacks, refuse_training
+from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
 from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
@@ -137,19 +137,22 @@ class _ReplicationMixin(DataParallel[Any]):
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)
-        check_copies(frozenset(map(as_device, device_ids)))
+        devices = list(map(as_device, device_ids))
+        check_copies(frozenset(devices))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = new_coordinator(device_ids, self._sync_timeout)
         try:
-            has_callbacks = execute_callbacks(replicas, coordinator)
+            contexts = execute_callbacks(replicas, coordinator)
         except BaseException as error:
             coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
             raise
-        if not has_callbacks:
+        if not contexts:
             warn_of_plain_layers(self, module)
         run = Run(module, coordinator)
+        if len(set(devices)) < len(devices):  # Then replicas take turns.
+            run.layer_of_another_package = layer_of_another_package(module, contexts)
         run.inherit()  # for replicas that are not called by `parallel_apply`
-        return [Replica(replica, run, i, as_device(device_ids[i])) for i, replica in enumerate(replicas)]
+        return [Replica(replica, run, i, devices[i]) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""

@@ -44,6 +44,7 @@ class Run:
     default_device: torch.device | None = None  # that of the caller, where it is not the CPU
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
+    layer_of_another_package: str | None = None  # which could not exchange while replicas take turns
 
     def inherit(self) -> None:
         """Note the modes, the default device and the context of this thread, as those of the caller."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..backends.streams import current_stream
 from ..meeting import Coordinator
-from ..refusals import warn_once
+from ..refusals import mixed_packages_error, warn_once
 from .random_states import RandomStates
 from .replica import Run
 
@@ -42,6 +42,8 @@ def call_replicas(
         work(0)
     elif run is None or len(streams) == len(devices):
         _run_threads(work, len(replicas), None if run is None else run.coordinator)
+    elif run.layer_of_another_package is not None:
+        raise mixed_packages_error(run.layer_of_another_package)
     else:
         ids = [replica._sync_id for replica in replicas]
         run.random_states = states = RandomStates(dict(zip(ids, devices, strict=True)))

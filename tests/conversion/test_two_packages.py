@@ -1,0 +1,167 @@
+"""Layers of one package in the wrapper of another: of a copy of this one, and of the older library."""
+
+import copy
+import importlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import are_distinct_gpus, as_devices, assert_same_step, doubles
+from scripted import WRAPPERS, TorchStyle
+from torch import nn
+
+import sync_batchnorm
+from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+
+on_devices = pytest.mark.parametrize("devices", device_lists(2))
+PROJECT = "project_with_a_copy"
+COPY = f"{PROJECT}.norms"
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Import a copy of the package, inside of a package of a project."""
+    root = tmp_path_factory.mktemp("root")
+    (root / PROJECT).mkdir()
+    package = Path(sync_batchnorm.__file__).parent
+    shutil.copytree(package, root / PROJECT / "norms", ignore=shutil.ignore_patterns("__pycache__"))
+    sys.path.insert(0, str(root))
+    yield importlib.import_module(COPY)
+    sys.path.remove(str(root))
+    for name in [name for name in sys.modules if name.partition(".")[0] == PROJECT]:
+        del sys.modules[name]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+
+
+def assert_names_both(parallel: nn.DataParallel, layer: str, package: str, wrapper: str, batch: torch.Tensor) -> None:
+    text = (
+        rf"^expected layers and wrapper of one package, but got {layer} of {package} in a wrapper of {wrapper}, whose "
+        r"replicas on one device run one at a time, .* import both from the same package$"
+    )
+    before = copy.deepcopy(parallel.module.state_dict())
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=text):
+        parallel(batch)
+    assert time.monotonic() - start < 1
+    for name, value in parallel.module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("layers_are_copied", [False, True])
+@on_devices
+def test_layers_of_a_copy_are_refused_at_once_where_replicas_take_turns(devices, layers_are_copied, copied):
+    layers, wrapper = (copied, sync_batchnorm) if layers_are_copied else (sync_batchnorm, copied)
+    plain = net().to(as_devices(devices)[0])
+    parallel = wrapper.DataParallelWithCallback(layers.convert_model(copy.deepcopy(plain)), devices)
+    batch = doubles(5, 3, devices=devices)
+    if are_distinct_gpus(devices):
+        assert_same_step(plain, parallel, batch)
+        return
+    layer = r"1 \(SynchronizedBatchNorm1d\)"
+    assert_names_both(parallel, layer, layers.__name__, wrapper.__name__, batch)
+    torch.testing.assert_close(parallel.eval()(batch), plain.eval()(batch))  # Then nothing is exchanged.
+
+
+def test_layers_of_a_copy_train_in_replicas_that_run_at_once(copied):
+    plain = net()
+    parallel = patch_replication_callback(TorchStyle(copied.convert_model(copy.deepcopy(plain)), 2))
+    assert_same_step(plain, parallel, doubles(5, 3))
+
+
+def test_root_that_is_a_layer_of_a_copy_is_named_in_a_patched_wrapper(copied):
+    parallel = WRAPPERS["patched"](copied.SynchronizedBatchNorm1d(3))
+    assert_names_both(parallel, "the module itself .*", COPY, "sync_batchnorm", torch.randn(6, 3))
+
+
+# The pipes of the older library: the master waits on a queue of its own.
+
+
+class OlderMaster:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.arrived = threading.Semaphore(0)
+
+    def register_slave(self, identifier: int) -> Any:
+        return OlderPipe(self)
+
+    def run_master(self, message: Any) -> Any:
+        self.arrived.acquire()
+        return [*self.messages, message]
+
+
+class OlderPipe(tuple):
+    """Is a tuple, as the older one is a named tuple."""
+
+    def __new__(cls, master: OlderMaster) -> Any:
+        return tuple.__new__(cls, (master,))
+
+    def run_slave(self, message: Any) -> None:
+        self[0].messages.append(message)
+        self[0].arrived.release()
+
+
+for cls, name in ((OlderMaster, "SyncMaster"), (OlderPipe, "SlavePipe")):
+    cls.__name__, cls.__module__ = name, "their.norms.comm"
+
+
+class OlderLayer(nn.BatchNorm1d):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.master = OlderMaster()
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        if copy_id == 0:
+            ctx.sync_master = self.master
+        else:
+            self.pipe = ctx.sync_master.register_slave(copy_id)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.pipe.run_slave(1) if hasattr(self, "pipe") else self.master.run_master(1)
+        return input
+
+
+def test_layers_of_the_older_library_are_refused_before_the_first_turn():
+    parallel = DataParallelWithCallback(nn.Sequential(net(), OlderLayer(3)), ["cpu"] * 2, timeout=2)
+    assert_names_both(parallel, r"1 \(OlderLayer\)", "their.norms", "sync_batchnorm", torch.randn(4, 3).double())
+    parallel.module[1].eval()
+    parallel(torch.randn(4, 3).double())
+
+
+@pytest.mark.parametrize("name", ["own-parallel_apply", "own-forward"])
+def test_layers_of_the_older_library_exchange_in_replicas_that_run_at_once(name):
+    class Two(OlderMaster):
+        def run_master(self, message: Any) -> Any:
+            self.arrived.acquire()
+            return super().run_master(message)
+
+    layer = OlderLayer(3)
+    layer.master = Two()
+    WRAPPERS[name](layer)(torch.randn(6, 3))
+    assert layer.master.messages == [1, 1]
+
+
+def test_modules_that_share_anything_else_are_called_as_before():
+    class Sharing(nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            if copy_id == 0:
+                ctx.lock, ctx.numbers, ctx.queue = threading.Lock(), [], type("Queue", (), {})()
+            self.numbers = ctx.numbers
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.numbers.append(len(input))
+            return input + len(self.numbers)
+
+    parallel = DataParallelWithCallback(convert_model(nn.Sequential(Sharing(), nn.BatchNorm1d(3))), ["cpu"] * 2)
+    assert parallel(torch.randn(5, 3)).shape == (5, 3)
