@@ -20,10 +20,14 @@ from .saved import graph_source
 
 __all__: list[str] = []
 
+FUNCTIONS = (
+    "Functions that recompute in their backward, as reversible blocks and odeint_adjoint do, differentiate each "
+    "replica alone, too: keep such layers out of them, or use what records a graph, as odeint does"
+)
 REFUSED = (
     "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a recomputation "
     "that differentiates each replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you "
-    "call torch.autograd.grad through the layer yourself, do it outside the checkpoint"
+    f"call torch.autograd.grad through the layer yourself, do it outside the checkpoint. {FUNCTIONS}"
 )
 
 
@@ -58,7 +62,8 @@ def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], wher
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
             f"with bitwise equal inputs, but got another call of {where}; call the same layers in both. If the "
-            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input)"
+            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input). "
+            f"{FUNCTIONS}"
         )
     first = same[0]
     if not all(_are_equal(call.mean_invstd, first.mean_invstd) for call in same):

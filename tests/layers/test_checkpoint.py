@@ -350,6 +350,44 @@ def bound_late(net, x):
     return x
 
 
+class Recomputing(torch.autograd.Function):
+    """Keeps no graph: its backward calls `function` again, on what `points` returns, and differentiates that."""
+
+    @staticmethod
+    def forward(ctx, function, points, x, *parameters):
+        ctx.function, ctx.points = function, points
+        ctx.save_for_backward(x, *parameters)
+        for _ in range(2 if points is along_a_path else 1):
+            x = x + 0.1 * function(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        for point in ctx.points(x):
+            with torch.enable_grad():
+                leaf = point.detach().requires_grad_()
+                output = leaf + 0.1 * ctx.function(leaf)
+            grad, *grads = torch.autograd.grad(output, (leaf, *parameters), grad)
+        return None, None, grad, *grads
+
+
+def at_the_input(x):  # as a reversible block, which makes it of its output
+    return [x]
+
+
+def along_a_path(x):  # as the adjoint method for differential equations, which solves another one, backwards
+    return [0.7 * x, x]
+
+
+def reversible(net, x):
+    return Recomputing.apply(net.bn, at_the_input, net.conv(x), net.bn.weight, net.bn.bias)
+
+
+def adjoint(net, x):
+    return Recomputing.apply(net.bn, along_a_path, net.conv(x), net.bn.weight, net.bn.bias)
+
+
 BOUND_LATE = r"(?s)^(?!.*use_reentrant).*another call of bns\.1, replica \d;.*bind the loop variable"
 REFUSED = [
     (reentrant, "pass use_reentrant=False to torch"),
@@ -357,6 +395,8 @@ REFUSED = [
     (reentrant_outside, "pass use_reentrant=False to torch"),
     (with_forces_inside, "If you call torch.autograd.grad through the layer yourself, do it outside the checkpoint"),
     (bound_late, BOUND_LATE),
+    (reversible, r"Functions that recompute in their backward, as reversible blocks .*: keep such layers out of them"),
+    (adjoint, r"Functions that recompute in their backward, as .* odeint_adjoint .*: keep such layers out of them"),
 ]
 
 
