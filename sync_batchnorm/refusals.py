@@ -85,6 +85,15 @@ def mixed_packages_error(layer: str) -> RuntimeError:
     )
 
 
+def refuse_older_hook(module: nn.Module, *args: Any) -> None:
+    """Raise an error in place of a backward hook of the older kind, in the backward pass of a replica."""
+    raise RuntimeError(
+        f"expected full backward hooks in replicas, but got {type(module).__name__} with those of "
+        "register_backward_hook, which PyTorch calls with a replica that has ended; call register_full_backward_hook "
+        "instead"
+    )
+
+
 def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
     """Raise an error that names the submodules which cannot be replicated."""
     if in_transform():

@@ -75,6 +75,12 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def has_older_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of `torch.nn.Module.register_backward_hook`; it has one kind only."""
+    state = vars(module)
+    return bool(state["_backward_hooks"]) and state.get("_is_full_backward_hook") is False
+
+
 def has_attribute(module: nn.Module, name: str) -> bool:
     """Return whether a module has an attribute, without evaluating a property."""
     state = vars(module)

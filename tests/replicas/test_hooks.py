@@ -150,3 +150,41 @@ def test_hook_sees_what_its_own_replica_computes(devices):
     assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
     assert len(seen) == 1 + len(devices)
     assert {output.device for output in seen} == {torch.device(device) for device in as_devices(devices)}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.parametrize("name", ["layer", "bn", ""])
+@on_devices
+def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_remedy(devices, name):
+    def forward(net, input):
+        return net.layer(net.bn(input))
+
+    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
+    plain, parallel = twins(plain, devices)
+    hooked = parallel.module.get_submodule(name)
+    handle = hooked.register_backward_hook(lambda *args: None)
+    data = doubles(7, 3, devices=devices)
+    output = parallel(data)
+    text = (
+        rf"^expected full backward hooks in replicas, but got {type(hooked).__name__} with those of "
+        r"register_backward_hook.*; call register_full_backward_hook instead$"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        output.backward(torch.randn_like(output))
+    with torch.no_grad():
+        parallel(data)
+    handle.remove()
+    parallel.zero_grad()
+    for model in (plain, parallel.module):
+        model.load_state_dict(parallel.module.state_dict())
+    assert_same_step(plain, parallel, data)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_backward_hook_of_the_older_kind_acts_where_one_replica_runs_the_module():
+    calls = []
+    model = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model.register_backward_hook(lambda *args: calls.append(args[0]))
+    parallel = WRAPPERS["wrapper"](model).eval()
+    parallel(torch.randn(1, 3)).sum().backward()
+    assert calls == [model]
