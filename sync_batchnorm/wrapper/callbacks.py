@@ -37,11 +37,29 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
     those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
+
+    Raises:
+        TypeError, ValueError: if `modules` is no list of modules, or is empty.
     """
+    _check_replicas(modules)
     if is_in_replica():
         for module in modules:
             refuse_training(module, module)
     execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
+
+
+def _check_replicas(modules: Any) -> None:
+    """Raise an error for what is no list of modules, or is empty."""
+    found = None if isinstance(modules, (Sequence, nn.ModuleList)) else type(modules).__name__
+    if found is None:
+        others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+        found = f"a list with {others[0]}" if others else None
+    if found is not None:
+        raise TypeError(
+            f"expected a list with the replicas of one module, but got {found}; pass what replicate() returns"
+        )
+    if not modules:
+        raise ValueError("expected the replicas of a module, but got an empty list; pass what replicate() returns")
 
 
 def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> dict[str, CallbackContext]:

@@ -9,7 +9,7 @@ from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
+from sync_batchnorm import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
 
 
 class Registering(nn.Module):
@@ -121,3 +121,28 @@ def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
     for wrap in (DataParallelWithCallback, lambda net, **kw: patch_replication_callback(nn.DataParallel(net), **kw)):
         with pytest.raises(ValueError if is_number else TypeError, match=text):
             wrap(nn.Linear(2, 2), timeout=timeout)
+
+
+NO_LIST = "expected a list with the replicas of one module, but got"
+
+
+@pytest.mark.parametrize(
+    ("modules", "kind", "text"),
+    [
+        ([], ValueError, r"expected the replicas of a module, but got an empty list; pass what replicate\(\) returns"),
+        (None, TypeError, rf"{NO_LIST} NoneType; pass what replicate\(\)"),
+        (nn.Sequential(nn.Identity()), TypeError, f"{NO_LIST} Sequential"),
+        ([nn.Identity(), 1], TypeError, f"{NO_LIST} a list with int"),
+    ],
+    ids=["empty", "none", "module", "number"],
+)
+def test_callbacks_of_what_are_no_replicas_are_refused(modules, kind, text):
+    with pytest.raises(kind, match=f"^{text}"):
+        execute_replication_callbacks(modules)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, nn.ModuleList])
+def test_callbacks_run_on_replicas_in_any_list(kind):
+    calls = []
+    execute_replication_callbacks(kind([Registering(calls), Registering(calls)]))
+    assert [copy_id for _, copy_id, _ in calls] == [0, 1]
