@@ -34,10 +34,16 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
         mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel.
 
     Raises:
+        TypeError: if `input` is no tensor.
         ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
         RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
             recomputation by activation checkpointing; a `ReplicaSyncError` if the replicas cannot exchange.
     """
+    if not isinstance(input, Tensor):
+        raise TypeError(
+            f"expected an input tensor (N, C, +), but got {type(input).__name__}; pass a tensor, for example of "
+            "torch.as_tensor"
+        )
     if input.dim() < 2:
         raise ValueError(f"expected an input (N, C, +), but got {input.dim()} dimensions; add one, as in input[None]")
     group = processes.active_group(process_group)

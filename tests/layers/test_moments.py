@@ -137,3 +137,10 @@ def test_gradient_penalty_without_a_single_sample_is_no_nan():
     (grad,) = torch.autograd.grad(loss, input, create_graph=True)
     (loss + grad.square().sum()).backward()
     assert_equal(scale.grad, torch.full((2,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("input", [[1.0, 2.0], None, torch.randn(2, 3).numpy()], ids=["list", "none", "array"])
+def test_moments_of_what_is_no_tensor_are_refused_by_its_type(input):
+    text = rf"^expected an input tensor \(N, C, \+\), but got {type(input).__name__}; pass a tensor, for example of "
+    with pytest.raises(TypeError, match=text):
+        sync_moments(input, None)
