@@ -7,6 +7,7 @@ from .coordinator import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from .coordinator import PATIENCE as PATIENCE
 from .coordinator import Coordinator as Coordinator
 from .errors import ReplicaSyncError
+from .errors import add_note as add_note
 from .errors import without_frames as without_frames
 from .pipes import Joining as Joining
 from .pipes import SlavePipe, SyncMaster

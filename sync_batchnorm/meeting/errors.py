@@ -17,6 +17,17 @@ class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
     """No replica failed, but one did not call within the ``timeout`` of the wrapper, in seconds."""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, even one that refuses attributes, as a frozen dataclass does, or notes."""
+    vars(error)["__notes__"] = [*_notes_of(error), note]
+
+
+def _notes_of(error: BaseException) -> list[object]:
+    """Return the notes of an exception; if they are no list, which Python adds nothing to, a list of what is there."""
+    notes = vars(error).get("__notes__", [])
+    return list(notes) if isinstance(notes, (list, tuple)) else [notes]
+
+
 def without_frames(error: BaseException, who: str) -> BaseException:
     """Return `error`, which the replica `who` raised, without its frames, since they hold activations.
 
@@ -28,10 +39,9 @@ def without_frames(error: BaseException, who: str) -> BaseException:
         text = "".join(shown.format())
     except Exception:  # as for a SyntaxError that has no line
         text = "".join(format_tb(error.__traceback__))
-    notes = vars(error).get("__notes__") or ()
-    notes = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
-    # Not by `add_note` and `setattr`: an exception may refuse attributes, as a frozen dataclass does.
-    vars(error)["__notes__"] = [*notes, f"Caught {type(error).__name__} in {who}.\n{text.rstrip()}"]
+    notes = [note for note in _notes_of(error) if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
+    vars(error)["__notes__"] = notes
+    add_note(error, f"Caught {type(error).__name__} in {who}.\n{text.rstrip()}")
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
     while ahead:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .coordinator import NO_SPAN, Coordinator
+from .errors import add_note
 from .records import MASTER, Rendezvous
 
 __all__ = ["SlavePipe", "SyncMaster"]
@@ -163,7 +164,7 @@ class SyncMaster(_Member):
             with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):
                 answers = dict(self._master_callback(messages))
         except Exception as error:
-            error.add_note(f"Raised in the exchange of {rendezvous}.")
+            add_note(error, f"Raised in the exchange of {rendezvous}.")
             raise
         if answers.keys() != rendezvous.members.keys():
             raise RuntimeError(

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..call.processes import active_group
 from ..layers import _convert, _SynchronizedBatchNorm
+from ..meeting import add_note
 from ..refusals import check_module
 from ..wrapper import DataParallelWithCallback, tensors_in
 
@@ -92,7 +93,7 @@ def _run(one: "_Copy", many: "_Copy", parallel: nn.Module, loss: Loss) -> None:
     try:
         one.step(one, loss)
     except Exception as error:
-        error.add_note("This is from a copy of the model on one device: on the CPU, in float64.")
+        add_note(error, "This is from a copy of the model on one device: on the CPU, in float64.")
         raise
     try:
         many.step(parallel, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
 import re
@@ -371,4 +372,17 @@ def test_an_error_on_one_device_reaches_the_caller_with_a_note():
     only_float32 = Apply(lambda self, x: x if x.dtype == torch.float32 else float("only float32"))
     with pytest.raises(ValueError, match="only float32") as caught:
         assert_matches_one_device(only_float32, VECTORS)
+    assert caught.value.__notes__ == ["This is from a copy of the model on one device: on the CPU, in float64."]
+
+
+def test_an_error_on_one_device_that_refuses_attributes_reaches_the_caller_as_it_is():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    def fail(net, input):
+        raise Frozen(3)
+
+    with pytest.raises(Frozen) as caught:
+        assert_matches_one_device(Apply(fail), VECTORS)
     assert caught.value.__notes__ == ["This is from a copy of the model on one device: on the CPU, in float64."]

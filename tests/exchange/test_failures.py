@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import re
 import threading
 import traceback
@@ -27,7 +28,13 @@ from scripted import (
 )
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm, patch_replication_callback
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    SynchronizedBatchNorm,
+    SyncMaster,
+    patch_replication_callback,
+)
 from sync_batchnorm.meeting import Coordinator
 
 
@@ -80,6 +87,21 @@ class Frozen(Exception):
     reason: str
 
 
+class WithText(Exception):
+    """Has one note, and that not in a list, so that Python adds no other."""
+
+    def __init__(self) -> None:
+        super().__init__("the cause")
+        self.__notes__ = "of the user"
+
+
+class WithoutNotes(Exception):
+    """Refuses notes."""
+
+    def add_note(self, note: str) -> None:
+        raise LookupError("no notes")
+
+
 def _of_user() -> ValueError:
     error = ValueError("the cause")
     error.batch = 7
@@ -95,6 +117,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "unprintable": lambda: Unprintable("the cause"),
     "group": lambda: ExceptionGroup("the cause", [ValueError("one"), OSError("two")]),
     "exit": lambda: SystemExit(3),
+    "refuses notes": lambda: WithoutNotes("the cause"),
 }
 
 
@@ -118,6 +141,40 @@ def test_exception_of_a_replica_is_the_object_that_the_caller_gets(name, everywh
         assert "in fail\n" in note
         assert ("what caused it" in note) == (name == "attributes")
     assert_next_forward_is_right(parallel, (3, 0))
+
+
+@pytest.mark.parametrize("name", [*ERRORS, "text"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_exception_of_a_master_callback_is_the_object_that_the_caller_gets(name, wrapped):
+    class Exchanging(nn.Module):
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            if copy_id == 0:
+                ctx.master = SyncMaster(callback)
+            self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.pipe.run(x)
+
+    def callback(messages: Any) -> Any:
+        raise error
+
+    def alone() -> None:
+        SyncMaster(callback).run_master(1)
+
+    error = WithText() if name == "text" else ERRORS[name]()
+    call = functools.partial(WRAPPERS["wrapper"](Exchanging()), torch.zeros(R)) if wrapped else alone
+    with pytest.raises(type(error)) as caught:
+        call()
+    assert caught.value is error
+    notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
+    if name in ("attributes", "text"):
+        assert notes.pop(0) == "of the user"
+    if name != "exit":  # which is no failure of the exchange
+        assert (
+            notes.pop(0)
+            == f"Raised in the exchange of {'Exchanging' if wrapped else 'a SyncMaster of its own'}, call 1."
+        )
+    assert notes == [f"Caught {type(error).__name__} in replica 0 on device cpu."] * wrapped
 
 
 def test_exception_of_a_replica_holds_no_frames_of_it_nor_do_its_causes():
