@@ -11,7 +11,8 @@ most once, at once, in the thread in which one of these conditions becomes true:
 2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
 3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): a call needs all
    members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
-4. the wait of a replica reaches the timeout (`_wait`).
+4. the wait of a replica reaches the timeout (`_wait`);
+5. a replica starts to exchange in a second thread (`send`).
 
 Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so no mailbox holds more than
 one. A replica that got its answer before the break returns it, and all replicas get the error in their next call at the
@@ -228,11 +229,12 @@ class Coordinator:
             is_busy = replica.waits_in is not None or identifier in rendezvous.messages
             has_answer = replica.item is not None or not replica.mailbox.empty()
             if is_busy or has_answer:  # which another thread has not taken yet
-                raise RuntimeError(
-                    f"expected one thread of a replica to exchange at a time, but got {replica} calling "
-                    f"{rendezvous.name} while it waits in {replica.waits_in or rendezvous}; call synchronized layers "
-                    "from one thread of each replica"
+                self._break(  # for all replicas, since the error of this thread may reach nobody
+                    f"expected one thread of a replica to exchange at a time, but {replica} called {rendezvous.name} "
+                    f"in one thread while another one waits in {replica.waits_in or rendezvous}; call synchronized "
+                    "layers in the thread that runs forward"
                 )
+                self._raise_broken(replica)
             self._begin_wait(replica, rendezvous, identifier, message)
         turn, pause = _taking_turns.get(), None
         # For a pipe that does not belong to the forward pass of the wrapper, whose other replicas go on meanwhile. A
