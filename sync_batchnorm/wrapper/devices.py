@@ -51,6 +51,8 @@ def check_copies(devices: frozenset[torch.device]) -> None:
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.
     """
+    if len(devices) < 2 or torch.accelerator.current_accelerator() is None:  # as in tests that replace the steps
+        return
     mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
     if mode:
         torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.

@@ -1,0 +1,64 @@
+"""Whether copies between devices arrive is asked where there are two, and not on a machine without them."""
+
+import copy
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import CUDA_COUNT
+from helpers import assert_same_step, doubles, in_threads
+from torch import nn
+
+from sync_batchnorm import convert_model, patch_replication_callback
+from sync_batchnorm.wrapper.copies import replicate
+from sync_batchnorm.wrapper.devices import as_device, check_copies
+from sync_batchnorm.wrapper.scatter_gather import gather, scatter
+
+
+@pytest.fixture(autouse=True)
+def _not_checked_yet() -> Iterator[None]:
+    check_copies.cache_clear()
+    yield
+    check_copies.cache_clear()
+
+
+def devices_of(ids: list[int | str]) -> frozenset[torch.device]:
+    return frozenset(map(as_device, ids))
+
+
+@pytest.mark.parametrize("ids", [[0], [0, 0], ["cuda:1"], ["cpu"], ["cpu", "cpu"], ["meta", "meta"]], ids=str)
+def test_replicas_on_one_device_ask_nothing(ids, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", None)
+    monkeypatch.setattr(torch.Tensor, "to", None)
+    check_copies(devices_of(ids))
+
+
+@pytest.mark.skipif(CUDA_COUNT > 0, reason="for machines without a GPU")
+@pytest.mark.parametrize("ids", [[0, 0], [0, 1]], ids=str)
+def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_steps_on_devices(ids):
+    class OnCpu(nn.DataParallel):
+        """As somebody's test replaces what needs a GPU."""
+
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module, self.dim, self.device_ids = module, 0, ids
+            self.output_device, self.src_device_obj = ids[0], torch.device("cpu")
+
+        def scatter(self, inputs, kwargs, device_ids):
+            chunks = scatter(inputs, [torch.device("cpu")] * len(device_ids), 0)
+            return chunks, [kwargs] * len(chunks)
+
+        def replicate(self, module, device_ids):
+            return replicate(module, [torch.device("cpu")] * len(device_ids), not torch.is_grad_enabled())
+
+        def gather(self, outputs, output_device):
+            return gather(outputs, torch.device("cpu"), 0)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            pairs = zip(replicas, inputs, strict=True)
+            return in_threads(*[functools.partial(replica, *args) for replica, args in pairs])
+
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    parallel = patch_replication_callback(OnCpu(convert_model(copy.deepcopy(plain))))
+    assert_same_step(plain, parallel, doubles(5, 3))
