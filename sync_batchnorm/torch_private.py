@@ -39,7 +39,7 @@ _REQUIRED = {
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 # The dictionaries of the hooks of a call in the state of a module. They may be new ones in a replica.
-HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:

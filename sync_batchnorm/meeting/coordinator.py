@@ -237,8 +237,7 @@ class Coordinator:
                 self._raise_broken(replica)
             self._begin_wait(replica, rendezvous, identifier, message)
         turn, pause = _taking_turns.get(), None
-        # For a pipe that does not belong to the forward pass of the wrapper, whose other replicas go on meanwhile. A
-        # thread that inherits the context of a replica has no turn.
+        # For a pipe of another forward pass than the wrapper's. A thread that inherits a context has no turn.
         if turn is not None and turn[0] is not self and turn[1].thread == get_ident():
             pause = turn[0]._pause(turn[1])
         if self.span is None and pause is None:

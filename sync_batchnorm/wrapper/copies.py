@@ -156,7 +156,10 @@ def _copy(module: nn.Module, tensor_of: Tensors) -> nn.Module:
         state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
     for name in HOOKS:  # What a replica registers ends with it.
         state[name] = module.__dict__[name].copy()
-    if has_older_hooks(module):  # They refer to the replica weakly: PyTorch would say that it is dead.
+    # Most modules have none, and calls take time.
+    if state["_backward_hooks"] and has_older_hooks(
+        module
+    ):  # They refer to the replica weakly: PyTorch would say that it is dead.
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
     if type(module).__setattr__ is not nn.Module.__setattr__:
         _set_tensors(copy, module, tensor_of)
