@@ -87,16 +87,23 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (2)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (3)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
-    "tools/one_device.py: _gap: `gap > TOLERANCE` -> `gap >= TOLERANCE`": "at one value only",
-    "tools/one_device.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
-    "tools/one_device.py: _gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
-    "tools/one_device.py: _different_outputs_and_loss: "
-    "`_gap(many.loss, one.loss, TOLERANCE * _largest(*one.outputs))` -> "
-    "`_gap(one.loss, many.loss, TOLERANCE * _largest(*one.outputs))`": "it differs, by some size, if the other does",
-    "tools/one_device.py: _different_gradients: `_gap(many.grads[name], expected, floor)` -> "
-    "`_gap(expected, many.grads[name], floor)`": "it differs, by some size, if the other does",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
+    "tools/comparing.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
+    "tools/comparing.py: module: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
+    "tools/comparing.py: gap: `not math.isfinite(difference)` -> `True`": "it only saves time",
+    "tools/comparing.py: gap: `difference <= TOLERANCE * floor` -> `False`": "it only saves a look at the values",
+    "tools/comparing.py: gap: `difference <= TOLERANCE * floor` -> `difference < TOLERANCE * floor`": "at one value",
+    "tools/comparing.py: gap: `relative > TOLERANCE` -> `relative >= TOLERANCE`": "at one value only",
+    "tools/comparing.py: gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
+    "tools/comparing.py: _numbers: `tensor.layout != torch.strided` -> `True`": "a dense tensor stays what it is",
+    "tools/explaining.py: Steps._different_outputs_and_loss: `gap(many.loss, one.loss, max(one.slack, TOLERANCE * "
+    "largest(*one.outputs)))` -> `gap(one.loss, many.loss, max(one.slack, TOLERANCE * largest(*one.outputs)))`": "it "
+    "differs, by some size, if the other does",
+    "tools/explaining.py: Steps._different_gradients: `gap(actual, expected, floor)` -> "
+    "`gap(expected, actual, floor)`": "it differs, by some size, if the other does",
+    "tools/one_device.py: _random_loss: `(tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad` -> "
+    "`(tensor if tensor.shape == grad.shape else tensor.double().mean()) / grad`": "another random gradient",
     "backends/cpu.py: _split: `-1` -> `1`": "it only saves time to compute several rows side by side",
     "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
     "call/exchange.py: _measure: `device == part.master_device` -> `False`": "what is there is not sent",
@@ -120,8 +127,6 @@ EQUIVALENT: dict[str, str] = {
     "call/recomputation.py: _are_equal: `map(torch.equal, map(torch.nan_to_num, one), "
     "map(torch.nan_to_num, other))` -> "
     "`map(torch.equal, map(torch.nan_to_num, other), map(torch.nan_to_num, one))`": "the same",
-    "tools/one_device.py: _gap: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
-    "tools/one_device.py: _gap: `1e99` -> `2e+99` (2)": "any number does that is far above the tolerance",
     "torch_private.py: uncompiled.run: `disabled is None` -> `True`": "it only saves time to keep the function",
     "wrapper/devices.py: check_copies: `65536` -> `65537`": "any number of them does",
     "wrapper/devices.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",

@@ -3,6 +3,8 @@
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,19 @@ def warn_once(text: str) -> None:
     mine = object()
     if _issued.setdefault(text, mine) is mine:
         warn(text)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Let nobody warn in this context, and forget what `warn_once` would have said in it."""
+    issued = dict(_issued)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _issued.clear()
+        _issued.update(issued)
 
 
 def check_number(argument: str, number: object) -> None:

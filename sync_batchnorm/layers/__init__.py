@@ -1,8 +1,8 @@
 """The synchronized layers, the conversion of a model to them and back, and whether all of a model synchronize."""
 
 from .check import assert_synchronized
-from .conversion import _convert as _convert
 from .conversion import convert_model, patch_sync_batchnorm, revert_model
+from .conversion import why_left as why_left
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

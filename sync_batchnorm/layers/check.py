@@ -1,6 +1,6 @@
 """Whether every batch norm of a model would synchronize in its next forward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,16 +9,19 @@ from torch.nn.parallel import DataParallel
 from ..refusals import check_module, check_number
 from ..torch_private import BatchNormBase
 from ..wrapper import _ReplicationMixin
+from .conversion import IN_A_LIST, unregistered, why_left
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]
+
+Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
 
 
 def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> None:
     """Raise an error unless every batch norm of `model` would synchronize in its next forward.
 
-    Call it on the wrapped model, in training mode. The error also names layers that are in eval mode on purpose, like
-    those of a frozen backbone. A wrapper of one device is fine: one replica has the whole batch.
+    Call it on the wrapped model, in training mode, and before you freeze layers: the error also names those that are in
+    eval mode on purpose. A wrapper of one device is fine: one replica has the whole batch.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -30,49 +33,73 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
     Raises:
         TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would normalize with less than the whole batch, with the reason for each; or if there is none of them.
+            would normalize with less than the whole batch, what has the code of one, and attributes with layers that
+            torch does not register, with the reason for each; or if there is none of them.
     """
     check_module(model)
     check_number("replicas", replicas)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BatchNormBase)}
-    if not layers:
+    modules = list(model.named_modules())
+    wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
+    layers = {name: module for name, module in modules if _is_batch_norm(module)}
+    in_lists = unregistered(modules)
+    if not layers and not in_lists:
         raise RuntimeError(
-            f"expected a model with BatchNorm layers, but torch finds none in {type(model).__name__}; is one in a "
-            "plain list? Use nn.ModuleList"
+            f"expected a model with BatchNorm layers, but found none in {type(model).__name__}; check the model "
+            "once it is built"
         )
-    wrappers = [(module, set(module.modules())) for module in model.modules() if isinstance(module, DataParallel)]
     problems = []
     for name, layer in layers.items():
-        around = [wrapper for wrapper, modules in wrappers if layer in modules]
+        around = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
         why = _why_unsynchronized(layer, around, replicas or 1)
         if why is not None:
             problems.append(f"\n  {name or 'the model itself'} ({type(layer).__name__}): {why}")
+    for name, held in in_lists.items():
+        problems.append(f"\n  {name} ({len(held)} BatchNorm {'layer' if len(held) == 1 else 'layers'}): {IN_A_LIST}")
     if problems:
         found = f"{len(problems)} that would not:{''.join(problems)}"
         raise RuntimeError(f"expected every batch norm of the model to synchronize, but got {found}")
 
 
-def _why_unsynchronized(layer: BatchNormBase, wrappers: Sequence[DataParallel[Any]], replicas: int) -> str | None:
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a batch norm, or one that `convert_model` would name in a warning."""
+    is_connected = hasattr(module, "__data_parallel_replicate__")  # a norm of the user's own
+    return isinstance(module, BatchNormBase) or (why_left(module, {}) is not None and not is_connected)
+
+
+def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, replicas: int) -> str | None:
+    """Return why a layer in these wrappers would not synchronize, and what to do; None if it would."""
+    if isinstance(layer, _SynchronizedBatchNorm):
+        return _why_alone(layer, wrappers, replicas)
+    reason = why_left(layer, {})
+    if reason is not None:
+        return f"convert_model leaves it as it is, because {reason}"
     if isinstance(layer, nn.SyncBatchNorm):
         return "it synchronizes processes, not the replicas of one; call convert_model(model)"
-    if not isinstance(layer, _SynchronizedBatchNorm):
-        return "it is not synchronized; call convert_model(model)"
+    return "it is not synchronized; call convert_model(model)"
+
+
+def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, replicas: int) -> str | None:
     if not layer.training and not (wrappers and layer.running_mean is layer.running_var is None):
-        return "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
-    # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
+        purpose = "if it is frozen on purpose, call assert_synchronized before you freeze it"
+        return f"it is in eval mode; call model.train(), or, {purpose}"
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
     among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
-    number = len(wrappers[0].device_ids if wrappers else ()) or 1
-    if number < replicas:
-        return f"its wrapper makes {number} of {replicas} replicas; name more devices"
-    size = layer.group_size or number
+    # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
+    inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
+    outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
+    numbers = [len(wrapper.device_ids) or 1 for wrapper in outermost] or [1]
+    if min(numbers) < replicas:
+        return f"its wrapper makes {min(numbers)} of {replicas} replicas; name more devices"
+    return _why_in_groups(layer.group_size, max(numbers))
+
+
+def _why_in_groups(group_size: int | None, number: int) -> str | None:
+    size = group_size or number
     groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
-    if len(groups) > 1:
-        return (
-            f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"
-        )
-    return None
+    if len(groups) == 1:
+        return None
+    return f"its group_size of {size} makes groups {groups} of replicas; set it to None, or leave it if that is meant"

@@ -5,8 +5,9 @@ own. So every reference to the layer, or to its parameters and buffers, stays va
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, our
 # The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
 _InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
+IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 # A class that has its own version of one of these cannot be swapped for another one.
 _COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
 
@@ -89,16 +91,15 @@ def convert_model(
     options = sync_options(eps_mode, group_size, process_group)
     classes = {} if classes is None else classes
     _check_classes(classes)
+    former = {child: type(child) for _, child in modules}
     reasons = {name: _convert(child, classes, options) for name, child in modules}
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
     names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
-    reasons |= dict.fromkeys(
-        _unregistered(modules),
-        "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict",
-    )
-    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    _bind_anew(modules, former)
+    more = _add_unregistered(reasons, modules)
+    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize", more)
     return module
 
 
@@ -112,38 +113,70 @@ def revert_model(module: ModuleT) -> ModuleT:
         UserWarning: one warning that names every module which cannot be reverted, and why.
     """
     check_module(module)
-    reasons = {name: _revert(child) for name, child in list(module.named_modules())}
+    modules = list(module.named_modules())
+    former = {child: type(child) for _, child in modules}
+    reasons = {name: _revert(child) for name, child in modules}
+    _bind_anew(modules, former)
     _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
-def _unregistered(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Yield the names of the attributes whose lists, tuples and dicts hold layers that torch does not register."""
+def _add_unregistered(reasons: dict[str, str | None], modules: Sequence[tuple[str, nn.Module]]) -> int:
+    """Add attributes with layers that torch does not register; return how many layers more than names there are."""
+    more = 0
+    for name, held in unregistered(modules).items():
+        plain = [layer for layer in held if not isinstance(layer, _SynchronizedBatchNorm)]
+        if plain:
+            reasons[name if len(plain) == 1 else f"{name} ({len(plain)} layers)"] = IN_A_LIST
+            more += len(plain) - 1
+    return more
+
+
+def unregistered(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, list[nn.Module]]:
+    """Return the batch norms in lists, tuples and dicts, which torch does not register, by the names of attributes."""
     registered = {child for _, child in modules}
+    found: dict[str, list[nn.Module]] = {}
     for name, child in modules:
         for attribute, value in vars(child).items():
-            layers = {layer for held in _held(value, set()) for layer in held.modules()} - registered
-            if any(isinstance(x, BatchNormBase) and not isinstance(x, _SynchronizedBatchNorm) for x in layers):
-                yield f"{name}.{attribute}".strip(".")
+            if attribute == "_modules" or not isinstance(value, (list, tuple, dict)):
+                continue
+            layers = {layer for held in _held(value) for layer in held.modules()} - registered
+            found[f"{name}.{attribute}".strip(".")] = [layer for layer in layers if isinstance(layer, BatchNormBase)]
+    return {name: layers for name, layers in found.items() if layers}
 
 
-def _held(container: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules in a list, tuple or dict, and in those inside; `seen` holds the ids of all of them."""
-    if isinstance(container, (list, tuple, dict)) and id(container) not in seen:
-        seen.add(id(container))
-        for one in container.values() if isinstance(container, dict) else container:
-            yield from [one] if isinstance(one, nn.Module) else _held(one, seen)
+def _held(container: Any) -> Iterator[nn.Module]:
+    """Yield the modules in a list, tuple or dict, and in those inside."""
+    containers, seen = [container], {id(container)}
+    for held in containers:  # which grows
+        for item in held.values() if isinstance(held, dict) else held:
+            if isinstance(item, nn.Module):
+                yield item
+            elif isinstance(item, (list, tuple, dict)) and id(item) not in seen:
+                seen.add(id(item))
+                containers.append(item)
 
 
-def _warn_of(reasons: Mapping[str, str | None], what: str) -> None:
-    """Issue one warning of the modules that were left for a reason, by name."""
+def _bind_anew(modules: Sequence[tuple[str, nn.Module]], former: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Let methods that were stored, such as `self.norm = self.bn.forward`, be those of the layer's new class."""
+    for _, child in modules:
+        for attribute, value in list(vars(child).items()):
+            layer = value.__self__ if isinstance(value, MethodType) else None
+            if isinstance(layer, nn.Module) and type(layer) is not former.get(layer, type(layer)):
+                name = value.__func__.__name__
+                if value.__func__ is getattr(former[layer], name, None):
+                    vars(child)[attribute] = getattr(layer, name)
+
+
+def _warn_of(reasons: Mapping[str, str | None], what: str, more: int = 0) -> None:
+    """Issue one warning of the modules that were left for a reason, by name; some names are of so many `more`."""
     left: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         if reason is not None:
             left.setdefault(reason, []).append(name or "(the module itself)")
     if left:
         lines = [f"\n- {', '.join(names)}: {reason}" for reason, names in left.items()]
-        warn(f"{what}, {sum(map(len, left.values()))} in all:{''.join(lines)}")
+        warn(f"{what}, {sum(map(len, left.values())) + more} in all:{''.join(lines)}")
 
 
 def _check_classes(classes: Classes) -> None:
@@ -167,18 +200,29 @@ def _check_classes(classes: Classes) -> None:
             )
 
 
+def why_left(layer: nn.Module, classes: Classes) -> str | None:
+    """Return why a batch norm that does not synchronize cannot be converted, and what to do; None for all others."""
+    cls = type(layer)
+    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+        return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+    if not _is_left_to_convert(layer, classes):
+        return None
+    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
+    return None if reason is None else f"{cls.__name__} {reason}"
+
+
+def _is_left_to_convert(layer: nn.Module, classes: Classes) -> bool:
+    return type(layer) in classes or (_is_batch_norm(layer) and not isinstance(layer, _SynchronizedBatchNorm))
+
+
 def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str | None:
     """Convert one module, unless it is synchronized already or no batch norm; return why if it cannot be converted."""
     cls: Any = type(layer)
     if isinstance(layer, nn.DataParallel):
         patch(layer)
-    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
-        return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
-    if cls not in classes and (isinstance(layer, _SynchronizedBatchNorm) or not _is_batch_norm(layer)):
-        return None
-    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
-    if reason is not None:
-        return f"{cls.__name__} {reason}"
+    reason = why_left(layer, classes)
+    if reason is not None or not _is_left_to_convert(layer, classes):
+        return reason
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
     ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", ours)
@@ -222,7 +266,7 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
     return (
         f"has a {method} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
-        f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see its documentation"
+        f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see docs/usage.md"
     )
 
 

@@ -133,11 +133,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
             # A process that evaluates alone would wait for ever.
             if not self.training or self._active_group() is None:
                 if getattr(self, "_is_replica", False):
-                    names = self._sync_layer[1] or [type(self).__name__]
+                    names = self._sync_layer[1]  # none of a layer that no conversion has seen
+                    which = f"{len(names)}, first: {names[0]!r}" if names else f"such as a {type(self).__name__}"
                     warn_once(
-                        f"synchronized BatchNorm layers ({len(names)}, first: {names[0]!r}) run in replicas that are "
-                        "not connected: each normalizes with its own chunk of the batch. Use DataParallelWithCallback "
-                        "alone, or call patch_replication_callback(data_parallel) on the DataParallel around it"
+                        f"synchronized BatchNorm layers ({which}) run in replicas that are not connected: each "
+                        "normalizes with its own chunk of the batch. Use DataParallelWithCallback alone, or call "
+                        "patch_replication_callback(data_parallel) on the DataParallel around it"
                     )
                 return BatchNormBase.forward(self, input)
         return self._forward_synchronized(input)

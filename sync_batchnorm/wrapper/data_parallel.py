@@ -125,6 +125,10 @@ class _ReplicationMixin(DataParallel[Any]):
                 raise AttributeError(f"{error}; the module has it: parallel.module.{name}") from None
             raise
 
+    def extra_repr(self) -> str:
+        connected = "" if type(self) is DataParallelWithCallback else "replicas connected by sync_batchnorm"
+        return ", ".join(filter(None, [super().extra_repr(), connected]))
+
     @uncompiled
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

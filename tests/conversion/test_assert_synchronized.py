@@ -53,11 +53,19 @@ def test_synchronized_model_passes(model):
     assert_synchronized(model)
 
 
-@pytest.mark.parametrize("held", [nn.Linear(2, 2), _in_a_list()], ids=["none", "in a list"])
-def test_model_without_batch_norms_that_torch_registers_fails(held):
-    text = "expected a model with BatchNorm layers, but torch finds none in DataParallelWithCallback; is"
+def test_model_without_batch_norms_fails():
+    text = "expected a model with BatchNorm layers, but found none in DataParallelWithCallback; check the model "
     with pytest.raises(RuntimeError, match=text):
-        assert_synchronized(_ours(held))
+        assert_synchronized(_ours(nn.Linear(2, 2)))
+
+
+def test_a_patched_object_shows_that_its_replicas_are_connected():
+    parallel = TorchStyle(_net(), 2)
+    before = repr(parallel)
+    head, _, rest = before.partition("\n")
+    assert repr(patch_replication_callback(parallel)) == f"{head}\n  replicas connected by sync_batchnorm\n{rest}"
+    assert repr(revert_model(parallel)).partition("\n")[0] == head
+    assert "connected" not in repr(_ours(_net()))
 
 
 def test_replicas_that_are_asked_for_must_be_made():
@@ -68,6 +76,14 @@ def test_replicas_that_are_asked_for_must_be_made():
     with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):
         assert_synchronized(DataParallelWithCallback(_net(), ["cpu"]), replicas=2)
     assert_synchronized(_ours(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"]))), replicas=2)
+
+
+def test_each_wrapper_around_a_layer_must_make_the_replicas_that_are_asked_for():
+    net = _net()
+    model = nn.Sequential(_ours(net), DataParallelWithCallback(nn.Sequential(_ours(net)), ["cpu"]))
+    assert_synchronized(model)
+    with pytest.raises(RuntimeError, match=r"2 that would not:\n  0\.module\.1 .*: its wrapper makes 1 of 2 replicas"):
+        assert_synchronized(model, replicas=2)
 
 
 @pytest.mark.parametrize(("size", "groups"), [(1, r"\[\[0\], \[1\], \[2\]\]"), (2, r"\[\[0, 1\], \[2\]\]")])
@@ -98,13 +114,63 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
         assert_synchronized(model, replicas=2)
 
 
+class Norm(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class LookAlike(nn.Module):
+    """Has the code of a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_features, self.training = 4, True
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
-EVAL = "it is in eval mode; call model.train(), or leave it if it is frozen on purpose"
+EVAL = (
+    "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you "
+    "freeze it"
+)
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
 LEFT = {
     "plain": (
         _ours(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))),
         ["module.0 (BatchNorm1d): it is not synchronized; call convert_model(model)"],
+    ),
+    "class of the user's": (
+        _ours(nn.Sequential(Norm(4), LookAlike())),
+        [
+            "module.0 (Norm): convert_model leaves it as it is, because Norm has a forward of its own; write class "
+            "SynchronizedNorm(Norm, SynchronizedBatchNorm1d) and call convert_model(model, classes={Norm: "
+            "SynchronizedNorm}), see docs/usage.md",
+            "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has a forward of its own; write "
+            "class SynchronizedLookAlike(LookAlike, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm."
+            "forward(self, input), and call convert_model(model, classes={LookAlike: SynchronizedLookAlike}), see "
+            "docs/usage.md",
+        ],
+    ),
+    "list": (
+        _ours(
+            nn.Sequential(
+                SynchronizedBatchNorm1d(4), _in_a_list(), Net(len, held={"a": 2 * [SynchronizedBatchNorm1d(4)]})
+            )
+        ),
+        [
+            "module.1.layers (1 BatchNorm layer): in a plain list or dict, which torch does not register; use "
+            "nn.ModuleList or nn.ModuleDict",
+            "module.2.held (1 BatchNorm layer): in a plain list or dict, which torch does not register; use "
+            "nn.ModuleList or nn.ModuleDict",
+        ],
+    ),
+    "list and nothing else": (
+        _ours(_in_a_list()),
+        [
+            "module.layers (1 BatchNorm layer): in a plain list or dict, which torch does not register; use "
+            "nn.ModuleList or nn.ModuleDict",
+        ],
     ),
     "SyncBatchNorm": (
         _ours(nn.Sequential(nn.SyncBatchNorm(4))),
@@ -173,7 +239,7 @@ def test_stock_wrapper_warns_with_the_fix_once():
     model = nn.Sequential(SynchronizedBatchNorm1d(4), nn.Linear(4, 4), _ours(SynchronizedBatchNorm1d(4)))
     before = [set(vars(layer)) for layer in model]
     (text,) = _caught(TorchStyle(model, 3))
-    assert re.match(WARNING % "1, first: 'SynchronizedBatchNorm1d'", text)
+    assert re.match(WARNING % "such as a SynchronizedBatchNorm1d", text)
     assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +348,49 @@ def test_layers_in_a_plain_container_are_named(held):
         convert_model(nn.Sequential(nn.ReLU(), holding(held)))
 
 
+def test_each_layer_in_a_container_counts():
+    several = [nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), {"a": nn.BatchNorm2d(4)}, nn.BatchNorm1d(4)]
+    with pytest.warns(UserWarning, match=r", 4 in all:\n- held \(3 layers\), other: in a plain list or dict"):
+        convert_model(Net(len, found=nn.BatchNorm2d(4), held=[*several, several], other=(nn.BatchNorm3d(4),)))
+
+
+def test_large_and_deep_containers_take_no_time():
+    deep: list[Any] = [nn.BatchNorm2d(4)]
+    for _ in range(3000):
+        deep = [deep]
+    model = Net(len, layer=nn.BatchNorm2d(4), table=dict.fromkeys(range(1_000_000), 0.5), deep=deep)
+    start = time.process_time()
+    with pytest.warns(UserWarning, match=r", 1 in all:\n- deep: in a plain list"):
+        convert_model(model)
+    assert time.process_time() - start < 1.0
+
+
+class StoresForward(nn.Module):
+    """Calls a layer by its stored forward, which is that of its former class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.linear = nn.BatchNorm2d(3), nn.Linear(4, 4)
+        self.norm, self.map, self.stored = self.bn.forward, self.linear.forward, self.bn.eval
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.map(self.norm(input))
+
+
+@pytest.mark.parametrize("make", [StoresForward, lambda: nn.Sequential(nn.DataParallel(StoresForward()))])
+def test_a_stored_forward_of_a_layer_is_that_of_its_new_class(make):
+    model = make()
+    (holder,) = [child for child in model.modules() if isinstance(child, StoresForward)]
+    before = dict(vars(holder))
+    parallel = DataParallelWithCallback(convert_model(model), ["cpu"] * 2)
+    assert holder.norm.__func__ is SynchronizedBatchNorm2d.forward
+    assert holder.norm.__self__ is holder.bn
+    assert (holder.map, holder.stored) == (before["map"], before["stored"])
+    assert_matches_one_device(parallel, torch.randn(4, 3, 4, 4))
+    convert_model(model)
+    assert vars(revert_model(holder)) == before
+
+
 @pytest.mark.parametrize("held", [[nn.ReLU()], [[nn.ReLU(), 3]], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])
 def test_other_plain_containers_are_not_named(held):
     assert isinstance(convert_model(holding(held)).known[0], SynchronizedBatchNorm2d)
@@ -381,7 +425,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         lambda: BatchNormReLU(2),
         "BatchNormReLU has a forward of its own; write class "
         "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
-        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see its documentation",
+        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see docs/usage.md",
     ),
     (lambda: Called(2), "Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNo"),
     (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized"),
@@ -393,7 +437,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         lambda: Standalone(2),
         "Standalone has a forward of its own; write class SynchronizedStandalone(Standalone, SynchronizedBatchNorm), "
         "whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
-        "convert_model(model, classes={Standalone: SynchronizedStandalone}), see its documentation",
+        "convert_model(model, classes={Standalone: SynchronizedStandalone}), see docs/usage.md",
     ),
     (lambda: OfBase(2), "OfBase has a forward of its own; write class SynchronizedOfBase(OfBase, SynchronizedBatch"),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
@@ -734,7 +778,10 @@ def test_class_that_never_synchronizes_is_found_by_the_comparison_with_one_devic
     net = nn.Sequential(nn.Conv2d(2, 3, 3), plain(3), nn.BatchNorm2d(3))
     parallel = on_three(convert_model(net, classes={plain: ours}))
     assert_synchronized(parallel)  # which goes by the class of a layer
-    with pytest.raises(AssertionError, match=rf"first difference: output of 1 \({ours.__name__}\), in replica 0, by"):
+    where = rf"first difference: output of 1 \({ours.__name__}\), in replica 0, by"
+    with pytest.raises(
+        AssertionError, match=rf"{where} .*: its forward never calls that of SynchronizedBatchNorm\w*, so"
+    ):
         assert_matches_one_device(parallel, torch.randn(6, 2, 5, 5))
 
 

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PHRASES = re.findall(r"^> (.+)$", PAGE, re.MULTILINE)
+# The command and the check on one device say all of what they compare.
+TOLD = ("__main__.py", "one_device.py", "recording.py", "explaining.py")
 # Who takes a text that a user reads. Errors of arguments say all, and need no entry.
 TAKERS = ("RuntimeError", "ReplicaSyncError", "ReplicaTimeoutError", "warn_once", "self._break", "in_transform_error")
 OF_ARGUMENTS = ("TypeError", "ValueError")
@@ -30,7 +32,7 @@ def messages() -> dict[str, tuple[str, bool]]:
     """Return the messages in the code, and whether each needs an entry, by where they are."""
     found = {}
     for file in sorted((ROOT / "sync_batchnorm").rglob("*.py")):
-        if file.name in ("__main__.py", "one_device.py"):  # The command and the check say all of what they compare.
+        if file.name in TOLD:
             continue
         tree = ast.parse(file.read_text())
         # Constants are whole messages, or short reasons that a message lists.
@@ -71,3 +73,32 @@ def test_reasons_of_the_check_are_those_of_the_page():
     assert len(reasons) >= 3
     for reason in reasons:
         assert reason in (ROOT / "sync_batchnorm" / "layers/check.py").read_text()
+
+
+def causes_in_the_page() -> list[str]:
+    """Return the words of the check on one device that the page on diagnosing has an entry for."""
+    page = (ROOT / "docs" / "diagnosing.md").read_text()
+    table = page.partition("| the message says |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| (.+?) \| ", table, re.MULTILINE)
+
+
+def texts_of_explaining() -> list[str]:
+    """Return what the check on one device may say of a difference."""
+    tree = ast.parse((ROOT / "sync_batchnorm" / "tools" / "explaining.py").read_text())
+    inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    inside |= {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    texts = [words_of(node) for node in ast.walk(tree) if is_text(node) and id(node) not in inside]
+    return [text for text in texts if len(re.findall(r"\w+", text)) > 8]
+
+
+@pytest.mark.parametrize("cause", causes_in_the_page())
+def test_words_of_the_page_on_diagnosing_are_those_of_the_check(cause):
+    code = "".join(
+        (ROOT / "sync_batchnorm" / "tools" / file).read_text() for file in ("one_device.py", "explaining.py")
+    )
+    assert cause in re.sub(r'"\n *f?"', "", code)
+
+
+@pytest.mark.parametrize("text", texts_of_explaining())
+def test_what_the_check_says_has_an_entry_in_the_page_on_diagnosing(text):
+    assert any(cause in text for cause in causes_in_the_page()), text

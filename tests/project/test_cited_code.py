@@ -18,7 +18,7 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), R
 PAGES = [ROOT / "docs" / name for name in ("contributing.md", "how-it-works.md")]
 # Named in backquotes, though no code of the package has them: of Python and torch, of timm, of users, of formulas.
 FOREIGN = {"UserWarning", "create_graph", "retain_graph", "lerp_", "dropout_p", "scaled_dot_product_attention"}
-FOREIGN |= {"FakeTensorMode", "BatchNormAct2d", "NormAct", "N", "n_i", "dy_i"}
+FOREIGN |= {"FakeTensorMode", "BatchNormAct2d", "NormAct", "N", "n_i", "dy_i", "dropout", "drop_prob"}
 
 
 def test_mutants_that_are_called_equivalent_are_mutants_of_this_code():

@@ -1,0 +1,261 @@
+"""What differs first between one device and replicas, in the order of a training step, and the probable cause."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import _SynchronizedBatchNorm, why_left
+from ..torch_private import BatchNormBase
+from .comparing import TOLERANCE, gap, largest
+from .recording import Call, Copy, Difference, OneDevice
+
+__all__: list[str] = []
+
+
+_DRAWS = "draws random numbers, which differ in replicas; switch that off to compare the rest"
+
+_RETURN_SUMS = "return sums and counts from the replicas, add them up, and divide outside"
+_MORE = "`loss` depends on more than the output, as on random numbers"
+
+# What a layer calls in its own forward on one device or in replicas, not in both.
+_NORMS = ("batch_norm", "add_", "sync_batch_norm")
+
+
+@dataclass
+class Steps:
+    """A training step on one device, and the same one in replicas."""
+
+    one: Copy
+    many: Copy
+    trace: OneDevice
+    found: list[Difference]  # between calls of modules
+    sizes: list[int]  # the number of rows in the chunk of each replica
+    results: list[list[Tensor]]  # what each replica has returned
+    has_loss: bool  # whether the user has passed one
+
+    def first_difference(self) -> str | None:
+        """Return what differs first for the caller, where, and the probable cause."""
+        text = next(self._differences(), None)
+        if text is None or _DRAWS in text or not (self.one.has_dropout or self.trace.has_dropout):
+            return text
+        return f"{text} (dropout is switched off in both copies)"
+
+    def _differences(self) -> Iterator[str]:
+        """Yield what differs for the caller, in the order of the step."""
+        yield from self._different_outputs_and_loss()
+        yield from self._different_gradients()
+        yield from self._different_parameters()
+        yield from self._different_buffers()
+        yield from self._different_attributes()
+
+    def _different_outputs_and_loss(self) -> Iterator[str]:
+        one, many = self.one, self.many
+        shapes, found = ([tuple(tensor.shape) for tensor in step.outputs] for step in (one, many))
+        pairs = zip(many.outputs, one.outputs, strict=False)
+        gaps = [gap(actual, expected) for actual, expected in pairs if expected.numel() != 1]
+        has_scalars = any(output.numel() == 1 for output in one.outputs)  # one from each replica
+        largest_gap = max(gaps, default=0.0) if len(shapes) == len(found) else math.inf
+        # What moves the loss as little as outputs that agree may do is no difference.
+        loss_gap = gap(many.loss, one.loss, max(one.slack, TOLERANCE * largest(*one.outputs)))
+        if 0.0 < largest_gap < math.inf or (loss_gap and has_scalars):
+            yield from self._different_modules()
+        if largest_gap:
+            sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
+            by = f"differ, by {largest_gap:.1e} of their largest value"
+            cause = f"; the model {_DRAWS}" if one.draws else ""
+            yield f"outputs {sizes_differ if largest_gap == math.inf else by + cause}"
+        if loss_gap:
+            ratio = float(many.loss / one.loss)
+            cause = self._cause_in_scalars(ratio) if has_scalars else _MORE
+            what = "outputs agree, the loss does not" if gaps else "the loss differs"
+            yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
+
+    def _scalars(self) -> tuple[Tensor, Tensor]:
+        """Return the scalars that one device returns, and those of replicas, a row for each."""
+        scalars = [i for i, tensor in enumerate(self.one.outputs) if tensor.numel() == 1]
+        rows = [[tensors[i] for i in scalars] for tensors in (self.one.outputs, *self.results)]
+        of_one, *of_replicas = [torch.stack([tensor.double().reshape(()) for tensor in row]) for row in rows]
+        return of_one, torch.stack(of_replicas)
+
+    def _cause_in_scalars(self, ratio: float) -> str:
+        """Return the probable cause of a loss that differs by this ratio, where each replica returns a scalar."""
+        of_one, of_replicas = self._scalars()
+        for i, values in enumerate(of_replicas):
+            if of_one.isfinite().all() and not values.isfinite().all():
+                value = float(values[~values.isfinite()][0])
+                why = "as of a mean over nothing (ignore_index, an empty mask)"
+                return f"replica {i} returns {value}, {why}; {_RETURN_SUMS}"
+        if math.isclose(ratio, len(self.sizes), rel_tol=TOLERANCE):
+            return "each replica returns a mean, and `loss` adds them up; take their mean"
+        if math.isclose(ratio * len(self.sizes), 1.0, rel_tol=TOLERANCE):
+            taken = "`loss` takes their mean; add them up"
+            alone = "without a `loss` their mean is taken; pass loss=torch.sum, if your training adds them up"
+            return f"each replica returns a sum, and {taken if self.has_loss else alone}"
+        weights = torch.tensor(self.sizes, dtype=torch.float64) / sum(self.sizes)
+        if gap(weights @ of_replicas, of_one):
+            what = "what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice"
+            return f"{what}; {_RETURN_SUMS}"
+        if len(set(self.sizes)) == 1:
+            return "each replica returns a mean over its own chunk, and `loss` does not take the mean of these"
+        what = f"each replica returns a mean over its own chunk, of {self.sizes} rows"
+        return f"{what}; weight them by these numbers, or {_RETURN_SUMS}"
+
+    def _different_gradients(self) -> Iterator[str]:
+        one, many = self.one.grads, self.many.grads
+        floor = TOLERANCE * largest(*[grad for grad in one.values() if grad is not None])
+        for name in one:
+            actual, expected = _both(many[name], one[name])
+            if gap(actual, expected, floor):
+                yield from self._hidden_modules()
+                size, whole = float(actual.norm()), float(expected.norm())
+                cause = "replicas drop a part of it, or add up what should be a mean"
+                if not size or not whole:
+                    cause = "only replicas drop it" if whole else "only replicas have one"
+                ratio = size / whole if whole else math.inf
+                yield (
+                    "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is "
+                    f"that of {name} (ratio of norms {ratio:.3}): {cause}; look for detach, no_grad or a branch on the "
+                    "size of the batch, and in functions with a backward pass of their own"
+                )
+
+    def _different_parameters(self) -> Iterator[str]:
+        one, many = self.one.parameters, self.many.parameters
+        for name, expected in one.items():
+            if name not in many:
+                yield (
+                    f"outputs, loss and gradients agree; after the forward pass, the parameter {name} is there on one "
+                    "device only: what a replica makes ends with it; make it in __init__"
+                )
+            elif by := gap(many[name], expected):
+                yield from self._hidden_modules()
+                yield (
+                    f"outputs, loss and gradients agree; the parameter {name} differs after the forward pass, by "
+                    f"{by:.1e} of its largest value: forward() changes it, in each replica once; make it a buffer, "
+                    "which only replica 0 writes, or change it outside the forward pass"
+                )
+
+    def _different_buffers(self) -> Iterator[str]:
+        for name, expected in self.one.buffers.items():
+            actual = self.many.buffers.get(name)
+            by = math.inf if actual is None else gap(actual, expected)
+            if by:
+                yield from self._hidden_modules()
+                much = "" if by == math.inf else f", by {by:.1e} of its largest value"
+                yield (
+                    f"outputs, loss and gradients agree; the buffer {name} differs after the forward pass{much}: only "
+                    "what replica 0 writes into it in place stays, and that is from its own chunk; update it outside "
+                    "the forward pass"
+                )
+
+    def _hidden_modules(self) -> Iterator[str]:
+        for text in self._different_modules():
+            yield f"{text}. Outputs and loss agree, perhaps because a scale of zero follows, or a small one"
+
+    def _different_attributes(self) -> Iterator[str]:
+        modules = dict(self.many.module.named_modules()) | dict(self.one.module.named_modules())
+        for key in self.one.attributes | self.many.attributes:
+            actual, expected = (step.attributes.get(key, _UNSET) for step in (self.many, self.one))
+            if not _agree(actual, expected):
+                name, attribute = key
+                kind = type(modules[name]).__name__
+                yield (
+                    f"outputs, loss, gradients, parameters and buffers agree; the attribute {attribute} of "
+                    f"{name or 'the model itself'} ({kind}) differs after the forward pass: {expected!r} on one "
+                    f"device, {actual!r} in replicas. What a replica binds on itself ends with it; keep a number in a "
+                    "buffer that is changed in place, or set the attribute outside the forward pass"
+                )
+
+    def _different_modules(self) -> Iterator[str]:
+        """Yield which module, the first, has inputs that agree, and outputs that do not."""
+        for _, replica, (name, number), module_gap, called in sorted(self.found)[:1]:
+            call = self.trace.calls[name, number]
+            kind = f"{type(call.module).__name__}{f', call {number + 1}' if number else ''}"
+            where = f"output of {name or 'the model itself'} ({kind}), in replica {replica}"
+            yield f"first difference: {where}, by {module_gap:.1e} of its largest value: {self._cause(call, called)}"
+
+    def _cause(self, call: Call, called_in_replica: Counter[str]) -> str:
+        """Return the probable cause of a difference in a call."""
+        module, replicas = call.module, len(self.sizes)
+        if isinstance(module, _SynchronizedBatchNorm) and (module.group_size or replicas) < replicas:
+            return (
+                f"its group_size of {module.group_size} makes groups of the {replicas} replicas, which normalize "
+                "separately; set it to None, unless that is meant"
+            )
+        one, many, inside = self.one.parameters, self.many.parameters, set(module.parameters())
+        names = [name for name, parameter in self.one.module.named_parameters() if parameter in inside]
+        changed = [name for name in names if gap(many.get(name, one[name]), one[name])]
+        if changed:
+            return (
+                f"its forward() changes the parameter {changed[0]}, which replicas on one device share, so each "
+                "changes it once more; make it a buffer, or change it outside the forward pass"
+            )
+        return _cause_in_call(call, called_in_replica)
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "unset"
+
+
+_UNSET = _Unset()  # what an attribute is that no module has
+
+
+def _agree(actual: Any, expected: Any) -> bool:
+    """Return whether the values of two attributes are the same."""
+    if isinstance(actual, float) and isinstance(expected, float):
+        both_nan = math.isnan(actual) and math.isnan(expected)
+        return both_nan or math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE**2)
+    return bool(actual == expected)
+
+
+def _both(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return two gradients, zeros for one that is None."""
+    shape_of = actual if actual is not None else expected
+    zeros = torch.zeros(()) if shape_of is None else torch.zeros_like(shape_of)
+    found, wanted = (zeros if grad is None else grad.to_dense() for grad in (actual, expected))
+    return found, wanted
+
+
+def _cause_in_call(call: Call, called_in_replica: Counter[str]) -> str:
+    """Return the probable cause of a difference in a module, from its call on one device and what it calls there."""
+    if call.draws:
+        return f"it {_DRAWS}"
+    cause = _cause_in_norm(call.module, called_in_replica)
+    if cause is not None:
+        return cause
+    ignored = _NORMS if isinstance(call.module, _SynchronizedBatchNorm) else ()
+    called, there = (
+        Counter({name: n for name, n in calls.items() if name not in ignored})
+        for calls in (call.called, called_in_replica)
+    )
+    differing = (called - there) | (there - called)
+    if differing:
+        what = min(differing, key=lambda name: (hasattr(Tensor, name), name))  # names of modules come first
+        return (
+            f"it calls {what} {called[what]} times on one device, {there[what]} times there; look for a branch, a loop "
+            "or a cache that depends on the batch or its size"
+        )
+    return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
+
+
+def _cause_in_norm(module: nn.Module, called: Counter[str]) -> str | None:
+    """Return why a batch norm, or what calls one in a replica, does not synchronize; None if that is not the cause."""
+    reason = why_left(module, {})
+    if reason is not None:
+        return f"a batch norm that convert_model leaves as it is, because it {reason.partition(' ')[2]}"
+    if not isinstance(module, _SynchronizedBatchNorm):
+        if isinstance(module, BatchNormBase):
+            return "a batch norm that is not synchronized; call convert_model(model)"
+        return "it calls F.batch_norm, or a batch norm that is no submodule of it" if called["batch_norm"] else None
+    if called["sync_batch_norm"]:
+        return None
+    base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
+    return (
+        f"its forward never calls that of {base}, so each replica normalizes with its own chunk; call {base}."
+        "forward(self, input) in it"
+    )

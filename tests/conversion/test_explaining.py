@@ -1,0 +1,424 @@
+"""`assert_matches_one_device` names each planted cause, and speaks of nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+from functools import reduce
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from checked import IMAGES, LABELS, VECTORS, Apply, bind, hide, quietly, wrapped
+from helpers import Net
+from torch import nn
+
+from sync_batchnorm import (
+    SynchronizedBatchNorm2d,
+    assert_matches_one_device,
+    convert_model,
+)
+
+
+class MyNorm(nn.BatchNorm2d):
+    def forward(self, input):
+        return F.batch_norm(input, None, None, self.weight, self.bias, True)
+
+
+class NeverSynchronized(MyNorm, SynchronizedBatchNorm2d):
+    pass
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input) * input.mean()
+
+
+class SynchronizedScaled(Scaled, SynchronizedBatchNorm2d):
+    pass
+
+
+class MeanInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / len(grad)
+
+
+def around(function):
+    """Put a module between others that are right."""
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Apply(function), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)]
+    return convert_model(nn.Sequential(*layers))
+
+
+def resnet_with_own_norm():
+    pytest.importorskip("zoo")  # which needs torchvision
+    import torchvision
+
+    model = torchvision.models.resnet18(num_classes=3)
+    model.layer2[0].bn2 = MyNorm(128)
+    return quietly(convert_model, model)
+
+
+def count(self, x):
+    self.seen += len(x)
+    return x
+
+
+def enqueue(self, x):
+    self.queue = torch.cat((x.detach(), self.queue))[:4]
+    return x * 1
+
+
+def drop_gradient(self, x):
+    hidden = self.parts[0](x)
+    return self.parts[1](hidden if len(x) == 4 else hidden.detach())
+
+
+def loss_with_state(output, calls=[]):  # noqa: B006
+    calls.append(0)
+    return output.sum() * len(calls)
+
+
+def behind(scale, *branch):
+    """Return a residual block whose branch has a last scale."""
+
+    def forward(self, x):
+        return x + self.scale * self.branch(x)
+
+    return Net(forward, branch=nn.Sequential(*branch), scale=nn.Parameter(torch.full((1,), scale)))
+
+
+def normalize(self, x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+def change_parameter(self, x):
+    with torch.no_grad():
+        self.threshold.mul_(0.5).add_(x.detach().mean())
+    return x * 1
+
+
+def change_and_use_parameter(self, x):
+    self.threshold.data.add_(1.0)
+    return x * self.threshold
+
+
+def labelled(**options):
+    """Return a model that computes its loss."""
+    return Apply(lambda self, x, labels: F.cross_entropy(self.parts[0](x), labels, **options), nn.Linear(3, 3))
+
+
+def dice(self, x):
+    y = self.parts[0](x).sigmoid()
+    return y, 1 - 2 * (y * (x[:, :2] > 0)).sum() / (y.sum() + (x[:, :2] > 0).sum())
+
+
+def mix(self, x):
+    return x - x.mean(0)
+
+
+MIXES = ": it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
+
+
+NO_MEAN = (
+    "what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice; return sums and "
+    "counts from the replicas, add them up, and divide outside"
+)
+
+
+SIZE = "; look for a branch, a loop or a cache that depends on the batch or its size"
+
+
+GRADIENT = (
+    "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
+)
+
+
+STATE = "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the"
+
+
+FAILS = "runs on one device, but not in replicas: "
+
+
+PLANTED = {  # how to build the model, its input, what the message is, options
+    "norm of a ResNet-18": (
+        *(resnet_with_own_norm, torch.randn(4, 3, 32, 32)),
+        "first difference: output of layer2.0.bn2 (MyNorm), in replica 0, by ...e-0... of its largest value: a batch "
+        "norm that convert_model leaves as it is, because it has a forward of its own; write class SynchronizedMyNorm",
+    ),
+    "not converted": (
+        *(lambda: nn.DataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), wrapped(nn.BatchNorm2d(4)))), IMAGES),
+        "output of 1.module (BatchNorm2d), in ...: a batch norm that is not synchronized; call convert_model(model)",
+    ),
+    "group": (
+        *(lambda: convert_model(nn.BatchNorm2d(3), group_size=2), IMAGES[:4]),
+        "(SynchronizedBatchNorm2d), in replica 0, ...: its group_size of 2 makes groups of the 4 replicas, which "
+        "normalize separately; set it to None, unless that is meant",
+        {"replicas": 4},
+    ),
+    "class that never synchronizes": (
+        *(lambda: convert_model(nn.Sequential(MyNorm(3)), classes={MyNorm: NeverSynchronized}), IMAGES),
+        "output of 0 (NeverSynchronized), in replica 0, ...: its forward never calls that of SynchronizedBatchNorm2d, "
+        "so each replica normalizes with its own chunk; call SynchronizedBatchNorm2d.forward(self, input) in it",
+    ),
+    "class that synchronizes and mixes": (
+        *(lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}), IMAGES),
+        f"output of 0 (SynchronizedScaled), in replica 0, ...{MIXES}",
+    ),
+    "plain list": (
+        *(lambda: Net(lambda self, x: self.hidden[0](x), hidden=[nn.BatchNorm1d(3)]), VECTORS),
+        "it calls F.batch_norm, or a batch norm that is no submodule of it",
+    ),
+    "torch's random numbers": (
+        *(lambda: around(lambda self, x: x + torch.rand_like(x)), IMAGES),
+        "output of 2 (Apply), in replica ...: it draws random numbers, which differ in replicas",
+    ),
+    "of a compiled function": (
+        *(lambda: nn.Sequential(nn.Flatten(), quietly(torch.jit.script, Drops())), IMAGES),
+        "output of the model itself (Sequential), in replica 0, ...: it draws random numbers",
+    ),
+    "of a compiled model": (
+        *(lambda: quietly(torch.jit.script, Drops()), IMAGES),
+        "outputs differ, by ... of their largest value; the model draws random numbers, which differ in replicas",
+    ),
+    "mix in a compiled model": (
+        *(lambda: quietly(torch.jit.script, Centers()), IMAGES),
+        "outputs differ, by ... of their largest value$",
+    ),
+    "another number of outputs": (
+        *(lambda: Apply(lambda self, x: (x, x) if len(x) == 2 else (x,)), VECTORS),
+        "outputs have shapes [(4, 3)] on one device, [(4, 3), (4, 3)] in replicas; return a row for each sample",
+    ),
+    "Python's": (lambda: Apply(lambda self, x: x * 1e-8 * random.random()), VECTORS, "it draws random numbers"),
+    "NumPy's": (lambda: Apply(lambda self, x: self.parts[0](x * numpy.random.rand()), nn.ReLU()), VECTORS, "it draws"),
+    "mix": (lambda: around(lambda self, x: x - x.mean(0)), IMAGES, f"output of 2 (Apply), in replica 0, ...{MIXES}"),
+    "branch": (
+        *(lambda: around(lambda self, x: x * x.ndim if len(x) > 2 else x), IMAGES),
+        f"output of 2 (Apply), in replica 1, ...: it calls mul 1 times on one device, 0 times there{SIZE}",
+    ),
+    "calls": (
+        *(lambda: Apply(lambda self, x: reduce(lambda y, _: self.parts[0](y), x, x), nn.Linear(3, 3)), VECTORS),
+        f"the model itself (Apply), in replica 0, ...: it calls parts.0 4 times on one device, 2 times there{SIZE}",
+    ),
+    "mix in place, with dropout": (
+        lambda: nn.Sequential(
+            *(nn.Linear(3, 3), nn.Dropout(), Apply(lambda self, x: x.sub_(x.mean(0)))),
+            Net(lambda self, x: x * (1 - self.dropout), dropout=0.5),
+        ),
+        VECTORS,
+        f"output of 2 (Apply), in replica 0, ...{MIXES} (dropout is switched off in both copies)",
+    ),
+    "second call": (
+        lambda: Apply(
+            lambda self, x: self.parts[0](self.parts[0](x), 1), Apply(lambda self, x, k=0: x + k * x.mean(0))
+        ),
+        *(VECTORS, "output of parts.0 (Apply, call 2), in replica 0"),
+    ),
+    "means that are added up": (
+        *(lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 2)), VECTORS),
+        "the loss differs: ... on one device, ... in replicas (ratio 2.0): each replica returns a mean, and `loss` "
+        "adds them up; take their mean",
+        {"loss": torch.sum},
+    ),
+    "sums that are averaged": (
+        *(lambda: Apply(lambda self, x: (x, x.square().sum())), VECTORS),
+        "outputs agree, the loss does not: ... on one device, ... in replicas (ratio 0.5): each replica returns a sum, "
+        "and `loss` takes their mean; add them up",
+        {"loss": lambda output: output[1].mean()},
+    ),
+    "uneven means": (
+        *(lambda: Apply(lambda self, x: x.square().mean()), IMAGES),
+        "each replica returns a mean over its own chunk, of [3, 2] rows; weight them by these numbers",
+    ),
+    "one mean of several": (
+        *(lambda: Apply(lambda self, x: x.square().mean()), VECTORS),
+        "each replica returns a mean over its own chunk, and `loss` does not take the mean of these",
+        {"loss": lambda losses: losses.reshape(-1)[0]},
+    ),
+    "sums without a loss": (
+        *(lambda: Apply(lambda self, x: x.square().sum()), VECTORS),
+        "(ratio 0.5): each replica returns a sum, and without a `loss` their mean is taken; pass loss=torch.sum",
+    ),
+    "no mean over samples": (lambda: Apply(lambda self, x: x.std()), VECTORS, f"(ratio ...): {NO_MEAN}"),
+    "class weights": (
+        *(lambda: labelled(weight=torch.tensor([1.0, 3.0, 9.0])), VECTORS),
+        *(f"the loss differs: ...: {NO_MEAN}", {"kwargs": {"labels": torch.tensor([0, 1, 2, 2])}}),
+    ),
+    "ignored labels": (
+        *(lambda: labelled(ignore_index=9), VECTORS),
+        *(f"the loss differs: ...: {NO_MEAN}", {"kwargs": {"labels": torch.tensor([0, 9, 2, 2])}}),
+    ),
+    "ignored labels of unequal chunks": (
+        *(lambda: labelled(ignore_index=9), torch.randn(5, 3)),
+        *(f"the loss differs: ...: {NO_MEAN}", {"kwargs": {"labels": torch.tensor([0, 1, 2, 9, 1])}}),
+    ),
+    "nothing but ignored labels": (
+        *(lambda: labelled(ignore_index=9), VECTORS),
+        "the loss differs: ...: replica 0 returns nan, as of a mean over nothing (ignore_index, an empty mask); return "
+        "sums and counts from the replicas",
+        {"kwargs": {"labels": torch.tensor([9, 9, 2, 2])}},
+    ),
+    "Dice": (
+        *(lambda: Apply(dice, nn.Linear(3, 2)), VECTORS),
+        f"outputs agree, the loss does not: ...: {NO_MEAN}",
+        {"loss": lambda output: output[1].mean()},
+    ),
+    "norm in front of a loss": (
+        *(lambda: nn.Sequential(nn.BatchNorm1d(3), Apply(lambda self, x: (x**3).mean())), VECTORS),
+        "first difference: output of 0 (BatchNorm1d), in replica 0",
+    ),
+    "loss with a state": (
+        lambda: Apply(hide, nn.Softmax(0)),
+        *(VECTORS, "outputs agree, the loss does not: ...: `loss` depends on more than", {"loss": loss_with_state}),
+    ),
+    "gradient that replicas drop": (
+        *(lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), VECTORS),
+        f"{GRADIENT}... (ratio of norms 0.0): only replicas drop it; look for detach, no_grad or a branch on the size",
+        {"loss": lambda output: F.cross_entropy(output, LABELS)},
+    ),
+    "part of a gradient": (
+        lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 1 else self.parts[0](x), nn.Linear(3, 2)),
+        *(VECTORS[:3], f"{GRADIENT}...: replicas drop a part of it, or add up what should be a mean; look for detach"),
+    ),
+    "gradient that only replicas have": (
+        lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 4 else self.parts[0](x), nn.Linear(3, 2)),
+        *(VECTORS, f"{GRADIENT}... (ratio of norms inf): only replicas have one; look for detach"),
+    ),
+    "mean in the backward pass": (
+        *(lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
+        f"{GRADIENT}... (ratio of norms 2.0): replicas drop a part of it, or add up what should be a mean; look for",
+    ),
+    "counter": (
+        *(lambda: Apply(count, seen=0), VECTORS),
+        f"outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 5.0e-01 of ...{STATE}",
+    ),
+    "queue": (
+        lambda: Apply(enqueue, queue=[[0.0] * 3]),
+        VECTORS,
+        f"agree; the buffer queue differs ...{STATE}",
+    ),
+    "number in an attribute": (
+        *(lambda: nn.Sequential(Net(bind("seen", lambda seen, x: seen + len(x)), seen=0)), VECTORS),
+        "outputs, loss, gradients, parameters and buffers agree; the attribute seen of 0 (Net) differs after the "
+        "forward pass: 4 on one device, 0 in replicas. What a replica binds on itself ends with it; keep a",
+    ),
+    "flag in an attribute": (
+        *(lambda: Net(bind("is_ready", lambda *_: True), is_ready=False), VECTORS),
+        "the attribute is_ready of the model itself (Net) differs after the forward pass: True on one device, False in",
+    ),
+    "string in an attribute": (
+        *(lambda: Net(bind("phase", lambda *_: "late"), phase="early"), VECTORS),
+        "the attribute phase of the model itself (Net) differs after the forward pass: 'late' on one device, 'early'",
+    ),
+    "new attribute": (
+        *(lambda: Net(bind("mean", lambda _, x: float(x.mean()))), VECTORS),
+        "the attribute mean of the model itself (Net) differs after the forward pass: ... on one device, unset in",
+    ),
+    "attribute behind a buffer": (
+        *(lambda: Apply(lambda self, x: count(self, bind("step", lambda step, _: step + 1)(self, x)), seen=0), VECTORS),
+        f"outputs, loss and gradients agree; the buffer seen differs ...{STATE}",
+    ),
+    "mix behind a zero": (
+        *(lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), VECTORS),
+        f"first difference: output of branch.1 (Apply), in replica 0, ...{MIXES}. Outputs and loss agree, perhaps ",
+    ),
+    "F.batch_norm behind a zero": (
+        *(lambda: behind(0.0, Apply(normalize), nn.Linear(3, 3)), VECTORS),
+        "output of branch.0 (Apply), in replica 0, ...: it calls F.batch_norm, or",
+    ),
+    "norm behind a zero": (
+        *(lambda: behind(0.0, nn.Linear(3, 3), nn.BatchNorm1d(3)), VECTORS),
+        "output of branch.1 (BatchNorm1d), in replica 0, ...: a batch norm that is not synchronized; call convert",
+    ),
+    "norm behind a small scale": (
+        *(lambda: nn.Sequential(behind(1e-9, nn.BatchNorm1d(3)), nn.Linear(3, 1)), VECTORS - VECTORS.mean(0)),
+        "output of 0.branch.0 (BatchNorm1d), in replica 0",
+        {"loss": lambda output: (output - output.detach().mean()).mean() * 1e6},
+    ),
+    "buffer behind a zero": (
+        lambda: nn.Sequential(behind(0.0, Apply(mix), convert_model(nn.BatchNorm1d(3)).requires_grad_(False))),
+        *(VECTORS, "output of 0.branch.0 (Apply), in replica 0"),
+    ),
+    "parameter that is changed": (
+        lambda: Net(change_parameter, threshold=nn.Parameter(torch.ones(()), requires_grad=False)),
+        VECTORS,
+        "outputs, loss and gradients agree; the parameter threshold differs after the forward pass, by ... of its "
+        "largest value: forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or "
+        "change it outside the forward pass",
+    ),
+    "parameter that is changed and used": (
+        lambda: nn.Sequential(nn.ReLU(), Net(change_and_use_parameter, threshold=nn.Parameter(torch.ones(())))),
+        VECTORS,
+        "output of 1 (Net), in replica 1, ...: its forward() changes the parameter 1.threshold, which replicas on one "
+        "device share",
+    ),
+    "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: replica 0 returned"),
+    "error": (lambda: Apply(lambda self, x: x.view(4, 3)), VECTORS, f"{FAILS}RuntimeError: "),
+    "NaN": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), VECTORS, "the model itself (Apply), in"),
+    "behind similarities": (
+        *(lambda: nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])), VECTORS),
+        f"output of 1 (Apply), in replica 0, ...{MIXES}",
+    ),
+    "copy": (lambda: Apply(lambda self, x: copy.deepcopy(self.parts[0])(x), nn.Linear(3, 3)), VECTORS, f"{FAILS}Runt"),
+    "new": (
+        lambda: Apply(lambda self, x: self.register_parameter("w", nn.Parameter(x[0])) or x),
+        VECTORS,
+        "parameter w is there",
+    ),
+    "list": (
+        *(lambda: Apply(lambda self, x: list(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
+        "outputs have shapes [(2,), (2,), (2,), (2,)] on one device, [(4,), (4,)] in replicas; return a row for each",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_cause_is_named(planted):
+    build, input, message, *options = PLANTED[planted]
+    model, text = build(), re.escape(message).replace(r"\.\.\.", ".*").replace(r"value\$", "value$")
+    with torch.inference_mode(), torch.autocast("cpu"), pytest.raises(AssertionError, match=text):
+        assert_matches_one_device(model, input, **dict(*options))
+
+
+class Centers(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        return F.dropout(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_said"),
+    [
+        ([Apply(lambda self, x: x + torch.rand_like(x)), nn.Dropout()], False),
+        ([Apply(mix)], False),
+        ([Apply(mix), nn.Dropout()], True),
+        ([Apply(mix), Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2, dropout=0.5))], True),
+        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0))], False),
+        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, None, 0.0))], False),
+        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))], True),
+    ],
+    ids=[
+        "random numbers",
+        "no dropout",
+        "dropout",
+        "of an LSTM",
+        "none of attention",
+        "none by position",
+        "of attention",
+    ],
+)
+def test_dropout_is_named_where_it_was_switched_off_and_is_not_the_cause(layers, is_said):
+    with pytest.raises(AssertionError, match="output of 0") as caught:
+        assert_matches_one_device(nn.Sequential(*layers), VECTORS)
+    assert ("dropout" in str(caught.value)) == is_said, caught.value
