@@ -7,13 +7,16 @@ All processes of a group must make the same calls in the same order; in a backwa
 engine. All have the same weights. `DistributedDataParallel` guarantees the one and relies on the other.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends.base import Pair, Statistics, as_pair, merge_moments
 
@@ -25,7 +28,15 @@ ONE_PROCESS_A_DEVICE = (
     "of this wrapper"
 )
 
+ITSELF = "the module itself"  # the name of a layer that is the whole model
+_HEAD = 4  # numbers in front of the statistics that travel
+
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
+
+# Not on the layers: a copy or pickle of a layer is another layer.
+_numbers: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+_next_number = itertools.count(1)
+_history = 0  # a checksum of how all layers of this process were made, in order
 
 _inherited: list[Group] = []  # groups of all processes from before this process was forked from one of them
 
@@ -34,32 +45,51 @@ if hasattr(os, "register_at_fork"):  # which Windows does not have
 
 
 class Peers(NamedTuple):
-    """The processes that a layer exchanges with, and which of the layers of its model it is."""
+    """The processes that a layer exchanges with, and which of the layers of its model and of its process it is."""
 
     group: Group
-    number: int
-    names: Sequence[str]  # of the layers, by number
+    position: int  # among the layers of its model
+    names: Sequence[str]  # of these layers
+    number: int = 0  # among all layers of this process
 
-    def name(self, number: int) -> str:
-        """Return the name of the layer with a number."""
-        return self.names[number] if number < len(self.names) else "a layer without a name"
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        return self.names[self.position] if self.position < len(self.names) else "a layer without a name"
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
         if type(tensors[-1]) is not Tensor:
             raise RuntimeError(
                 f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
-                f"{self.name(self.number)}; pass the to_local() of a DTensor, and export or trace in eval mode"
+                f"{self.name}; pass the to_local() of a DTensor, and export or trace in eval mode"
             )
         try:
             collective(*tensors, group=self.group)
         except Exception as error:
-            error.add_note(f"Raised in the exchange of {self.name(self.number)} between processes.")
+            error.add_note(f"Raised in the exchange of {self.name} between processes.")
             raise
 
     def all_reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
         return _AllReduce.apply(tensor, self)  # type: ignore
+
+
+def number_layer(layer: nn.Module, how: str) -> int:
+    """Give a layer the next number of this process, by which processes tell layers apart; return it.
+
+    `how` says how the layer was made.
+    """
+    global _history
+    number = _numbers[layer] = next(_next_number)
+    kind = f"{how} {type(layer).__name__} {getattr(layer, 'num_features', None)}"
+    _history = crc32(kind.encode(), _history) % 2**24  # which float32 holds exactly
+    return number
+
+
+def number_of(layer: nn.Module) -> int:
+    """Return the number of a layer; one that was made without its constructor has none, and gets the next."""
+    return _numbers.get(layer) or number_layer(layer, "called")
 
 
 def active_group(process_group: Group | None) -> Group | None:
@@ -97,22 +127,51 @@ def gather_statistics(
     if first.dim() > 1 and len(first) > 1:  # several parts of one input
         first, second = merge_moments(first, second, None)
     size = dist.get_world_size(peers.group)
-    packed = torch.cat(
-        (first.new_full((1,), count), first.new_full((1,), peers.number), first.flatten(), second.flatten())
-    )
+    packed = torch.cat((*_head(first, count, peers), first.flatten(), second.flatten()))
     gathered = packed.new_empty(size * len(packed))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     peers.call(gather, gathered, packed)
     gathered = gathered.view(size, -1)
-    numbers = gathered[:, 1].tolist() if gathered.device.type == "cpu" else []  # elsewhere the host would have to wait
-    if len(set(numbers)) > 1:
-        called = [f"{peers.name(int(number))} in rank {rank}" for rank, number in enumerate(numbers)]
-        raise RuntimeError(
-            f"expected all processes to call the same synchronized batch norm, but got {', '.join(called)}; make every "
-            "process call the same layers in the same order"
-        )
+    if gathered.device.type == "cpu":  # elsewhere the host would have to wait
+        _check_same_layer(gathered[:, 1:_HEAD].tolist(), peers)
     counts, total = gathered[:, 0], gathered[:, 0].sum()
-    return [gathered[:, 2:].chunk(2, 1)], counts, total if count > 1 else int(total)
+    return [gathered[:, _HEAD:].chunk(2, 1)], counts, total if count > 1 else int(total)
+
+
+def _head(like: Tensor, count: int, peers: Peers) -> Sequence[Tensor]:
+    """Return what travels in front of statistics: their count, and what `_check_same_layer` compares."""
+    if like.device.type == "cpu":
+        return [like.new_full((1,), number) for number in (count, peers.position, peers.number, _history)]
+    # In two launches. In place of the checksum is what that of a process on the CPU is not, so only positions count.
+    return like.new_full((1,), count), like.new_full((_HEAD - 1,), peers.position)
+
+
+def _check_same_layer(called: Sequence[Sequence[float]], peers: Peers) -> None:
+    """Raise an error unless all processes have called one layer: `called` has position, number and history of each.
+
+    Numbers tell layers apart if all processes have made the same layers in the same way. One that has made others
+    besides, such as a copy of the model to evaluate, or has unpickled its model, has other numbers for the same layers.
+    """
+    positions, numbers, histories = map(set, zip(*called, strict=True))
+    if len(positions) == 1 and (len(numbers) == 1 or len(histories) > 1):
+        return
+    layers = {number: layer for layer, number in _numbers.items()} if len(histories) == 1 else {}
+    found = []
+    for rank, (position, number, _) in enumerate(called):
+        layer = layers.get(int(number))
+        name = peers._replace(position=int(position)).name if layer is None else _name_of(layer, int(number))
+        found.append(f"{name} in rank {rank}")
+    raise RuntimeError(
+        f"expected all processes to call the same synchronized batch norm, but got {', '.join(found)}; make every "
+        "process call the same layers in the same order"
+    )
+
+
+def _name_of(layer: Any, number: int) -> str:
+    """Return the name of a layer in its model, or what tells one that was made by itself from others."""
+    position, names = layer._sync_layer
+    has_name = names and names != (ITSELF,)
+    return names[position] if has_name else f"{type(layer).__name__} number {number}"
 
 
 class _AllReduce(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..call import processes
 from ..refusals import check_module, warn
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
@@ -94,7 +95,7 @@ def convert_model(
     former = {child: type(child) for _, child in modules}
     reasons = {name: _convert(child, classes, options) for name, child in modules}
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
-    names = tuple(name or "the module itself" for name in layers)
+    names = tuple(name or processes.ITSELF for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
     _bind_anew(modules, former)
@@ -226,6 +227,7 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
     ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", ours)
+    processes.number_layer(layer, "converted")
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:

@@ -108,6 +108,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         without_bias = {} if bias else {"bias": False}  # An older torch raises its own error.
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
+        processes.number_layer(self, "constructed")
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
@@ -159,7 +160,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             eps=self.eps,
             clamps=(self.eps_mode or _default_eps_mode) == "clamp",
             # The compiler of torch 2.12 cannot pass a group as an argument.
-            peers=processes.Peers(self._active_group(), *self._sync_layer) if connection is ALONE else None,
+            peers=self._peers() if connection is ALONE else None,
             running=running,
             weight_of_module=weight is connection.weight,  # A module may compute one in its forward.
             master_device=connection.master_device or input.device,
@@ -180,6 +181,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         except KeyError:  # of a module that keeps one of them elsewhere
             mean, var, number = self.running_mean, self.running_var, self.num_batches_tracked
         return RunningStatistics(mean, var, number, self.momentum)
+
+    def _peers(self) -> processes.Peers:
+        return processes.Peers(self._active_group(), *self._sync_layer, processes.number_of(self))
 
     def _active_group(self) -> processes.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -205,6 +209,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         # The pickle of a layer of the older library holds a `SyncMaster`, a shallow copy of a replica its connection.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        processes.number_layer(self, "copied")
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}

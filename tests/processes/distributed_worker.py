@@ -10,6 +10,8 @@ import copy
 import importlib
 import logging
 import os
+import pickle
+import re
 import sys
 import warnings
 from collections import OrderedDict
@@ -44,6 +46,7 @@ from sync_batchnorm import (
     assert_synchronized,
     convert_model,
     execute_replication_callbacks,
+    patch_sync_batchnorm,
     sync_moments,
 )
 from sync_batchnorm.call.processes import Peers
@@ -457,6 +460,84 @@ def processes_that_call_different_layers_are_told_which() -> None:
     for layer in model:
         assert layer.num_batches_tracked == 0
         layer(torch.randn(2, 3, 4, 4))
+
+
+def patched_layers() -> list[nn.Module]:
+    with patch_sync_batchnorm():
+        return [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
+
+
+def named_layers() -> list[nn.Module]:
+    models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in ("stem", "head")]
+    return [convert_model(model)[0] for model in models]
+
+
+def swapped_layers() -> list[nn.Module]:
+    """Make layers as a pickle without a state does, or somebody who swaps a class."""
+    layers = [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
+    for layer in layers:
+        layer.__class__ = SynchronizedBatchNorm2d
+        layer(torch.randn(2, 3, 4, 4))  # which gives it a number
+        layer.reset_running_stats()
+    return layers
+
+
+PAIRS: dict[str, Callable[[], Sequence[nn.Module]]] = {
+    "constructed": lambda: [SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)],
+    "patched": patched_layers,
+    "converted one by one": lambda: [convert_model(nn.BatchNorm2d(3)) for _ in range(2)],
+    "converted in two models": named_layers,
+    "converted twice": lambda: [convert_model(layer) for layer in named_layers()],
+    "copied": lambda: [copy.deepcopy(layer) for layer in [SynchronizedBatchNorm2d(3)] * 2],
+    "original and copy": lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)],
+    "pickled": lambda: [pickle.loads(pickle.dumps(layer)) for layer in [SynchronizedBatchNorm2d(3)] * 2],
+    "swapped": swapped_layers,
+}
+
+
+@check
+def processes_that_call_different_layers_that_were_not_converted_together_are_told_which() -> None:
+    for name, make in PAIRS.items():
+        layers = make()
+        names = ["stem", "head"] if name == "converted in two models" else [r"SynchronizedBatchNorm2d number \d+"] * 2
+        called = ", ".join(f"{names[min(rank, 1)]} in rank {rank}" for rank in range(SIZE))
+        text = f"expected all processes to call the same synchronized batch norm, but got {called}; make every"
+        with pytest.raises(RuntimeError, match=text) as caught:
+            layers[min(RANK, 1)](torch.randn(2, 3, 4, 4))
+        numbers = re.findall(r" number (\d+)", str(caught.value))
+        assert len(set(numbers)) == (0 if names[0] == "stem" else 2)
+        for layer in layers:
+            assert layer.num_batches_tracked == 0
+            assert_same_step(nn.BatchNorm2d(3).double(), layer.double(), images())
+
+
+@check
+def process_that_makes_more_layers_than_others_is_no_error() -> None:
+    first = SynchronizedBatchNorm2d(3)
+    if RANK == 0:  # such as a copy of the model that one process evaluates
+        more = [copy.deepcopy(first).eval(), SynchronizedBatchNorm2d(3)]
+        more[0](torch.randn(2, 3, 4, 4))
+    second = convert_model(nn.BatchNorm2d(3))
+    for layer in (second, first, second):
+        layer(torch.randn(2, 3, 4, 4))
+    model = convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    with pytest.raises(RuntimeError, match=r"but got 0 in rank 0, 1 in rank 1"):  # Layers of one model have names.
+        model[min(RANK, 1)](torch.randn(2, 3, 4, 4))
+
+
+@check
+def model_that_one_process_makes_and_the_others_unpickle_is_no_error() -> None:
+    def make() -> nn.Module:
+        side = SynchronizedBatchNorm2d(3)  # made before those that the model has before it
+        return nn.Sequential(SynchronizedBatchNorm2d(3), nn.Conv2d(3, 3, 1), side)
+
+    objects = [make() if RANK == 0 else None]
+    dist.broadcast_object_list(objects)
+    plain = copy.deepcopy(objects[0])
+    for layer in (0, 2):
+        plain[layer] = nn.BatchNorm2d(3)
+    torch.manual_seed(0)
+    assert_same_step(plain.double(), objects[0].double(), images())
 
 
 @check
