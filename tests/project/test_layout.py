@@ -64,6 +64,16 @@ def test_documented_table_has_every_file_behind_those_that_it_imports():
         assert own_imports(file) <= set(rows[:i]), f"{file} stands above what it imports"
 
 
+def test_documented_folders_import_only_from_folders_above_them():
+    table = PAGE.read_text(encoding="utf-8").split("\n## The folders\n")[1].split("\n## ")[0]
+    folders = re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)
+    assert sorted(folders) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    for i, folder in enumerate(folders):
+        files = [file for file in TREES if file.partition(".")[0] == folder]
+        imported = {name.partition(".")[0] for file in files for name in own_imports(file)}
+        assert imported & set(folders) <= set(folders[: i + 1]), f"{folder} imports from a folder below it"
+
+
 @pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] == "meeting"])
 def test_threads_meet_without_torch(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
