@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..meeting import Coordinator
+from ..torch_private import uncompiled
 from .devices import DeviceId, as_device
 from .random_states import RandomStates
 
@@ -139,7 +140,13 @@ vars(is_in_replica).update(_dynamo_marked_constant=True)
 
 def raise_foreign_layer(foreign: nn.Module) -> None:
     """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
-    replica = current_replica() if is_in_replica() else None
+    if is_in_replica():
+        _refuse_unless_its_own(foreign)
+
+
+@uncompiled  # The compiler knows no threads.
+def _refuse_unless_its_own(foreign: nn.Module) -> None:
+    replica = current_replica()
     if replica is None or any(module is foreign for module in replica.modules()):
         return
     run = replica._sync_run
