@@ -90,6 +90,7 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
     "tools/comparing.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
+    "tools/comparing.py: module: `1e-9` -> `2e-09`": "both are far from rounding, and from what a cause makes differ",
     "tools/comparing.py: module: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
     "tools/comparing.py: gap: `not math.isfinite(difference)` -> `True`": "it only saves time",
     "tools/comparing.py: gap: `difference <= TOLERANCE * floor` -> `False`": "it only saves a look at the values",

@@ -8,7 +8,8 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-TOLERANCE = 1e-6  # of differences, relative to the largest value, or this; rounding makes 1e-9 of real nets
+TOLERANCE = 1e-6  # of differences, relative to the largest value, or this
+ROUNDING = 1e-9  # what rounding makes of real nets, at most
 NOT_FINITE = 1e99  # the gap where only one of two numbers is finite
 
 

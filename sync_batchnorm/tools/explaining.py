@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import BatchNormBase
-from .comparing import TOLERANCE, gap, largest
+from .comparing import ROUNDING, TOLERANCE, gap, largest
 from .recording import Call, Copy, Difference, OneDevice
 
 __all__: list[str] = []
@@ -20,6 +20,9 @@ __all__: list[str] = []
 _DRAWS = "draws random numbers, which differ in replicas; switch that off to compare the rest"
 
 _RETURN_SUMS = "return sums and counts from the replicas, add them up, and divide outside"
+_NO_MEAN = (
+    f"what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice; {_RETURN_SUMS}"
+)
 _MORE = "`loss` depends on more than the output, as on random numbers"
 
 # What a layer calls in its own forward on one device or in replicas, not in both.
@@ -98,8 +101,7 @@ class Steps:
             return f"each replica returns a sum, and {taken if self.has_loss else alone}"
         weights = torch.tensor(self.sizes, dtype=torch.float64) / sum(self.sizes)
         if gap(weights @ of_replicas, of_one):
-            what = "what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice"
-            return f"{what}; {_RETURN_SUMS}"
+            return _NO_MEAN
         if len(set(self.sizes)) == 1:
             return "each replica returns a mean over its own chunk, and `loss` does not take the mean of these"
         what = f"each replica returns a mean over its own chunk, of {self.sizes} rows"
@@ -112,6 +114,9 @@ class Steps:
             actual, expected = _both(many[name], one[name])
             if gap(actual, expected, floor):
                 yield from self._hidden_modules()
+                has_scalars = any(output.numel() == 1 for output in self.one.outputs)
+                if has_scalars and not math.isclose(self.one.loss, self.many.loss, rel_tol=ROUNDING):
+                    yield f"the loss differs by less than a millionth, and gradients by more: {_NO_MEAN}"
                 size, whole = float(actual.norm()), float(expected.norm())
                 cause = "replicas drop a part of it, or add up what should be a mean"
                 if not size or not whole:

@@ -259,6 +259,11 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: labelled(ignore_index=9), torch.randn(5, 3)),
         *(f"the loss differs: ...: {NO_MEAN}", {"kwargs": {"labels": torch.tensor([0, 1, 2, 9, 1])}}),
     ),
+    "class weights that hardly matter": (
+        *(lambda: labelled(weight=torch.tensor([1.0, 1.0, 1.00001])), torch.arange(12.0).reshape(4, 3).sin()),
+        f"the loss differs by less than a millionth, and gradients by more: {NO_MEAN}",
+        {"kwargs": {"labels": torch.tensor([0, 1, 2, 2])}},
+    ),
     "nothing but ignored labels": (
         *(lambda: labelled(ignore_index=9), VECTORS),
         "the loss differs: ...: replica 0 returns nan, as of a mean over nothing (ignore_index, an empty mask); return "

@@ -234,5 +234,5 @@ def test_what_replicas_were_compared_with_is_dropped_as_they_run():
     layers = [Apply(torch.no_grad()(lambda self, x: x + 1)) for _ in range(30)]
     assert_matches_one_device(nn.Sequential(*layers, Apply(look)), torch.randn(4, 1009))
     on_one_device, _, in_replica_1 = alive
-    assert on_one_device > 30  # the records of each call
+    assert 30 < on_one_device < 50  # what goes into a call is what came out of the last one, and kept once
     assert in_replica_1 < 15, alive
