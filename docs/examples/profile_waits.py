@@ -4,6 +4,9 @@ A small net trains for some steps on replicas of which one is slow, under `torch
 The table and the picture are made from that file, so it can be one of your own: ``--profile FILE``. (Only for layers
 without a `group_size`: exchanges of several groups are not told apart.)
 
+A layer waits for the replica that computes longest before it. Who arrives last does not tell: replicas that share a
+device run one at a time, so the replica with the last turn arrives last, however fast it is.
+
 Run it with ``--help`` for the options.
 """
 
@@ -16,7 +19,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ PREFIX = "sync_batchnorm: "
 SLOW_LAYER = "features.1.1"  # in front of it, one replica is slow
 WARMUP = 3  # steps before the profile: first calls take longer
 # By Okabe and Ito.
-FORWARD, WAITING, MERGING = "#E4E4E4", "#E69F00", "#0072B2"
+FORWARD, WAITING, TURN, MERGING = "#D0D0D0", "#E69F00", "#F7F7F7", "#0072B2"
 
 
 @dataclass
@@ -75,15 +78,12 @@ class Exchange:
     layer: str
     waits: dict[int, Span]
     merging: Span
+    took: dict[int, float] = field(default_factory=dict)  # milliseconds of each replica's own code before it arrived
 
     @property
-    def last(self) -> int:
+    def slowest(self) -> int:
         """The replica for which the others waited."""
-        return max(self.waits, key=lambda replica: self.waits[replica].start)
-
-    def wait(self, replica: int) -> float:
-        """Return for how many milliseconds `replica` waited for the last one."""
-        return self.waits[self.last].start - self.waits[replica].start
+        return max(self.took, key=lambda replica: self.took[replica])
 
 
 @dataclass
@@ -106,10 +106,10 @@ class Forward:
 class Row:
     """What the table says about a layer."""
 
-    blamed: int  # the replica for which the others waited longest, over all exchanges
-    times_last: int
+    blamed: int  # the replica that took longest, over all exchanges
+    times_slowest: int
     exchanges: int
-    mean_waits: dict[int, float]  # for the last one to arrive, in milliseconds, by replica
+    mean_took: dict[int, float]  # milliseconds before the layer, by replica
 
 
 def parse_options(arguments: list[str] | None) -> Options:
@@ -236,7 +236,15 @@ def find_exchanges(replicas: dict[int, Span], spans: list[Span]) -> list[Exchang
         for layer, calls in merges.items()
         for call, merging in enumerate(calls)
     ]
-    return sorted(exchanges, key=lambda exchange: exchange.merging.start)
+    exchanges.sort(key=lambda exchange: exchange.merging.start)
+    for replica, whole in replicas.items():
+        begin = whole.start  # A span begins when the turn of its replica does.
+        for exchange in exchanges:
+            if replica in exchange.waits:
+                wait = exchange.waits[replica]
+                exchange.took[replica] = wait.start - begin
+                begin = exchange.merging.end if exchange.merging.thread == whole.thread else wait.end
+    return exchanges
 
 
 def table_of(forwards: list[Forward]) -> dict[str, Row]:
@@ -247,29 +255,27 @@ def table_of(forwards: list[Forward]) -> dict[str, Row]:
             by_layer[exchange.layer].append(exchange)
     table = {}
     for layer, exchanges in by_layer.items():
-        waited: dict[int, float] = defaultdict(float)
-        caused: dict[int, float] = defaultdict(float)
+        took: dict[int, float] = defaultdict(float)
         for exchange in exchanges:
-            for replica in exchange.waits:
-                waited[replica] += exchange.wait(replica) / len(exchanges)
-                caused[exchange.last] += exchange.wait(replica)
-        blamed = max(caused, key=lambda replica: caused[replica])
-        times_last = sum(exchange.last == blamed for exchange in exchanges)
-        table[layer] = Row(blamed, times_last, len(exchanges), dict(sorted(waited.items())))
+            for replica, milliseconds in exchange.took.items():
+                took[replica] += milliseconds / len(exchanges)
+        blamed = max(took, key=lambda replica: took[replica])
+        times_slowest = sum(exchange.slowest == blamed for exchange in exchanges)
+        table[layer] = Row(blamed, times_slowest, len(exchanges), dict(sorted(took.items())))
     return table
 
 
 def print_table(table: dict[str, Row]) -> None:
-    """Print what the replicas waited, one line for each layer."""
-    replicas = sorted({replica for row in table.values() for replica in row.mean_waits})
+    """Print what the replicas took before each layer, one line for each."""
+    replicas = sorted({replica for row in table.values() for replica in row.mean_took})
     width = max(len("layer"), *map(len, table))
-    print(f"{'':<{width}}             which came  mean wait in ms of replica")
-    print(f"{'layer':<{width}}  waits for     last in  " + "  ".join(f"{replica:>6}" for replica in replicas))
+    print(f"{'':<{width}}               the slowest  mean time in ms that a replica computes before the layer")
+    print(f"{'layer':<{width}}  waits for           in  " + "  ".join(f"{replica:>6}" for replica in replicas))
     for layer, row in table.items():
-        waits = [f"{row.mean_waits[replica]:.2f}" if replica in row.mean_waits else "-" for replica in replicas]
+        took = [f"{row.mean_took[replica]:.2f}" if replica in row.mean_took else "-" for replica in replicas]
         print(
-            f"{layer:<{width}}  {f'replica {row.blamed}':<9}  {f'{row.times_last} of {row.exchanges}':>10}  "
-            + "  ".join(f"{wait:>6}" for wait in waits)
+            f"{layer:<{width}}  {f'replica {row.blamed}':<10}  {f'{row.times_slowest} of {row.exchanges}':>11}  "
+            + "  ".join(f"{milliseconds:>6}" for milliseconds in took)
         )
 
 
@@ -279,7 +285,12 @@ def draw(forward: Forward, picture: Path) -> None:
     begin = forward.begin
     rows = {forward.replicas[replica].thread: row for row, replica in enumerate(replicas)}
     figure, axes = plt.subplots(figsize=(11, 2.0 + 0.55 * len(replicas)), layout="constrained")
-    labels = {FORWARD: "forward of a replica", WAITING: "waiting", MERGING: "merging, in the master"}
+    labels = {
+        FORWARD: "a replica computes",
+        WAITING: "it waits for others",
+        TURN: "it waits for its turn, or for a core",
+        MERGING: "replica 0 merges",
+    }
 
     def bar(span: Span, colour: str, height: float, **style: Any) -> None:
         label = labels.pop(colour, None)
@@ -290,23 +301,23 @@ def draw(forward: Forward, picture: Path) -> None:
         bar(span, FORWARD, 0.8)
     for exchange in forward.exchanges:
         for span in exchange.waits.values():
-            bar(span, WAITING, 0.56, hatch="//", edgecolor="white", linewidth=0)
+            answered = min(span.end, exchange.merging.end)
+            bar(replace(span, end=answered), WAITING, 0.56, hatch="//", edgecolor="white", linewidth=0)
+            bar(replace(span, start=answered), TURN, 0.56)
         bar(exchange.merging, MERGING, 0.56)
         at = exchange.merging.end - begin
         axes.axvline(at, color=MERGING, linewidth=0.8, linestyle=":", zorder=1)
         axes.text(at, -0.65, exchange.layer, rotation=40, rotation_mode="anchor", color=MERGING, fontsize=9)
-    worst = max(forward.exchanges, key=lambda exchange: sum(map(exchange.wait, exchange.waits)))
-    arrival, thread = worst.waits[worst.last].start, worst.waits[worst.last].thread
-    before = [span.end for exchange in forward.exchanges for span in exchange.waits.values() if span.thread == thread]
-    free = max([forward.replicas[worst.last].start, *[end for end in before if end <= arrival]])
-    if arrival - free > 0.15 * (forward.end - begin):  # room for a text
-        text = f"what {worst.layer}\nwaits for"
-        axes.text((free + arrival) / 2 - begin, rows[thread], text, ha="center", va="center", fontsize=9, zorder=3)
+    worst = max(forward.exchanges, key=lambda exchange: exchange.took[exchange.slowest])
+    arrival, took = worst.waits[worst.slowest], worst.took[worst.slowest]
+    if took > 0.15 * (forward.end - begin):  # room for a text
+        middle, text = arrival.start - took / 2 - begin, f"what {worst.layer}\nwaits for"
+        axes.text(middle, rows[arrival.thread], text, ha="center", va="center", fontsize=9, zorder=3)
     names = [f"replica {replica}" for replica in replicas]
     axes.set_yticks(range(len(replicas)), names)
     axes.set_ylim(len(replicas) - 0.5, -0.55)
-    common.tidy(axes, "ms since the forward began")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    common.tidy(axes, "ms since the forward pass began")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 

@@ -18,10 +18,11 @@ Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
 
 
 def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> None:
-    """Raise an error unless every batch norm of `model` would synchronize in its next forward.
+    """Raise an error unless every batch norm of `model` would synchronize in its next forward pass.
 
-    Call it on the wrapped model, in training mode, and before you freeze layers: the error also names those that are in
-    eval mode on purpose. A wrapper of one device is fine: one replica has the whole batch.
+    Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
+    in eval mode on purpose, see "Freezing layers" in docs/usage.md. A wrapper of one device is fine: one replica has
+    the whole batch. Several replicas in one of several processes are not noticed here, but in the next forward pass.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -34,7 +35,8 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
         TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
             would normalize with less than the whole batch, what has the code of one, and attributes with layers that
-            torch does not register, with the reason for each; or if there is none of them.
+            torch does not register, with the reason for each; or if the model has no such layer. See "Training that is
+            not synchronized" in docs/troubleshooting.md.
     """
     check_module(model)
     check_number("replicas", replicas)

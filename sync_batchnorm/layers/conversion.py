@@ -59,11 +59,11 @@ def convert_model(
 ) -> ModuleT:
     """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
 
-    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` becomes
-    `SynchronizedBatchNorm`, a subclass that keeps the forward of torch, and timm's `BatchNormAct2d`, a synchronized
-    subclass of itself, and `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes change: modules,
-    parameters, buffers, hooks and attributes are the same objects as before, also in an optimizer. Layers that are
-    already synchronized do not change, nor do their options. `revert_model` is the inverse.
+    `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, and `torch.nn.SyncBatchNorm` becomes
+    `SynchronizedBatchNorm`. A subclass that keeps the `forward` of torch, and timm's `BatchNormAct2d`, become
+    synchronized subclasses of themselves. `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes
+    change: modules, parameters, buffers, hooks and attributes are the same objects as before, so an optimizer that has
+    the parameters keeps working. Layers that are already synchronized keep their options. `revert_model` undoes this.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -74,18 +74,20 @@ def convert_model(
         module: the model, or a single layer.
         classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
             the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
-            SynchronizedBatchNorm2d): pass`` if the forward of `NormAct` calls ``super().forward(input)``.
+            SynchronizedBatchNorm2d): pass`` if the `forward` of `NormAct` calls ``super().forward(input)``. See
+            "Classes of your own" in docs/usage.md.
         eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
             `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
 
     Raises:
-        TypeError, ValueError: for bad options, before anything is changed; also if a class in `classes` is not derived
-            from both the class that it replaces and a synchronized one, or has the forward of a synchronized layer in
-            place of one that the replaced class defines. That its forward synchronizes is not checked here: see
-            `assert_matches_one_device`.
+        TypeError, ValueError: for bad options, before anything is changed. Also if a class in `classes` is not derived
+            from both the class that it replaces and a synchronized class, or if it has the `forward` of a synchronized
+            layer although the replaced class defines its own. Whether its `forward` synchronizes is not checked here,
+            but by `assert_matches_one_device`.
 
     Warns:
-        UserWarning: one warning that names every layer which was not converted, why, and what to do about it.
+        UserWarning: one warning that names every layer which was not converted, why, and what to do about it. See
+            "What is not converted" in docs/migrating.md.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -108,10 +110,17 @@ def revert_model(module: ModuleT) -> ModuleT:
     """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
 
     Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
-    `SynchronizedBatchNorm`), and lose the options. A `DataParallel` keeps each accelerator once, and no CPU replicas.
+    `SynchronizedBatchNorm`), and lose the options; so do synchronized layers that you wrote yourself. A `DataParallel`
+    keeps each accelerator once, and no CPU replicas.
+
+    Example:
+        >>> model = revert_model(convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
+        >>> type(model[1]).__name__
+        'BatchNorm2d'
 
     Warns:
-        UserWarning: one warning that names every module which cannot be reverted, and why.
+        UserWarning: one warning that names every module which cannot be reverted, and why, such as one whose class is
+            derived from a class of this library.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -322,8 +331,16 @@ def _revert(module: nn.Module) -> str | None:
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let `torch.nn.BatchNorm1d/2d/3d` build synchronized layers while this context is open, for building a model.
 
-    Every new layer is converted as by `convert_model`, also in code with ``from torch.nn import BatchNorm2d``, in the
-    whole process. Contexts may be nested, but only one thread at a time may open them.
+    Every new layer is converted as by `convert_model`, even in code with ``from torch.nn import BatchNorm2d``, in the
+    whole process. ``nn.LazyBatchNorm1d/2d/3d`` and `torch.nn.SyncBatchNorm` stay. If the code that builds the model
+    checks ``type(layer)`` or sets the `forward` of a layer, convert the finished model instead. Contexts may be nested,
+    but only one thread at a time may open them.
+
+    Example:
+        >>> with patch_sync_batchnorm():
+        ...     layer = nn.BatchNorm2d(8)
+        >>> type(layer).__name__
+        'SynchronizedBatchNorm2d'
 
     Warns:
         UserWarning: where a layer is built that cannot be converted; it says why.

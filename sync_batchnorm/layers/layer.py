@@ -29,10 +29,20 @@ _default_eps_mode = "plus"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Set how layers whose `eps_mode` is None keep the variance away from zero.
+    """Set, for the process, how layers whose `eps_mode` is None keep the variance away from zero.
 
-    `mode` is ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default, or ``"clamp"`` for
-    ``1 / sqrt(max(var, eps))``, as older libraries of this design. Any other string is a `ValueError`.
+    See "Two rules for eps" in docs/usage.md.
+
+    Example:
+        >>> set_sbn_eps_mode("clamp")
+        >>> set_sbn_eps_mode("plus")  # back to the default
+
+    Args:
+        mode: ``"plus"`` for ``1 / sqrt(var + eps)``, as torch does it, the default, or ``"clamp"`` for
+            ``1 / sqrt(max(var, eps))``, as older libraries of this design.
+
+    Raises:
+        TypeError, ValueError: for any other `mode`.
     """
     global _default_eps_mode
     _check_eps_mode("mode", mode)
@@ -214,7 +224,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        return ", ".join([super().extra_repr(), *given])  # type: ignore[no-untyped-call]
+        try:
+            shown = super().extra_repr()  # type: ignore[no-untyped-call]
+        except KeyError:  # Torch shows attributes of the object, of which its class may have some.
+            shown = str(self.num_features)
+        return ", ".join([shown, *given])
 
 
 def _let_torch_check(
@@ -241,12 +255,12 @@ def _let_torch_check(
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
 
-    .. math:: y = (x - \\mathrm{mean}) / \\sqrt{\\mathrm{var} + \\mathrm{eps}} \\cdot \\mathrm{weight} + \\mathrm{bias}
-
-    In training mode, inside a `DataParallelWithCallback`, mean and biased variance are those of all replicas together,
-    weighted by elements. In eval mode, unless replicas have no running statistics, or with a single replica, the layer
-    behaves as that of torch which it inherits from. Running statistics and the counter of the wrapped module are
-    updated in place, once for each call, with the unbiased variance.
+    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" in docs/how-it-works.md. In
+    training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
+    processes, weighted by elements. Each call updates the running statistics and the counter of the wrapped module
+    once, in place, with the unbiased variance. In eval mode, and with a single replica in a single process, the layer
+    behaves like the layer of torch that it inherits from. Replicas without running statistics use the statistics of
+    their whole batch in eval mode, too; processes then do not synchronize.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())
@@ -257,17 +271,20 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
             float16 and bfloat16 inputs may come with float32 parameters.
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
-            forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas.
+            forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas. See
+            "Groups of replicas" in docs/usage.md.
         process_group: the group of `torch.distributed` over which several processes synchronize; None: all processes.
-            Torch cannot copy or pickle a group, nor a layer that has one.
+            Torch cannot copy or pickle a group, nor a layer that has one. See "Groups of processes" in
+            docs/processes.md.
 
     Shape:
-        - input: ``(N, C, +)``, at least 2-D. N may be zero, and differ between replicas.
+        - input: ``(N, C, +)``, at least 2-D. N and ``+`` may differ between replicas, and N may be zero.
         - output: with the shape, dtype and memory format of the input.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel only if all replicas together have no other. Also for a `process_group` of others.
+            value per channel only if all replicas together have no other. ValueError if replicas differ in dtype,
+            channels, number of dimensions, `eps` or `eps_mode`; also for a `process_group` of others.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 
@@ -277,12 +294,12 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
 
 class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
-    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
+    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm1d`: inputs are ``(N, C)`` or ``(N, C, L)``."""
 
 
 class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
-    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
+    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm2d`: inputs are ``(N, C, H, W)``."""
 
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
-    """`SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
+    """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""

@@ -7,9 +7,11 @@ __all__ = ["ReplicaSyncError"]
 
 
 class ReplicaSyncError(RuntimeError):
-    """A replica cannot exchange because a peer failed, ended early, waits in another exchange, or did not call.
+    """A replica cannot continue because another one failed, ended early, waits in another layer, or did not call.
 
-    Its only argument is the message, which names the layer, the call, the replicas, their devices, and what to do.
+    It is a `RuntimeError`, and can be raised wherever replicas wait for each other. Its only argument is the message,
+    which names the layer, the call, the replicas, their devices, and what to do; docs/troubleshooting.md has the
+    remedies. After the `timeout` of the wrapper, it is also a `TimeoutError`.
     """
 
 

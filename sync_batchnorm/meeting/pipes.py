@@ -45,7 +45,10 @@ class _Member:
 
 
 class SlavePipe(_Member):
-    """The side of a slave, made by `SyncMaster.register_slave` for one forward pass. A pickle or copy is ``None``."""
+    """The side of a slave in an exchange, which every replica has except replica 0.
+
+    `SyncMaster.register_slave` makes it, for one forward pass. A pickle or copy of it is None.
+    """
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
         self._coordinator = coordinator
@@ -56,7 +59,9 @@ class SlavePipe(_Member):
         return type(None), ()
 
     def run_slave(self, msg: Any) -> Any:
-        """Send `msg` to the master and return what its callback has for this slave; block until it has.
+        """Send `msg`, any object, to the master; block until its callback has run; return its answer for this slave.
+
+        `run` is the same, here and in the `SyncMaster`.
 
         Raises:
             ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
@@ -71,16 +76,17 @@ class SlavePipe(_Member):
 
 
 class SyncMaster(_Member):
-    """The side of the master: it collects the messages of all replicas and sends each its answer.
+    """The side of the master in an exchange, which replica 0 has: it collects the messages of all and answers each.
 
-    Make one in `__data_parallel_replicate__` of copy 0, put it into the context, and let the other copies register. A
-    module may also keep one and put it into the context of every forward pass: it begins anew when it is put into a
-    context, and when a slave registers after a call. A pickle of it has only the callback.
+    Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
+    module register, see "Callbacks for modules of your own" in docs/extending.md. A module may also keep one and put it
+    into the context of every forward pass: it begins anew when it is put into a context, and when a slave registers
+    after a call. A pickle of it has only the callback.
 
     Args:
-        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first that of
-            the master, whose identifier is 0, then those of the slaves, in the order in which they registered. It
-            returns a list of ``(identifier, answer)`` with one for each.
+        master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first the
+            message of the master, whose identifier is 0, then the messages of the slaves, in the order in which they
+            registered. It returns a list of ``(identifier, answer)`` with an answer for each.
     """
 
     identifier = MASTER
@@ -137,6 +143,8 @@ class SyncMaster(_Member):
 
     def run_master(self, msg: Any) -> Any:
         """Block until all slaves have called; run the callback on all messages, and return the master's answer.
+
+        `run` is the same, here and in the `SlavePipe`.
 
         Raises:
             ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.

@@ -22,16 +22,23 @@ Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one t
 def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
 
-    Connect the replicas in `__data_parallel_replicate__`: the first makes a ``SyncMaster(merge_messages)``, the others
-    register with it. Blocks the calling thread until all of them have called this function.
+    For "Norms of your own" in docs/extending.md. Connect the replicas in `__data_parallel_replicate__`: replica 0
+    makes a ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them
+    have called this function. Mean and variance can be differentiated any number of times.
+
+    Example:
+        >>> mean, var, count = sync_moments(torch.randn(4, 3, 5, 5), pipe=None)
+        >>> mean.shape, count
+        (torch.Size([3]), 100)
 
     Args:
-        input: ``(N, C, +)``, with its own N and sizes in each replica.
+        input: ``(N, C, +)``; N and ``+`` may differ between replicas.
         pipe: the `SyncMaster` or `SlavePipe` of this replica; None if it is the only one of its process.
         process_group: the `torch.distributed` group over which processes synchronize; None: all processes.
 
     Returns:
-        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel.
+        mean and variance, ``(C,)``, in float32 (float64 for float64 inputs), and the number of elements per channel, an
+        integer.
 
     Raises:
         TypeError: if `input` is no tensor.

@@ -31,8 +31,9 @@ def assert_matches_one_device(
     """Raise an error unless replicas of `model` compute what it computes on one device with the whole batch.
 
     Two copies of the model, in its modes, run a forward and a backward pass on the CPU, in float64 and without dropout.
-    The model and all random states stay as they are. A hook that writes elsewhere also does so for the copies. Two
-    small images are enough, or one for each replica.
+    Outputs, the loss, gradients, parameters and buffers may differ by a millionth of their largest value. The model and
+    all random states stay as they are. A hook that writes elsewhere also does so for the copies. Two small images are
+    enough, or one for each replica. "What differs from one device" in docs/diagnosing.md explains the messages.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
@@ -50,7 +51,7 @@ def assert_matches_one_device(
         AssertionError: if they do not; it names the first module whose inputs agree and whose output does not, or the
             loss, the first gradient in the order of the backward pass, a parameter, a buffer, or a number, flag or
             string that `forward` binds on the model; by how much, and the probable cause. Also if only replicas raise
-            an error.
+            an error; what the copy on one device raises gets a note.
         TypeError, ValueError: for bad arguments, and a batch of fewer than two chunks.
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
     """

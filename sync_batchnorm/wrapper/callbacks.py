@@ -17,9 +17,10 @@ _PIPES = {"SyncMaster", "SlavePipe"}  # in copies of this package and in the old
 
 
 class CallbackContext:
-    """What the copies of one submodule share during one forward; set any attribute on it.
+    """What all copies of one submodule share during one forward pass; set any attribute on it.
 
-    A `SyncMaster` that is put here belongs to this forward, and its master is the replica of the callback that runs.
+    The callbacks get it as `ctx`, see "Callbacks for modules of your own" in docs/extending.md. A `SyncMaster` that is
+    put here belongs to this forward pass, and its master is the replica whose callback puts it here.
     """
 
     if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class CallbackContext:
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call ``__data_parallel_replicate__(ctx, copy_id)`` on every submodule that has it; for wrappers of your own.
 
-    `modules` are the replicas of one module, in the order of their copy ids. All callbacks of copy 0 come first, then
-    those of copy 1, and so on. The copies of one submodule share one `CallbackContext`.
+    `modules` are the replicas of one module, in order. All callbacks of replica 0 come first, then the callbacks of
+    replica 1, and so on. The copies of one submodule share one `CallbackContext`.
 
     Raises:
         TypeError, ValueError: if `modules` is no list of modules, or is empty.

@@ -201,36 +201,40 @@ class _ReplicationMixin(DataParallel[Any]):
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
-    """`torch.nn.DataParallel` whose replicas can exchange, also on the CPU and with several replicas on one device.
+    """`torch.nn.DataParallel` whose replicas can exchange, even on the CPU and with several replicas on one device.
 
-    If a replica fails or ends while others wait for it, they are released at once, and the caller gets its exception,
-    with its traceback in a note. If a batch makes a single chunk, or in a replica of another wrapper, the module itself
-    runs: no replicas, no threads, no callbacks (see `execute_replication_callbacks`).
+    It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of every submodule that has this method, as
+    synchronized layers do. If a replica fails or ends while others wait for it, they are released at once, and your
+    thread gets its exception, with its traceback in a note. If a batch makes a single chunk, or if the wrapper is
+    called inside a replica, the module itself runs: no replicas, no threads, no callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
         >>> output = parallel(torch.randn(4, 8, 5, 5))
 
     Args:
-        module: the module to run in parallel. It must live on the first of `device_ids`.
-        device_ids: one entry for each replica, as integers, strings or `torch.device`. They may name the CPU and repeat
-            a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none present the module runs directly.
+        module: the module to run in parallel. Its parameters and buffers must be on the first of `device_ids`.
+        device_ids: one entry for each replica, as integers, strings or `torch.device`, see "Devices" in docs/usage.md.
+            They may name the CPU and repeat a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none
+            present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
         timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, and `device_ids` of different kinds; from
-            a call, if its arguments have no tensor, or cannot be cut into the same number of chunks, or if the replicas
-            return different structures, or different objects in them that are no tensors.
+            a call, if what it is given or what the replicas return cannot be cut into chunks or put together, see
+            "Arguments and outputs" in docs/usage.md.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated or is traced, if copies between devices lose data, or if a replica trains a synchronized layer
-            that does not belong to it, also in another wrapper, or that synchronizes several processes.
-        ReplicaSyncError: from a call, if the replicas cannot exchange.
+            replicated or is traced, if copies between devices lose data, if a replica trains a synchronized layer that
+            is not its own, see "Layers that do not belong to the replica" in docs/troubleshooting.md, or for several
+            replicas in one of several processes, see "Several processes" in docs/processes.md.
+        ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too.
 
     Warns:
-        UserWarning: once, from a call that trains batch norms of torch if nothing in the module synchronizes; and from
-            one whose arguments have a list with one entry for each sample, which is not cut.
+        UserWarning: once each, from a call that trains BatchNorm layers if none of them synchronizes; of a list with an
+            entry for each sample, see "Lists with one entry per sample" in docs/usage.md; and of what `forward` loses,
+            see "State that is lost" in docs/troubleshooting.md.
     """
 
 
@@ -239,13 +243,20 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
 
     Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
     subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
-    changes nothing, not even the `timeout`, which is that of `DataParallelWithCallback`.
+    changes nothing, not even the `timeout`.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
+    Args:
+        data_parallel: the object to patch.
+        timeout: seconds, as of `DataParallelWithCallback`.
+
     Raises:
         TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.
+
+    Warns:
+        UserWarning: once, if PyTorch finds no accelerator, so that the module runs without replicas.
     """
     if not isinstance(data_parallel, DataParallel):
         raise TypeError(

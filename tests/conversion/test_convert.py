@@ -308,6 +308,13 @@ def test_a_converted_subclass_keeps_what_it_overrides():
         convert_model(AnyShape(3))(torch.randn(2, 3))
 
 
+def test_layer_whose_class_has_an_attribute_in_place_of_the_object_can_be_printed():
+    layer = SynchronizedBatchNorm2d(3, group_size=2)
+    del layer.track_running_stats
+    layer.__class__ = type("Own", (SynchronizedBatchNorm2d,), {"track_running_stats": True})
+    assert repr(layer) == "Own(3, group_size=2)"
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle])
 def test_a_converted_subclass_survives_copy_and_pickle(clone):
     layer = convert_model(Tagged("a", 3), group_size=2)

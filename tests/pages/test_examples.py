@@ -29,7 +29,7 @@ TINY = {
     "train_digits": ["--epochs", "1", "--batch", "96", "--replicas", "3"],
     "segment_digits": ["--steps", "8", "--replicas", "2"],
     "train_gan": ["--steps", "9", "--compared", "8", "--replicas", "3"],
-    "profile_waits": ["--replicas", "3", "--steps", "2", "--delay", "300"],
+    "profile_waits": [],  # as it is: who is slow is not who comes last
 }
 COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the difference from the run on one device
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
@@ -115,7 +115,7 @@ def event(name: str, tid: int, start: float, end: float, **others: Any) -> dict[
 
 
 def forward_of_two(begin: float, replicas: tuple[int, int], late: float) -> list[dict[str, Any]]:
-    """Return a forward whose replica 1 comes `late` to the layer "a", and replica 0 one millisecond late to "b"."""
+    """Return a forward whose replica 1 comes `late` to the layer "a", and replica 0 takes longer to "b"."""
     first, second = replicas
     return [
         event("replica 0 on device cpu", first, begin, begin + late + 10),
@@ -151,9 +151,9 @@ def test_profile_is_read_to_the_digit_and_drawn(example, two_forwards, tmp_path)
     assert [[exchange.layer for exchange in forward.exchanges] for forward in forwards] == [["a", "b"]] * 2
     table = example.table_of(forwards)
     assert list(table) == ["a", "b"]
-    for layer, blamed, waits in (("a", 1, {0: 5.0, 1: 0.0}), ("b", 0, {0: 0.0, 1: 1.0})):
+    for layer, blamed, took in (("a", 1, {0: 1.0, 1: 6.0}), ("b", 0, {0: 3.0, 1: 1.5})):
         row = table[layer]
-        assert (row.blamed, row.times_last, row.exchanges) == (blamed, 2, 2)
-        assert row.mean_waits == pytest.approx(waits)
+        assert (row.blamed, row.times_slowest, row.exchanges) == (blamed, 2, 2)
+        assert row.mean_took == pytest.approx(took)
     assert example.main(["--profile", str(two_forwards), "--output", str(tmp_path)]) == 0
     assert (tmp_path / "profile_waits.png").stat().st_size > 5000

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import fork, forked
-from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, randomize
+from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, blocks_of, randomize
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
@@ -53,7 +53,7 @@ from sync_batchnorm.call.processes import Peers
 from sync_batchnorm.wrapper.copies import replicate
 
 CHECKS: dict[str, Callable[[], None]] = {}
-SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process"}
+SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process", "block_of_the_page_compiles_to_two_graphs"}
 ON_GPUS = [
     "steps_of_a_net_are_those_of_one_process",
     "an_empty_process_takes_part",
@@ -718,6 +718,27 @@ def compiled_ddp_equals_one_process() -> None:
         warnings.simplefilter("ignore")
         # Not the default backend, which needs a compiler of C++ and seconds.
         assert_same_training(plain, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
+
+
+@check
+def block_of_the_page_compiles_to_two_graphs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "processes.md"
+    (code,) = [block.code for block in blocks_of(page) if "class Block" in block.code]
+    names: dict[str, Any] = {"nn": nn}
+    exec(code, names)
+    plain, model = twins(names["Block"]())
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batch = images()
+        assert_equal(torch.compile(model, backend=counting)(cut(batch)), cut(plain(batch)))
+    assert len(graphs) == 2
 
 
 @check

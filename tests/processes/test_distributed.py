@@ -9,9 +9,11 @@ import functools
 import importlib
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -109,17 +111,26 @@ def test_torch_without_distributed_has_no_peers(monkeypatch):
     assert torch.equal(SynchronizedBatchNorm2d(3, group_size=2)(batch), nn.BatchNorm2d(3)(batch))
 
 
+# What comes after its last line is torch's: threads of gloo may crash Python then, and make 3.14 hang.
+RUN = "import os, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__'); sys.stdout.flush(); os._exit(0)"
+
+
+def start(folder: Path, *arguments: str, program: Sequence[str]) -> subprocess.Popen[str]:
+    """Start `torchrun` with arguments, in a folder, for a program up to its last line."""
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python"]
+    env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    program = [sys.executable, "-c", RUN, *program]
+    return subprocess.Popen([*command, *program], cwd=folder, env=env, text=True, **pipes)
+
+
 def torchrun(processes: int, folder: Path, *program: str) -> str:
     """Run a program in processes that torch starts, in a folder; return what they print."""
-    command = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    # What comes after its last line is torch's: threads of gloo may crash Python then, and make 3.14 hang.
-    code = "import os, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__'); sys.stdout.flush(); os._exit(0)"
-    command = [sys.executable, *command, "--nproc-per-node", str(processes), "--no-python"]
-    command += [sys.executable, "-c", code, *program]
-    env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    run = start(folder, *rendezvous, "--nproc-per-node", str(processes), program=program)
+    output, errors = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, errors
+    return output
 
 
 EXAMPLE = ["--epochs", "1", "--batch", "96"]
@@ -141,14 +152,26 @@ def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.watchdog(SECONDS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the program needs a GPU for each process, where there is one")
-def test_program_of_the_page_saves_the_same_weights_from_two_processes_as_from_one(tmp_path):
-    (program,) = [block.code for block in blocks_of(ROOT / "docs" / "processes.md") if "def main" in block.code]
+def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
+    blocks = list(blocks_of(ROOT / "docs" / "processes.md"))
+    (program,) = [block.code for block in blocks if "def main" in block.code]
+    (commands,) = [block.code.splitlines() for block in blocks if block.language == "bash"]
     (tmp_path / "train.py").write_text(program)
-    saved = []
-    for processes in (1, 2):
-        torchrun(processes, tmp_path, "train.py")
-        saved.append(torch.load(tmp_path / "checkpoint.pt"))
+    torchrun(1, tmp_path, "train.py")
+    expected = torch.load(tmp_path / "checkpoint.pt")
+    assert expected["1.num_batches_tracked"] == 16
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    assert commands[1] == commands[0].replace("2", "8")  # This machine has no 8 GPUs.
+    for command in (commands[0], commands[2].replace("8", "1").replace("first-machine:29400", address)):
+        name, *arguments, file = shlex.split(command)
+        assert (name, file) == ("torchrun", "train.py")
+        nodes = int(arguments[1]) if arguments[0] == "--nnodes" else 1
         (tmp_path / "checkpoint.pt").unlink()
-    assert saved[0]["1.num_batches_tracked"] == 16
-    for name, expected in saved[0].items():
-        torch.testing.assert_close(saved[1][name], expected, rtol=1e-4, atol=1e-5)
+        for run in [start(tmp_path, *arguments, program=[file]) for _ in range(nodes)]:
+            _, errors = run.communicate(timeout=SECONDS)
+            assert run.returncode == 0, errors
+        saved = torch.load(tmp_path / "checkpoint.pt")
+        for key, value in expected.items():
+            torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5)

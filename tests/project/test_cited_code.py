@@ -14,7 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "sync_batchnorm").rglob("*.py"))
-TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), ROOT / "setup.py"])
+TESTS = sorted(
+    [*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), *(ROOT / "docs").glob("*.py"), ROOT / "setup.py"]
+)
 PAGES = [ROOT / "docs" / name for name in ("contributing.md", "how-it-works.md")]
 # Named in backquotes, though no code of the package has them: of Python and torch, of timm, of users, of formulas.
 FOREIGN = {"UserWarning", "create_graph", "retain_graph", "lerp_", "dropout_p", "scaled_dot_product_attention"}

@@ -104,7 +104,7 @@ def test_description_links_to_the_repository_that_builds_or_nowhere(monkeypatch)
         monkeypatch.setenv("GITHUB_REPOSITORY", repository)
         runpy.run_path(str(ROOT / "setup.py"))
     page = f"https://github.com/someone/fork/{{}}/v{sync_batchnorm.__version__}/docs/"
-    assert f"[extending]({page.format('blob')}extending.md)" in described[0]
+    assert f"[usage]({page.format('blob')}usage.md)" in described[0]
     assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]
     for text in described:  # neither relative, nor to a section of no file
         assert not re.search(r"\]\((?!https:)|v[\d.]+/#", text)
