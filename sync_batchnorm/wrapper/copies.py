@@ -107,7 +107,17 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
                 present[key], following[key] = _two_aliases(present[key])
             for key in plain:
                 following[key] = present[key].detach().clone()
+    _copy_attributes((*differentiable.items(), *plain.items()), tensors)
     return tensors
+
+
+def _copy_attributes(originals: Sequence[tuple[int, Tensor]], tensors: Sequence[Tensors]) -> None:
+    """Give the tensors of replicas what users have set on the originals; names with an underscore are torch's."""
+    for key, original in originals:
+        if original.__dict__:
+            attributes = {name: value for name, value in vars(original).items() if not name.startswith("_")}
+            for tensor_of in tensors:
+                vars(tensor_of[key]).update(attributes)
 
 
 def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:

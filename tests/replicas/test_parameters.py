@@ -285,3 +285,23 @@ def test_parameters_made_in_inference_mode_have_replicas(devices):
     plain, parallel = twins(nn.Linear(3, 2).double(), devices)
     input = doubles(6, 3, devices=devices)
     assert_equal(parallel(input), plain(input))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@several
+def test_attributes_of_parameters_and_buffers_are_those_of_their_replicas(devices, grad):
+    """As marks of a tool: which parameters it has pruned, or trains at another rate."""
+
+    def forward(net, input):
+        found = [getattr(tensor, "mark", None) for tensor in (net.fc.weight, net.fc.bias, net.scale)]
+        seen.append(found)
+        return net.fc(net.bn(input)) * net.scale
+
+    seen: list[Any] = []
+    net = Net(forward, bn=nn.BatchNorm1d(3), fc=nn.Linear(3, 3)).double().to(as_devices(devices)[0])
+    net.register_buffer("scale", doubles(3, devices=devices))
+    net.fc.weight.mark, net.scale.mark = mark, other = [1], {"two": 2}
+    with torch.set_grad_enabled(grad):
+        DataParallelWithCallback(convert_model(net), devices)(doubles(7, 3, devices=devices))
+    assert seen == [[mark, None, other]] * len(devices)
+    assert all(found[0] is mark and found[2] is other for found in seen)
