@@ -170,6 +170,24 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
 
 def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
     """Return one tensor for each group of tensors, one of each replica."""
+    try:
+        return _joined(groups, device, dim, by_torch)
+    except RuntimeError as error:
+        for tensors in groups:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            others = [(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes]
+            i = next((i for i, sizes in enumerate(others) if sizes != others[0]), None)
+            if i is not None:
+                raise RuntimeError(
+                    f"replica 0 returned a tensor of shape {shapes[0]}, but replica {i} one of shape {shapes[i]}; "
+                    f"outputs are put together along dimension {dim}, so all other sizes must be equal; pad the "
+                    "outputs, for example with total_length=input.shape[1] in pad_packed_sequence, or move the "
+                    f"dimension of the samples to {dim}"
+                ) from error
+        raise
+
+
+def _joined(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
     joined: list[Tensor] = []
     if by_torch:
         joined.extend(gather_by_torch(list(zip(*groups, strict=True)), str(device), dim))  # type: ignore[arg-type]

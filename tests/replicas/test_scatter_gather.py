@@ -169,3 +169,24 @@ def test_structures_that_differ_in_kind_only_are_put_together_as_those_of_the_fi
     parallel = DataParallelWithCallback(returning(*ALIKE[kind]), devices)
     data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
     assert equal(parallel(data), ALIKE[kind][0](data))
+
+
+SIZES = {
+    "tensor": (lambda x: x, lambda x: x[:, :1], "(3, 2)", "(3, 1)"),
+    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, "(3, 2)", "(3, 1)"),
+    "dimensions": (lambda x: [x], lambda x: [x[..., None]], "(3, 2)", "(3, 2, 1)"),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
+    """As those of `pad_packed_sequence` without a total length, since each chunk has a longest sequence of its own."""
+    first, others, expected, found = SIZES[kind]
+    parallel = DataParallelWithCallback(returning(first, others), devices)
+    text = re.escape(
+        f"replica 0 returned a tensor of shape {expected}, but replica 1 one of shape {found}; outputs are put "
+        "together along dimension 0, so all other sizes must be equal"
+    )
+    with pytest.raises(RuntimeError, match=f"^{text}; .*total_length"):
+        parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))

@@ -56,6 +56,8 @@ def scatter(
 def gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
     """Copy tensors of several devices into one, side by side along `dim`."""
     for tensor, target in zip(tensors, out.split([tensor.size(dim) for tensor in tensors], dim), strict=True):
+        if tensor.shape != target.shape:  # in the words of torch
+            raise RuntimeError(f"Gather got an input of invalid size: got {tensor.shape}, but expected {target.shape}")
         target.copy_(tensor, non_blocking=True)
     return out
 
