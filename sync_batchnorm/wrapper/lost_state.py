@@ -4,7 +4,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..refusals import warn_once
 
@@ -20,8 +20,9 @@ State = list[tuple[str, nn.Module, str, Any]]  # the name of an attribute in the
 
 
 def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State:
-    """Return numbers, strings and buffers of a replica that has not run yet, in the first training steps of a wrapper.
+    """Return what a replica that has not run yet has of numbers, strings, buffers and parameters.
 
+    Only in the first training steps of a wrapper. The value of a parameter is the parameter, and a tensor of its data.
     Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which a
     forward may set for the time that it runs.
     """
@@ -39,7 +40,15 @@ def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State:
             for attribute, buffer in module._buffers.items():
                 if buffer is not None:
                     state.append((prefix + attribute, module, attribute, buffer))
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter.layout == torch.strided:
+                    state.append((prefix + attribute, module, attribute, (parameter, parameter.detach())))
     return state
+
+
+def _has_other_data(parameter: Tensor, before: Tensor) -> bool:
+    """Return whether other numbers were assigned to the `data` of a parameter, not only other memory."""
+    return parameter.data_ptr() != before.data_ptr() and not torch.equal(parameter, before)
 
 
 def warn_of_lost_state(replica: nn.Module, state: State) -> None:
@@ -49,6 +58,8 @@ def warn_of_lost_state(replica: nn.Module, state: State) -> None:
         if type(value) in _KINDS:
             present = vars(module).get(attribute, value)
             is_lost = type(present) in _KINDS and present != value
+        elif type(value) is tuple:
+            is_lost = _has_other_data(*value)
         else:
             is_lost = module._buffers.get(attribute, value) is not value
         if is_lost:

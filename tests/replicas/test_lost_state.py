@@ -138,3 +138,28 @@ def test_failed_forward_pass_names_nothing():
 def test_scripted_modules_are_left_alone():
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), SynchronizedBatchNorm1d(3))
     assert steps(DataParallelWithCallback(model, ["cpu"] * 2), ["cpu"] * 2) == []
+
+
+def replace(net: Any, output: Tensor) -> None:
+    """As momentum encoders do."""
+    with torch.no_grad():
+        net.fc.weight.data = 0.9 * net.fc.weight.data + 0.1
+
+
+def move(net: Any, output: Tensor) -> None:
+    """As `flatten_parameters` does on a GPU: the same numbers in other memory."""
+    net.fc.weight.data = net.fc.weight.data.clone()
+
+
+@on_devices
+def test_data_of_a_parameter_that_a_replica_loses_is_named(devices):
+    model = Counting(replace).to(as_devices(devices)[0])
+    model.fc = nn.Linear(2, 2, device=as_devices(devices)[0])
+    before = model.fc.weight.detach().clone()
+    (text,) = steps(DataParallelWithCallback(model, devices), devices)
+    assert text.startswith(
+        "forward() of Counting set fc.weight of replica 0, which ends with the forward pass: the model"
+    )
+    assert torch.equal(model.fc.weight, before)
+    model.assign = move
+    assert steps(DataParallelWithCallback(model, devices), devices) == []
