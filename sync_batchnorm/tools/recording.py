@@ -9,6 +9,7 @@ import math
 import random
 import sys
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -191,11 +192,11 @@ class Trace(InDouble):
             self._seen[id(tensor)] = weakref.ref(tensor), version, known
         return known
 
-    def _begin(self, key: Key, inputs: list[Tensor]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self, key: Key, inputs: list[Tensor]) -> Any: ...
 
-    def _end(self, call: _Running, outputs: list[Tensor]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _end(self, call: _Running, outputs: list[Tensor]) -> None: ...
 
 
 class OneDevice(Trace):
