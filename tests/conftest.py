@@ -1,12 +1,10 @@
-"""What every test runs under: the watchdog, no thread left behind, a torchvision that imports without its kernels."""
+"""What every test runs under: no thread left behind, seeds, a torchvision that imports without its kernels."""
 
-import faulthandler
 import gc
 import os
 import random
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
+from hangs import SECONDS
 from pairwise import mark_the_rest_slow
 from scripted import WRAPPERS
 
-WATCHDOG_SECONDS = 10.0
 CUDA_COUNT = torch.cuda.device_count()
 
 
@@ -28,29 +26,6 @@ CUDA_COUNT = torch.cuda.device_count()
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Each replica is a thread: with a pool of its own for every one of them, small tensors would wait for cores.
 torch.set_num_threads(1)
-
-
-def within(seconds: float, body: Callable[[], Any]) -> Any:
-    """Run `body` in a thread and return what it returns; fail with all stacks if it is not back in time."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((True, body()))
-        except BaseException as error:
-            outcome.append((False, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="watched test")
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # a test may have replaced the other one
-        stacks = "\n".join("".join(traceback.format_stack(f)) for f in sys._current_frames().values())
-        pytest.fail(f"not back within {seconds} seconds, so something hangs:\n{stacks}", pytrace=False)
-    succeeded, value = outcome[0]
-    if not succeeded:
-        raise value
-    return value
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,19 +79,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run every test under the watchdog; ``@pytest.mark.watchdog(seconds)`` gives one more time."""
-    marker = pyfuncitem.get_closest_marker("watchdog")
-    seconds = marker.args[0] if marker else WATCHDOG_SECONDS
-    function = pyfuncitem.obj
-    pyfuncitem.obj = lambda *args, **kwargs: within(seconds, lambda: function(*args, **kwargs))
-    try:
-        return (yield)
-    finally:
-        pyfuncitem.obj = function
-
-
 def threads_of_python() -> set[threading.Thread]:
     """Return the threads that run and that Python has started.
 
@@ -132,7 +94,7 @@ def _no_thread_left() -> Iterator[None]:
     yield
     left = [thread for thread in threads_of_python() - before if thread.name != "watched test"]
     for thread in left:
-        thread.join(2.0)
+        thread.join(SECONDS)
     assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
 
 
