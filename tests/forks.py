@@ -3,17 +3,20 @@
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-__all__ = ["Ended", "fork", "forked", "needs_fork"]
+__all__ = ["Ended", "fork", "forked", "let_python_swallow", "needs_fork"]
 
-LONGEST = 120  # seconds after which the system ends a child that hangs
+# Seconds after which the system ends a child that hangs, with its stacks: later than the watchdog gives up its test, as
+# this follows the load and an alarm does not. Then nobody waits for the child any more.
+LONGEST = 1200
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
 
@@ -23,6 +26,23 @@ class Ended(NamedTuple):
 
     status: int
     output: str
+
+
+def let_python_swallow(kind: type[BaseException]) -> None:
+    """Print nothing where Python ignores an exception of a signal: in a destructor, or a callback of a weak reference.
+
+    Nor where it loses a thread whose `start` the signal has interrupted: the thread does not find itself among those
+    that start, and ends. Whoever sends a signal at any moment cannot count on its exception, and sends it again if it
+    has to come.
+    """
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        is_lost_thread = isinstance(error, KeyError) and isinstance(error.args[0], threading.Thread)
+        if not isinstance(error, kind) and not is_lost_thread:
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def fork(body: Callable[[], object], output: int) -> int:

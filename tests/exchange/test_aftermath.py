@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forks import forked, needs_fork
+from forks import forked, let_python_swallow, needs_fork
 from helpers import assert_equal
 from scripted import WRAPPERS, R, Scripted, TorchStyle, assert_next_forward_is_right, batch, raising, scripted
 from torch import Tensor, nn
@@ -269,6 +269,7 @@ def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(monk
 @pytest.mark.watchdog(60)
 def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
     def alarmed() -> None:
+        let_python_swallow(TimeoutError)
         signal.signal(signal.SIGALRM, _raise)
         x = torch.randn(2 * R, 4, dtype=torch.float64)
         parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
@@ -282,7 +283,9 @@ def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, seconds))
                 parallel(x)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except TimeoutError:
+            except (TimeoutError, KeyError) as error:  # `Thread.start` may turn the one into the other.
+                if TimeoutError not in (type(error), type(error.__context__)):
+                    raise
                 interrupted += 1
             again = copy.deepcopy(parallel)
             again.load_state_dict(DataParallelWithCallback(Drops(), ["cpu"] * R).state_dict())

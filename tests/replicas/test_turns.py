@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA_COUNT
-from forks import forked, needs_fork
+from forks import forked, let_python_swallow, needs_fork
 from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -241,6 +241,7 @@ def test_threads_that_read_and_write_random_states_at_once_never_wait_for_each_o
 @pytest.mark.watchdog(120)
 def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn():
     def interrupt_often() -> None:
+        let_python_swallow(KeyboardInterrupt)
         plain, parallel = twins(TwoLayers().double(), ["cpu"] * 3)
         interrupted = 0
         for _ in range(200):
@@ -248,8 +249,9 @@ def test_control_c_at_any_moment_leaves_no_replica_waiting_for_its_turn():
             try:
                 timer.start()
                 parallel(doubles(6, 3, 6, 6))
+                timer.join()
                 while True:  # Python 3.13 looks for signals only if asked, in a child that a thread has forked.
-                    os.kill(os.getpid(), 0)
+                    os.kill(os.getpid(), signal.SIGINT)  # again, as Python may have swallowed the first
             except (KeyboardInterrupt, RuntimeError) as error:  # `Thread.start` may turn the one into the other.
                 interrupted += KeyboardInterrupt in (type(error), type(error.__context__))
         plain.load_state_dict(parallel.module.state_dict())
