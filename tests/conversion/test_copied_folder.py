@@ -22,7 +22,7 @@ PACKAGE = Path(sync_batchnorm.__file__).parent
 TESTS = Path(__file__).parents[1]
 INSIDE = "models.networks.sync_batchnorm"
 # The files of the suite that the copy is tested with, and that know the package.
-SUITE = ["layers/test_parity.py", "conftest.py", "helpers.py", "pairwise.py", "scripted.py"]
+SUITE = ["layers/test_parity.py", "conftest.py", "hangs.py", "helpers.py", "pairwise.py", "scripted.py"]
 HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
 
 pytestmark = needs_fork
