@@ -613,7 +613,8 @@ def test_a_summary_takes_the_module_of_a_wrapper(recipe):
     wanted = summary(plain, input_data=recipe.batch, verbose=0)
     found = summary(recipe.parallel.module, input_data=recipe.batch, verbose=0)
     assert (found.total_params, found.total_mult_adds) == (wanted.total_params, wanted.total_mult_adds)
-    assert not summary(recipe.parallel, input_data=recipe.batch, verbose=0).total_mult_adds
+    four = recipe.DataParallelWithCallback(recipe.net, ["cpu"] * 4)
+    assert summary(four, input_data=recipe.batch, verbose=0).total_params > wanted.total_params  # those of two replicas
     recipe.net.eval()
     recipe.parallel.training = True  # what `parallel.module.eval()` leaves behind
     summary(recipe.parallel, input_data=recipe.batch, verbose=0)

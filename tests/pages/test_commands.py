@@ -44,6 +44,7 @@ ELSEWHERE = {
     "python -m pytest FILE": "tests/pages/test_docs.py",  # by hand, as its last line says
     "python -m pytest FILE --simulated-gpus 4": ".ci/run",
     "python -m pytest --simulated-gpus 4": ".ci/run",
+    "python -m pytest --patience 5": "tests/project/test_hangs.py",
     "pip install '.[docs]'": ".ci/run",
     "rm -r models/networks/sync_batchnorm": "tests/conversion/test_copied_folder.py",
     "cp -r ../sync_batchnorm/sync_batchnorm models/networks/": "tests/conversion/test_copied_folder.py",
