@@ -39,6 +39,7 @@ LATEST = 10.0  # times the limit: ten times as slow as alone is slower than any 
 PROGRESS = 0.01  # of the limit; a thread that runs gets more, even if there are a hundred for each processor
 LOOKS = 10  # at the clocks, in the time of one limit
 
+WATCHED = "watched test"  # the name of the thread in which a test runs
 _given_up = pytest.StashKey[bool]()
 
 
@@ -166,7 +167,7 @@ class Watchdog:
             except BaseException as error:
                 outcome.append((False, error))
 
-        thread = threading.Thread(target=run, daemon=True, name="watched test")
+        thread = threading.Thread(target=run, daemon=True, name=WATCHED)
         thread.start()
         limit = self.limit_of(item)
         if not ends_in_time(thread, limit):
