@@ -36,6 +36,7 @@ from sync_batchnorm import (
     patch_replication_callback,
 )
 from sync_batchnorm.meeting import Coordinator
+from sync_batchnorm.wrapper.replica import current_replica
 
 
 @contextmanager
@@ -351,7 +352,11 @@ def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     def is_stuck(model: Scripted, x: Tensor) -> None:
         release.wait()
 
-    parallel = WRAPPERS[name](scripted((1, "between", is_stuck)), timeout=0.5)
+    def goes_on(model: Scripted, x: Tensor) -> None:
+        current_replica()._sync_run.coordinator.timeout = 0.5  # not before, as threads may take that long to start
+
+    steps = [(0, "between", goes_on), (1, "between", is_stuck)]
+    parallel = WRAPPERS[name](scripted(*steps), timeout=60.0)
     text = (
         rf"expected all replicas within 0\.5 seconds, but {WHO}( and {WHO})? waits? for replica 1 on device cpu, which "
         r"is still running( and .*)? \(head, call 1\); pass a longer timeout= if it is only slow$"
@@ -371,13 +376,14 @@ def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error()
     release, rows = threading.Event(), torch.tensor([[1.0], [2.0], [0.0], [0.0]])
 
     def forward(net: Net, x: Tensor) -> Tensor:
+        current_replica()._sync_run.coordinator.timeout = 0.2  # not before, as threads may take that long to start
         try:
             return net.bn(x) if x.sum() else release.wait()
         finally:
             release.wait()
 
     with pytest.raises(TimeoutError, match="replica 0 on device cpu waits for replica 1 on device cpu"):
-        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(1)), ["cpu"] * 2, timeout=0.2)(rows)
+        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(1)), ["cpu"] * 2, timeout=60.0)(rows)
     release.set()
 
 

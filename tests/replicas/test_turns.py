@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster
+from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.random_states import RandomStates
 
 SHARED = [pytest.param(["cpu"] * 4, id="cpu-4")]
@@ -185,10 +186,20 @@ def test_replica_that_raises_ends_the_turns_and_nobody_waits_for_one(replica):
     assert len(parallel.module.log) == 12
 
 
-def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout():
-    release = threading.Event()
+def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout(monkeypatch):
+    def is_stuck() -> None:
+        stuck.set()
+        release.wait()
+
+    def begin_after_the_first(coordinator: Coordinator, replica: int) -> Any:
+        if replica > 0:
+            stuck.wait()
+        return begin(coordinator, replica)
+
+    stuck, release, begin = threading.Event(), threading.Event(), Coordinator.begin
+    monkeypatch.setattr(Coordinator, "begin", begin_after_the_first)
     parallel, inputs = logging(timeout=0.2)
-    parallel.module.steps[0, 0] = release.wait
+    parallel.module.steps[0, 0] = is_stuck
     text = (
         r"expected all replicas within 0\.2 seconds, but replica \d on device cpu waits for its turn while replica 0 "
         "on device cpu is still running; pass a longer timeout= if it is only slow; replicas on one device run one at"
