@@ -64,6 +64,7 @@ class SavedByHooks(Saved):
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         super().__init__(input, weight)
         self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
+        self._weight = None  # the hooks have it
 
     def unpack(self) -> InputAndWeight:
         kept = self.kept
