@@ -38,8 +38,11 @@ _REQUIRED = {
 }
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
-# The dictionaries of the hooks of a call in the state of a module. They may be new ones in a replica.
-HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
+# The dictionaries of the hooks of a call in the state of a module, which may be new ones in a replica: those of hooks,
+# and those of flags, whose keys are the numbers of the hooks that have the flag.
+_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
+FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if name.endswith(("_with_kwargs", "_always_called")))
+HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
 
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:

@@ -131,7 +131,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
             updates_running_stats=copy_id == 0,
             master_device=ctx.master_device,
-            weight=self.weight if self.__dict__.get("_is_replica") else None,
+            weight=self._parameters.get("weight") if self.__dict__.get("_is_replica") else None,
         )
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))

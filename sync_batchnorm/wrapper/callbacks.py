@@ -67,13 +67,14 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
     """Execute the callbacks; return the context of each submodule that has one, by name."""
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
+    paths = [(name, name.split(".") if name else (), ctx) for name, ctx in contexts.items()]
     here = Joining(coordinator)
     token = joining.set(here)
     try:
         for here.replica_id, replica in enumerate(modules):
-            for name, ctx in contexts.items():
+            for name, path, ctx in paths:
                 module: Any = replica
-                for part in name.split(".") if name else ():
+                for part in path:
                     module = module._modules[part]  # `getattr` takes ten times as long
                 here.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, here.replica_id)

@@ -1,6 +1,7 @@
 """The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import chain
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..refusals import refuse_older_hook
-from ..torch_private import HOOKS, has_hooks, has_older_hooks, modules_of
+from ..torch_private import FLAGS_OF_HOOKS, HOOKS, has_hooks, has_older_hooks, modules_of
 
 __all__: list[str] = []
 
@@ -20,6 +21,9 @@ Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
+# What modules of one replica without such flags share. The keys are numbers of hooks, of which a thread gets no two
+# equal ones; 3 of the 7 dictionaries of a module are those of flags, and thousands of objects take the collector time.
+Flags = dict[str, OrderedDict[int, bool]]
 
 
 def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,21 +141,23 @@ def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
     copies: list[Copies] = [{} for _ in tensors]
+    flags = [{name: OrderedDict[int, bool]() for name in FLAGS_OF_HOOKS} for _ in tensors]
     for child in modules:
-        for copy_of, tensor_of in zip(copies, tensors, strict=True):
-            copy_of[child] = _copy(child, tensor_of)
-    for copy_of in copies:
-        for child, replica in copy_of.items():
-            for name, grandchild in child._modules.items():
-                if grandchild is not None:
-                    replica._modules[name] = copy_of[grandchild]
-            if not _BOUND.isdisjoint(map(type, child.__dict__.values())):
-                bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
-                replica.__dict__.update([(name, _bind(value, copy_of)) for name, value in bound])
+        for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
+            copy_of[child] = _copy(child, tensor_of, flags_of)
+    for child in modules:
+        children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
+        bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
+        for copy_of in copies if children or bound else ():
+            replica = copy_of[child]
+            for name, grandchild in children:
+                replica._modules[name] = copy_of[grandchild]
+            for name, value in bound:
+                replica.__dict__[name] = _bind(value, copy_of)
     return [copy_of[modules[0]] for copy_of in copies]
 
 
-def _copy(module: nn.Module, tensor_of: Tensors) -> nn.Module:
+def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
     """Return a copy of a module for a replica, with its parameters and buffers, and submodules of the original."""
     # RNNs, lazy and scripted modules override this hook of torch. For all others, this does the same in less time.
     replicate: Any = module._replicate_for_data_parallel
@@ -164,12 +170,13 @@ def _copy(module: nn.Module, tensor_of: Tensors) -> nn.Module:
         object.__setattr__(copy, "__dict__", state)  # in half the time of an update
         state["_parameters"], state["_is_replica"] = {}, True
         state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
+    original = module.__dict__
     for name in HOOKS:  # What a replica registers ends with it.
-        state[name] = module.__dict__[name].copy()
-    # Most modules have none, and calls take time.
-    if state["_backward_hooks"] and has_older_hooks(
-        module
-    ):  # They refer to the replica weakly: PyTorch would say that it is dead.
+        state[name] = original[name].copy()
+    for name, flags in flags_of.items():
+        state[name] = original[name].copy() if original[name] else flags
+    # They refer to the replica weakly: PyTorch would say that it is dead.
+    if state["_backward_hooks"] and has_older_hooks(module):
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
     if type(module).__setattr__ is not nn.Module.__setattr__:
         _set_tensors(copy, module, tensor_of)

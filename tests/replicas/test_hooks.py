@@ -109,6 +109,28 @@ def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes
 
 
 @on_devices
+def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_kwargs(devices):
+    def forward(net, input):
+        handles = [
+            net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True, always_call=True),
+            net.second.register_forward_hook(doubled),
+            net.second.register_forward_hook(doubled_with_kwargs, with_kwargs=True),
+        ]
+        output = net.second(net.first(net.bn(input)))
+        handles[0].remove()
+        output = output + net.second(net.first(input))
+        handles[2].remove()
+        output = output + net.second(net.first(input))
+        handles[1].remove()
+        return output
+
+    net = Net(forward, bn=nn.BatchNorm1d(3), first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
+    plain, parallel = twins(net, devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+@on_devices
 def test_hook_on_the_root_that_is_removed_in_the_same_call_does_not_act(devices):
     def forward(net, input):
         handle = net.register_forward_hook(doubled)
