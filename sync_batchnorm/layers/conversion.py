@@ -273,11 +273,14 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     """Return why the layers of a class with that method of its own cannot be converted, and what to do about it."""
     if issubclass(cls, nn.SyncBatchNorm):
         return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
-    ours, kind = f"Synchronized{cls.__name__}", (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    name, kind = cls.__name__, (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    ours = f"Synchronized{name}"
+    if ours == kind:  # a class of the user that has the name of torch's
+        name, ours = f"{cls.__module__}.{name}", f"My{kind}"
     calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
     return (
-        f"has a {method} of its own; write class {ours}({cls.__name__}, {kind}){calls} and call "
-        f"convert_model(model, classes={{{cls.__name__}: {ours}}}), see docs/usage.md"
+        f"has a {method} of its own; write class {ours}({name}, {kind}){calls} and call "
+        f"convert_model(model, classes={{{name}: {ours}}}), see docs/usage.md"
     )
 
 

@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import BatchNormBase
 from .comparing import ROUNDING, TOLERANCE, gap, largest
-from .recording import Call, Copy, Difference, OneDevice
+from .recording import Call, Copy, Difference, InDouble, OneDevice, has_hooks_of_others
 
 __all__: list[str] = []
 
@@ -27,6 +29,9 @@ _MORE = "`loss` depends on more than the output, as on random numbers"
 
 # What a layer calls in its own forward on one device or in replicas, not in both.
 _NORMS = ("batch_norm", "add_", "sync_batch_norm")
+
+# Where a module could not be called again to find out which of these it is.
+MIXES = "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
 
 @dataclass
@@ -68,15 +73,19 @@ class Steps:
         if 0.0 < largest_gap < math.inf or (loss_gap and has_scalars):
             yield from self._different_modules()
         if largest_gap:
-            sizes_differ = f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample"
+            sizes_differ = (
+                f"have shapes {shapes} on one device, {found} in replicas; return a row for each sample, and compute "
+                "what concerns the whole batch from the gathered output"
+            )
             by = f"differ, by {largest_gap:.1e} of their largest value"
             cause = f"; the model {_DRAWS}" if one.draws else ""
             yield f"outputs {sizes_differ if largest_gap == math.inf else by + cause}"
         if loss_gap:
             ratio = float(many.loss / one.loss)
+            by = f"by {abs(ratio - 1):.1e} of it" if abs(ratio - 1) < 0.01 else f"ratio {ratio:.3}"
             cause = self._cause_in_scalars(ratio) if has_scalars else _MORE
             what = "outputs agree, the loss does not" if gaps else "the loss differs"
-            yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas (ratio {ratio:.3}): {cause}"
+            yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas ({by}): {cause}"
 
     def _scalars(self) -> tuple[Tensor, Tensor]:
         """Return the scalars that one device returns, and those of replicas, a row for each."""
@@ -110,23 +119,40 @@ class Steps:
     def _different_gradients(self) -> Iterator[str]:
         one, many = self.one.grads, self.many.grads
         floor = TOLERANCE * largest(*[grad for grad in one.values() if grad is not None])
+        agreed = None  # the last gradient of the backward pass that is none of those that differ, and not zero
         for name in one:
             actual, expected = _both(many[name], one[name])
-            if gap(actual, expected, floor):
+            if by := gap(actual, expected, floor):
                 yield from self._hidden_modules()
                 has_scalars = any(output.numel() == 1 for output in self.one.outputs)
                 if has_scalars and not math.isclose(self.one.loss, self.many.loss, rel_tol=ROUNDING):
-                    yield f"the loss differs by less than a millionth, and gradients by more: {_NO_MEAN}"
-                size, whole = float(actual.norm()), float(expected.norm())
-                cause = "replicas drop a part of it, or add up what should be a mean"
-                if not size or not whole:
-                    cause = "only replicas drop it" if whole else "only replicas have one"
-                ratio = size / whole if whole else math.inf
+                    of_it = abs(float(self.many.loss / self.one.loss) - 1)
+                    yield (
+                        f"the loss differs by {of_it:.1e} of it, and the gradient of {name} by {by:.1e} of its largest "
+                        f"value: {_NO_MEAN}"
+                    )
+                between = "" if agreed is None else f", between {name} and {agreed}, whose gradient agrees"
                 yield (
                     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is "
-                    f"that of {name} (ratio of norms {ratio:.3}): {cause}; look for detach, no_grad or a branch on the "
-                    "size of the batch, and in functions with a backward pass of their own"
+                    f"that of {name}: {self._cause_in_gradient(actual, expected)}; look for detach, no_grad or a "
+                    f"branch on the size of the batch, and for functions with a backward pass of their own{between}"
                 )
+            elif expected.any():
+                agreed = name
+
+    def _cause_in_gradient(self, actual: Tensor, expected: Tensor) -> str:
+        """Return what replicas make of a gradient, by its norm."""
+        size, whole = float(actual.norm()), float(expected.norm())
+        if not size or not whole:
+            return "only replicas drop it" if whole else "only replicas have one"
+        ratio, number = size / whole, len(self.sizes)
+        if math.isclose(ratio, number, rel_tol=TOLERANCE):
+            what = "replicas add up their means, where one device has one mean"
+        elif math.isclose(ratio * number, 1.0, rel_tol=TOLERANCE):
+            what = "replicas have the mean of their sums, where one device has one sum"
+        else:
+            what = "replicas drop a part of it" if ratio < 1 else "replicas have more, or other parts of it"
+        return f"its norm in replicas is {ratio:.3} of that on one device: {what}"
 
     def _different_parameters(self) -> Iterator[str]:
         one, many = self.one.parameters, self.many.parameters
@@ -177,13 +203,14 @@ class Steps:
 
     def _different_modules(self) -> Iterator[str]:
         """Yield which module, the first, has inputs that agree, and outputs that do not."""
-        for _, replica, (name, number), module_gap, called in sorted(self.found)[:1]:
-            call = self.trace.calls[name, number]
-            kind = f"{type(call.module).__name__}{f', call {number + 1}' if number else ''}"
-            where = f"output of {name or 'the model itself'} ({kind}), in replica {replica}"
-            yield f"first difference: {where}, by {module_gap:.1e} of its largest value: {self._cause(call, called)}"
+        for first in sorted(self.found, key=attrgetter("position", "replica"))[:1]:
+            name, number = first.key
+            call = self.trace.calls[first.key]
+            kind = f"{_name_of_class(call.module)}{f', call {number + 1}' if number else ''}"
+            where = f"output of {name or 'the model itself'} ({kind}), in replica {first.replica}"
+            yield f"first difference: {where}, by {first.gap:.1e} of its largest value: {self._cause(call, first)}"
 
-    def _cause(self, call: Call, called_in_replica: Counter[str]) -> str:
+    def _cause(self, call: Call, difference: Difference) -> str:
         """Return the probable cause of a difference in a call."""
         module, replicas = call.module, len(self.sizes)
         if isinstance(module, _SynchronizedBatchNorm) and (module.group_size or replicas) < replicas:
@@ -199,7 +226,7 @@ class Steps:
                 f"its forward() changes the parameter {changed[0]}, which replicas on one device share, so each "
                 "changes it once more; make it a buffer, or change it outside the forward pass"
             )
-        return _cause_in_call(call, called_in_replica)
+        return _cause_in_call(call, difference)
 
 
 class _Unset:
@@ -226,10 +253,11 @@ def _both(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tenso
     return found, wanted
 
 
-def _cause_in_call(call: Call, called_in_replica: Counter[str]) -> str:
+def _cause_in_call(call: Call, difference: Difference) -> str:
     """Return the probable cause of a difference in a module, from its call on one device and what it calls there."""
     if call.draws:
         return f"it {_DRAWS}"
+    called_in_replica = difference.called
     cause = _cause_in_norm(call.module, called_in_replica)
     if cause is not None:
         return cause
@@ -242,10 +270,30 @@ def _cause_in_call(call: Call, called_in_replica: Counter[str]) -> str:
     if differing:
         what = min(differing, key=lambda name: (hasattr(Tensor, name), name))  # names of modules come first
         return (
-            f"it calls {what} {called[what]} times on one device, {there[what]} times there; look for a branch, a loop "
-            "or a cache that depends on the batch or its size"
+            f"it calls {what} {called[what]} times on one device, {there[what]} times in the replica; look for a "
+            "branch, a loop or a cache that depends on the batch or its size"
         )
-    return "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
+    dependence = None
+    with suppress(Exception), InDouble():  # It may not run again.
+        dependence = difference.probe and difference.probe.dependence(call.module)
+    return f"{dependence or MIXES}{_where_else(call.module)}"
+
+
+def _where_else(module: nn.Module) -> str:
+    """Return where the code is that a module runs, if it is not in its class alone."""
+    places = []
+    if "forward" in vars(module):
+        places.append("the forward that was set on the module")
+    if has_hooks_of_others(module):
+        places.append("the forward hooks of the module")
+    return f"; look at {' and '.join(places)}" if places else ""
+
+
+def _name_of_class(module: nn.Module) -> str:
+    """Return the name of the class of a module, with that of its file if a base of the class has the same name."""
+    cls = type(module)
+    bases = [base.__name__ for base in cls.__mro__[1:]]
+    return f"{cls.__module__}.{cls.__name__}" if cls.__name__ in bases else cls.__name__
 
 
 def _cause_in_norm(module: nn.Module, called: Counter[str]) -> str | None:

@@ -12,6 +12,7 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 from ..layers import _SynchronizedBatchNorm
 from ..wrapper import tensors_in
 from .comparing import Rows, gap, largest
+from .probing import Probe
 
 __all__: list[str] = []
 
@@ -61,6 +63,12 @@ def _double(value: Any) -> Any:
 @wrap_torch_function(lambda name, *_: (name,))
 def _border(name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
     """Tell the mode of this thread that a call of a module begins or ends; other threads have none."""
+
+
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Return whether a module of a copy has forward hooks, besides those that make its calls known."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(getattr(hook, "func", None) is not _border for hook in hooks)
 
 
 # Which argument of these functions is the probability of dropout.
@@ -146,6 +154,7 @@ class Difference(NamedTuple):
     key: Key
     gap: float
     called: Counter[str]  # in the replica
+    probe: Probe | None  # None where the call cannot be repeated
 
 
 class _Running(NamedTuple):
@@ -154,6 +163,7 @@ class _Running(NamedTuple):
     module: Any
     key: Key
     called: Counter[str]
+    given: Any  # its arguments
     begun: Any  # what `_begin` has returned
 
 
@@ -161,7 +171,7 @@ class Trace(InDouble):
     """The mode of one device or one replica, which knows the calls of modules that run."""
 
     def __init__(self) -> None:
-        self._running = [_Running(None, ("", 0), Counter(), None)]
+        self._running = [_Running(None, ("", 0), Counter(), None, None)]
         self._begun: Counter[str] = Counter()  # calls, by the name of the module
         self._seen: dict[int, tuple[Any, ...]] = {}  # by the id of a tensor: it, its version, and what is known of it
 
@@ -178,7 +188,7 @@ class Trace(InDouble):
         else:
             key = name, self._begun[name]
             self._begun[name] += 1
-            self._running.append(_Running(module, key, Counter(), self._begin(key, tensors)))
+            self._running.append(_Running(module, key, Counter(), (args, kwargs), self._begin(key, tensors)))
 
     def _count(self, name: str) -> None:
         self._running[-1].called[name] += 1
@@ -259,8 +269,15 @@ class InReplica(Trace):
             gaps = [self._gap(tensor, kept) for tensor, kept in pairs if kept.tensor.numel() != 1]
             largest_gap = max((gap for gap in gaps if gap < math.inf), default=0.0)
             if largest_gap:
-                self._found.append(Difference(on_one.position, self._replica, call.key, largest_gap, call.called))
+                probe = self._probe(call.given, on_one)
+                found = Difference(on_one.position, self._replica, call.key, largest_gap, call.called, probe)
+                self._found.append(found)
         self._one.drop(call.key, self._replicas)
+
+    def _probe(self, given: Any, on_one: Call) -> Probe | None:
+        with suppress(Exception):
+            return Probe(given, [kept.tensor for kept in on_one.inputs], self._rows)
+        return None
 
     def _gap(self, tensor: Tensor, kept: Kept) -> float:
         number, value = self._once(tensor, lambda: (kept.number, gap(tensor, kept.tensor, rows=self._rows)))

@@ -11,6 +11,8 @@ from .data_parallel import use_devices_of_torch as use_devices_of_torch
 from .derived import derived_class as derived_class
 from .replica import Replica as Replica
 from .replica import raise_foreign_layer as raise_foreign_layer
+from .trees import leaves_of as leaves_of
 from .trees import tensors_in as tensors_in
+from .trees import with_leaves as with_leaves
 
 __all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]

@@ -51,6 +51,12 @@ class MeanInBackward(torch.autograd.Function):
         return grad / len(grad)
 
 
+class SumInBackward(MeanInBackward):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * len(grad)
+
+
 def around(function):
     """Put a module between others that are right."""
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Apply(function), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)]
@@ -124,7 +130,38 @@ def mix(self, x):
     return x - x.mean(0)
 
 
-MIXES = ": it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
+def triple_gradient(x):
+    return x + 2 * (x - x.detach())
+
+
+def once(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    if self.calls > 1:
+        raise RuntimeError("is called again")
+    return mix(self, x)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, output: output - output.mean(0))
+    return module
+
+
+def with_forward(module, forward):
+    module.forward = forward
+    return module
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return mix(self, super().forward(x))
+
+
+class BatchNorm1d(nn.BatchNorm1d):
+    def forward(self, x):
+        return normalize(self, x)
+
+
+MIXES = ": what it returns for a sample depends on other samples of the batch, as with x.mean(0), x[0] or padding"
 
 
 NO_MEAN = (
@@ -199,13 +236,68 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "Python's": (lambda: Apply(lambda self, x: x * 1e-8 * random.random()), VECTORS, "it draws random numbers"),
     "NumPy's": (lambda: Apply(lambda self, x: self.parts[0](x * numpy.random.rand()), nn.ReLU()), VECTORS, "it draws"),
     "mix": (lambda: around(lambda self, x: x - x.mean(0)), IMAGES, f"output of 2 (Apply), in replica 0, ...{MIXES}"),
+    "number of samples": (
+        *(lambda: around(lambda self, x: x * len(x)), IMAGES),
+        "output of 2 (Apply), in replica 0, ...: what it returns for a sample depends on the number of samples, as "
+        "with x / len(x)",
+    ),
+    "place": (
+        *(lambda: around(lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1)), IMAGES),
+        "output of 2 (Apply), in replica 1, ...: what it returns for a sample depends on its place in the batch, as",
+    ),
+    "state": (
+        *(lambda: around(lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3)), IMAGES),
+        "output of 2 (Apply), in replica 0, ...: it returns the same for these rows when it is called again on one",
+    ),
+    "argument that is no tensor": (
+        lambda: Apply(
+            lambda self, x: self.parts[0](x, len(x)),
+            Apply(lambda self, x, number: x / number),
+        ),
+        *(
+            VECTORS,
+            "output of parts.0 (Apply), in replica 0, ...: it returns the same for these rows when it is called",
+        ),
+    ),
+    "number of samples around a norm": (
+        *(lambda: convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(3))), VECTORS),
+        "output of the model itself (Apply), in replica 0, ...: what it returns for a sample depends on the number of",
+    ),
+    "mix that cannot run again": (
+        *(lambda: Apply(once), VECTORS),
+        "(Apply), in replica 0, ...: it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sam",
+    ),
+    "forward hook": (
+        lambda: nn.Sequential(hooked(nn.Linear(3, 3))),
+        *(
+            VECTORS,
+            f"output of 0 (Linear), in replica 0, ...{MIXES} to the longest sample; look at the forward hooks of",
+        ),
+    ),
+    "forward that was set": (
+        lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),
+        *(
+            VECTORS,
+            f"(Linear), in replica 0, ...{MIXES} to the longest sample; look at the forward that was set on the",
+        ),
+    ),
+    "class with a name of torch's": (
+        *(lambda: nn.Sequential(Linear(3, 3)), VECTORS),
+        f"output of 0 ({__name__}.Linear), in replica 0, ...{MIXES}",
+    ),
+    "norm with a name of torch's": (
+        *(lambda: nn.Sequential(BatchNorm1d(3)), VECTORS),
+        f"because it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
+        f"SynchronizedBatchNorm1d) and call convert_model(model, classes={{{__name__}.BatchNorm1d: MySynchronizedBatch",
+    ),
     "branch": (
         *(lambda: around(lambda self, x: x * x.ndim if len(x) > 2 else x), IMAGES),
-        f"output of 2 (Apply), in replica 1, ...: it calls mul 1 times on one device, 0 times there{SIZE}",
+        f"output of 2 (Apply), in replica 1, ...: it calls mul 1 times on one device, 0 times in the replica{SIZE}",
     ),
     "calls": (
         *(lambda: Apply(lambda self, x: reduce(lambda y, _: self.parts[0](y), x, x), nn.Linear(3, 3)), VECTORS),
-        f"the model itself (Apply), in replica 0, ...: it calls parts.0 4 times on one device, 2 times there{SIZE}",
+        "the model itself (Apply), in replica 0, ...: it calls parts.0 4 times on one device, 2 times in the replica"
+        f"{SIZE}",
     ),
     "mix in place, with dropout": (
         lambda: nn.Sequential(
@@ -213,7 +305,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
             Net(lambda self, x: x * (1 - self.dropout), dropout=0.5),
         ),
         VECTORS,
-        f"output of 2 (Apply), in replica 0, ...{MIXES} (dropout is switched off in both copies)",
+        f"output of 2 (Apply), in replica 0, ...{MIXES} to the longest sample (dropout is switched off in both copies)",
     ),
     "second call": (
         lambda: Apply(
@@ -261,7 +353,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "class weights that hardly matter": (
         *(lambda: labelled(weight=torch.tensor([1.0, 1.0, 1.00001])), torch.arange(12.0).reshape(4, 3).sin()),
-        f"the loss differs by less than a millionth, and gradients by more: {NO_MEAN}",
+        f"the loss differs by ...e-08 of it, and the gradient of parts.0.bias by ... of its largest value: {NO_MEAN}",
         {"kwargs": {"labels": torch.tensor([0, 1, 2, 2])}},
     ),
     "nothing but ignored labels": (
@@ -285,20 +377,34 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "gradient that replicas drop": (
         *(lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), VECTORS),
-        f"{GRADIENT}... (ratio of norms 0.0): only replicas drop it; look for detach, no_grad or a branch on the size",
+        f"{GRADIENT}...: only replicas drop it; look for detach, no_grad or a branch on the size of the batch, and "
+        "for functions with a backward pass of their own, between parts.0... and parts.1..., whose gradient "
+        "agrees",
         {"loss": lambda output: F.cross_entropy(output, LABELS)},
     ),
     "part of a gradient": (
         lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 1 else self.parts[0](x), nn.Linear(3, 2)),
-        *(VECTORS[:3], f"{GRADIENT}...: replicas drop a part of it, or add up what should be a mean; look for detach"),
+        *(VECTORS[:3], f"{GRADIENT}...: its norm in replicas is 0... of that on one device: replicas drop a part of"),
     ),
     "gradient that only replicas have": (
         lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 4 else self.parts[0](x), nn.Linear(3, 2)),
-        *(VECTORS, f"{GRADIENT}... (ratio of norms inf): only replicas have one; look for detach"),
+        *(VECTORS, f"{GRADIENT}...: only replicas have one; look for detach"),
     ),
     "mean in the backward pass": (
         *(lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
-        f"{GRADIENT}... (ratio of norms 2.0): replicas drop a part of it, or add up what should be a mean; look for",
+        f"{GRADIENT}...: its norm in replicas is 2.0 of that on one device: replicas add up their means, where one "
+        "device has one mean; look for",
+    ),
+    "sum in the backward pass": (
+        *(lambda: Apply(lambda self, x: SumInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
+        f"{GRADIENT}...: its norm in replicas is 0.5 of that on one device: replicas have the mean of their sums, "
+        "where one device has one sum; look for",
+    ),
+    "other part of a gradient": (
+        lambda: Apply(
+            lambda self, x: triple_gradient(self.parts[0](x)) if len(x) < 4 else self.parts[0](x), nn.Linear(3, 3)
+        ),
+        *(VECTORS, f"{GRADIENT}...: its norm in replicas is 3.0 of that on one device: replicas have more, or other"),
     ),
     "counter": (
         *(lambda: Apply(count, seen=0), VECTORS),
@@ -332,7 +438,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "mix behind a zero": (
         *(lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), VECTORS),
-        f"first difference: output of branch.1 (Apply), in replica 0, ...{MIXES}. Outputs and loss agree, perhaps ",
+        f"first difference: output of branch.1 (Apply), in replica 0, ...{MIXES} to the longest sample. Outputs and ",
     ),
     "F.batch_norm behind a zero": (
         *(lambda: behind(0.0, Apply(normalize), nn.Linear(3, 3)), VECTORS),
