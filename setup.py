@@ -11,19 +11,36 @@ HERE = Path(__file__).parent
 VERSION = re.findall(r'^__version__ = "(.+)"$', (HERE / "sync_batchnorm/__init__.py").read_text(), re.MULTILINE)[0]
 
 
+# The repository on GitHub whose workflow builds this release, as "owner/name"; None elsewhere.
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY")
+
+
+def project_urls() -> dict[str, str]:
+    """Return the links of the package index: to the repository that builds this release, or none."""
+    if not REPOSITORY:
+        return {}
+    owner, _, name = REPOSITORY.partition("/")
+    repository = f"https://github.com/{REPOSITORY}"
+    return {
+        "Source": repository,
+        "Documentation": f"https://{owner}.github.io/{name}/",  # where `.github/workflows/site.yml` publishes the site
+        "Changelog": f"{repository}/blob/v{VERSION}/docs/changelog.md",
+        "Issues": f"{repository}/issues",
+    }
+
+
 def without_relative_links(page: str) -> str:
     """Return a page for the package index, where relative links lead nowhere.
 
-    They become links to the repository on GitHub that builds this release. Built elsewhere, they become plain text.
+    They become links to the repository that builds this release. Built elsewhere, they become plain text.
     """
-    repository = os.environ.get("GITHUB_REPOSITORY")
 
     def replacement(link: re.Match[str]) -> str:
         image, text, path = link.groups()
-        if repository:
+        if REPOSITORY:
             kind = "raw" if image else "blob"
             path = f"README.md{path}" if path.startswith("#") else path
-            return f"{image}[{text}](https://github.com/{repository}/{kind}/v{VERSION}/{path})"
+            return f"{image}[{text}](https://github.com/{REPOSITORY}/{kind}/v{VERSION}/{path})"
         return "" if image else text
 
     return re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)]*)\)", replacement, page)
@@ -46,6 +63,7 @@ setup(
     description="Synchronized batch norm for torch.nn.DataParallel: N devices train to the same numbers as one",
     long_description=without_relative_links((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
+    project_urls=project_urls(),
     license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["pytorch", "batch-normalization", "data-parallel", "multi-gpu"],

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,12 +98,27 @@ def test_metadata_says_what_the_package_is(metadata):
     assert "](docs/" not in metadata.get_payload()
 
 
+def arguments_of_setup(monkeypatch: pytest.MonkeyPatch, repository: str) -> dict[str, Any]:
+    """Return what `setup.py` passes on where a repository builds a release; an empty one is none."""
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", passed.update)
+    monkeypatch.setenv("GITHUB_REPOSITORY", repository)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return passed
+
+
+def test_links_of_the_project_are_those_of_the_repository_that_builds_or_none(monkeypatch):
+    links = arguments_of_setup(monkeypatch, "someone/fork")["project_urls"]
+    assert links["Source"] == "https://github.com/someone/fork"
+    assert links["Documentation"] == "https://someone.github.io/fork/"
+    assert links["Changelog"].endswith(f"/someone/fork/blob/v{sync_batchnorm.__version__}/docs/changelog.md")
+    assert arguments_of_setup(monkeypatch, "")["project_urls"] == {}
+
+
 def test_description_links_to_the_repository_that_builds_or_nowhere(monkeypatch):
     described = []
-    monkeypatch.setattr("setuptools.setup", lambda **arguments: described.append(arguments["long_description"]))
     for repository in ("someone/fork", ""):
-        monkeypatch.setenv("GITHUB_REPOSITORY", repository)
-        runpy.run_path(str(ROOT / "setup.py"))
+        described.append(arguments_of_setup(monkeypatch, repository)["long_description"])
     page = f"https://github.com/someone/fork/{{}}/v{sync_batchnorm.__version__}/docs/"
     assert f"[usage]({page.format('blob')}usage.md)" in described[0]
     assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]

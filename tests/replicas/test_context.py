@@ -108,7 +108,7 @@ def test_default_device_of_the_kind_of_the_replicas_is_that_of_each(devices, way
             output = parallel(input)
     finally:
         torch.set_default_device(None)
-    output.sum().backward()
+    output.backward(torch.randn_like(output))
     assert sorted(str(given) for _, given in model.seen) == sorted(map(str, as_devices(devices)))
     assert all(made == given for made, given in model.seen)
     assert torch.empty(()).device.type == "cpu"
@@ -155,7 +155,7 @@ def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
 
     made: list[Any] = []
     model = Net(forward, bn=SynchronizedBatchNorm1d(3), submit=pool.submit).to(as_devices(devices)[0])
-    DataParallelWithCallback(model, devices)(torch.randn(4, 3, device=as_devices(devices)[0])).sum().backward()
+    DataParallelWithCallback(model, devices)(torch.randn(4, 3, device=as_devices(devices)[0])).square().sum().backward()
     other = convert_model(nn.BatchNorm1d(3))
     assert pool.submit(other, torch.randn(4, 3)).result().shape == (4, 3)  # no layer of a replica
     gc.collect()

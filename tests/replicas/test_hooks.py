@@ -208,5 +208,5 @@ def test_backward_hook_of_the_older_kind_acts_where_one_replica_runs_the_module(
     model = convert_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     model.register_backward_hook(lambda *args: calls.append(args[0]))
     parallel = WRAPPERS["wrapper"](model).eval()
-    parallel(torch.randn(1, 3)).sum().backward()
+    parallel(torch.randn(1, 3)).square().sum().backward()
     assert calls == [model]

@@ -37,7 +37,7 @@ def steps(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         for _ in range(number):
-            parallel(torch.randn(8 * len(devices), 3, device=as_devices(devices)[0])).sum().backward()
+            parallel(torch.randn(8 * len(devices), 3, device=as_devices(devices)[0])).square().sum().backward()
     return [str(warning.message) for warning in issued]
 
 
