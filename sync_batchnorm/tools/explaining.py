@@ -19,11 +19,12 @@ from .recording import Call, Copy, Difference, InDouble, OneDevice, has_hooks_of
 __all__: list[str] = []
 
 
-_DRAWS = "draws random numbers, which differ in replicas; switch that off to compare the rest"
+_DRAWS = "draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 
 _RETURN_SUMS = "return sums and counts from the replicas, add them up, and divide outside"
 _NO_MEAN = (
-    f"what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice; {_RETURN_SUMS}"
+    "what each replica returns is no plain mean over its samples: it divides by something that depends on the chunk, "
+    f"as with class weights, ignore_index or Dice; {_RETURN_SUMS}"
 )
 _MORE = "`loss` depends on more than the output, as on random numbers"
 
@@ -131,28 +132,32 @@ class Steps:
                         f"the loss differs by {of_it:.1e} of it, and the gradient of {name} by {by:.1e} of its largest "
                         f"value: {_NO_MEAN}"
                     )
-                between = "" if agreed is None else f", between {name} and {agreed}, whose gradient agrees"
+                between = (
+                    "" if agreed is None else f", in the forward pass from {name} to {agreed}, whose gradient agrees"
+                )
                 yield (
                     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is "
-                    f"that of {name}: {self._cause_in_gradient(actual, expected)}; look for detach, no_grad or a "
-                    f"branch on the size of the batch, and for functions with a backward pass of their own{between}"
+                    f"that of {name}: {self._cause_in_gradient(actual, expected)}{between}"
                 )
             elif expected.any():
                 agreed = name
 
     def _cause_in_gradient(self, actual: Tensor, expected: Tensor) -> str:
-        """Return what replicas make of a gradient, by its norm."""
+        """Return what replicas make of a gradient, by its norm, and what to look for."""
         size, whole = float(actual.norm()), float(expected.norm())
+        look = "look for detach, no_grad or a branch on the size of the batch"
         if not size or not whole:
-            return "only replicas drop it" if whole else "only replicas have one"
+            return f"{'it is missing, or zero, in replicas only' if whole else 'only replicas have one'}; {look}"
         ratio, number = size / whole, len(self.sizes)
+        own_backward = "a torch.autograd.Function or a hook on a tensor"
         if math.isclose(ratio, number, rel_tol=TOLERANCE):
-            what = "replicas add up their means, where one device has one mean"
+            what = f"something divides by the number of samples in the backward pass; look for {own_backward}"
         elif math.isclose(ratio * number, 1.0, rel_tol=TOLERANCE):
-            what = "replicas have the mean of their sums, where one device has one sum"
+            what = f"something multiplies by the number of samples in the backward pass; look for {own_backward}"
         else:
-            what = "replicas drop a part of it" if ratio < 1 else "replicas have more, or other parts of it"
-        return f"its norm in replicas is {ratio:.3} of that on one device: {what}"
+            part = "replicas drop a part of it" if ratio < 1 else "replicas have more, or other parts of it"
+            what = f"{part}; {look}, and for {own_backward}"
+        return f"its norm in replicas is {ratio:.3} times that on one device: {what}"
 
     def _different_parameters(self) -> Iterator[str]:
         one, many = self.one.parameters, self.many.parameters
@@ -185,7 +190,10 @@ class Steps:
 
     def _hidden_modules(self) -> Iterator[str]:
         for text in self._different_modules():
-            yield f"{text}. Outputs and loss agree, perhaps because a scale of zero follows, or a small one"
+            yield (
+                f"{text}. Outputs and loss of the model agree all the same: perhaps a scale of zero follows, or a "
+                "small one, and hides this until it is trained"
+            )
 
     def _different_attributes(self) -> Iterator[str]:
         modules = dict(self.many.module.named_modules()) | dict(self.one.module.named_modules())
@@ -197,7 +205,7 @@ class Steps:
                 yield (
                     f"outputs, loss, gradients, parameters and buffers agree; the attribute {attribute} of "
                     f"{name or 'the model itself'} ({kind}) differs after the forward pass: {expected!r} on one "
-                    f"device, {actual!r} in replicas. What a replica binds on itself ends with it; keep a number in a "
+                    f"device, {actual!r} in replicas. What forward() sets on self ends with the replica; keep it in a "
                     "buffer that is changed in place, or set the attribute outside the forward pass"
                 )
 
@@ -215,7 +223,7 @@ class Steps:
         module, replicas = call.module, len(self.sizes)
         if isinstance(module, _SynchronizedBatchNorm) and (module.group_size or replicas) < replicas:
             return (
-                f"its group_size of {module.group_size} makes groups of the {replicas} replicas, which normalize "
+                f"with its group_size of {module.group_size}, groups of so many of the {replicas} replicas normalize "
                 "separately; set it to None, unless that is meant"
             )
         one, many, inside = self.one.parameters, self.many.parameters, set(module.parameters())
@@ -223,8 +231,8 @@ class Steps:
         changed = [name for name in names if gap(many.get(name, one[name]), one[name])]
         if changed:
             return (
-                f"its forward() changes the parameter {changed[0]}, which replicas on one device share, so each "
-                "changes it once more; make it a buffer, or change it outside the forward pass"
+                f"its forward() changes the parameter {changed[0]} in place, and each replica once more, as all share "
+                "its memory; compute another tensor from it, or change it outside the forward pass"
             )
         return _cause_in_call(call, difference)
 
@@ -304,7 +312,10 @@ def _cause_in_norm(module: nn.Module, called: Counter[str]) -> str | None:
     if not isinstance(module, _SynchronizedBatchNorm):
         if isinstance(module, BatchNormBase):
             return "a batch norm that is not synchronized; call convert_model(model)"
-        return "it calls F.batch_norm, or a batch norm that is no submodule of it" if called["batch_norm"] else None
+        hidden = (
+            "it calls F.batch_norm, or a batch norm that is no submodule of it; make it one, outside lists and dicts"
+        )
+        return hidden if called["batch_norm"] else None
     if called["sync_batch_norm"]:
         return None
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)

@@ -14,8 +14,8 @@ from .comparing import Rows, gap
 __all__: list[str] = []
 
 SAMPLES = (
-    "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x[0] or padding to the "
-    "longest sample"
+    "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or padding "
+    "to the longest sample"
 )
 PLACE = "what it returns for a sample depends on its place in the batch, as with torch.arange(len(x))"
 SIZE = "what it returns for a sample depends on the number of samples, as with x / len(x)"

@@ -161,12 +161,12 @@ class BatchNorm1d(nn.BatchNorm1d):
         return normalize(self, x)
 
 
-MIXES = ": what it returns for a sample depends on other samples of the batch, as with x.mean(0), x[0] or padding"
+MIXES = ": what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or pad"
 
 
 NO_MEAN = (
-    "what each replica returns is no mean over its rows, as with class weights, ignore_index or Dice; return sums and "
-    "counts from the replicas, add them up, and divide outside"
+    "what each replica returns is no plain mean over its samples: it divides by something that depends on the chunk, "
+    "as with class weights, ignore_index or Dice; return sums and counts from the replicas, add them up, and divide out"
 )
 
 
@@ -196,8 +196,8 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "group": (
         *(lambda: convert_model(nn.BatchNorm2d(3), group_size=2), IMAGES[:4]),
-        "(SynchronizedBatchNorm2d), in replica 0, ...: its group_size of 2 makes groups of the 4 replicas, which "
-        "normalize separately; set it to None, unless that is meant",
+        "(SynchronizedBatchNorm2d), in replica 0, ...: with its group_size of 2, groups of so many of the 4 "
+        "replicas normalize separately; set it to None, unless that is meant",
         {"replicas": 4},
     ),
     "class that never synchronizes": (
@@ -271,14 +271,14 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         lambda: nn.Sequential(hooked(nn.Linear(3, 3))),
         *(
             VECTORS,
-            f"output of 0 (Linear), in replica 0, ...{MIXES} to the longest sample; look at the forward hooks of",
+            f"output of 0 (Linear), in replica 0, ...{MIXES}...; look at the forward hooks of",
         ),
     ),
     "forward that was set": (
         lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),
         *(
             VECTORS,
-            f"(Linear), in replica 0, ...{MIXES} to the longest sample; look at the forward that was set on the",
+            f"(Linear), in replica 0, ...{MIXES}...; look at the forward that was set on the",
         ),
     ),
     "class with a name of torch's": (
@@ -305,7 +305,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
             Net(lambda self, x: x * (1 - self.dropout), dropout=0.5),
         ),
         VECTORS,
-        f"output of 2 (Apply), in replica 0, ...{MIXES} to the longest sample (dropout is switched off in both copies)",
+        f"output of 2 (Apply), in replica 0, ...{MIXES}... (dropout is switched off in both copies)",
     ),
     "second call": (
         lambda: Apply(
@@ -377,14 +377,16 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "gradient that replicas drop": (
         *(lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), VECTORS),
-        f"{GRADIENT}...: only replicas drop it; look for detach, no_grad or a branch on the size of the batch, and "
-        "for functions with a backward pass of their own, between parts.0... and parts.1..., whose gradient "
-        "agrees",
+        f"{GRADIENT}...: it is missing, or zero, in replicas only; look for detach, no_grad or a branch on the size of "
+        "the batch, in the forward pass from parts.0... to parts.1..., whose gradient agrees",
         {"loss": lambda output: F.cross_entropy(output, LABELS)},
     ),
     "part of a gradient": (
         lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 1 else self.parts[0](x), nn.Linear(3, 2)),
-        *(VECTORS[:3], f"{GRADIENT}...: its norm in replicas is 0... of that on one device: replicas drop a part of"),
+        *(
+            VECTORS[:3],
+            f"{GRADIENT}...: its norm in replicas is 0... times that on one device: replicas drop a part of",
+        ),
     ),
     "gradient that only replicas have": (
         lambda: Apply(lambda self, x: self.parts[0](x).detach() if len(x) == 4 else self.parts[0](x), nn.Linear(3, 2)),
@@ -392,19 +394,22 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "mean in the backward pass": (
         *(lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
-        f"{GRADIENT}...: its norm in replicas is 2.0 of that on one device: replicas add up their means, where one "
-        "device has one mean; look for",
+        f"{GRADIENT}...: its norm in replicas is 2.0 times that on one device: something divides by the number of "
+        "samples in the backward pass; look for a torch.autograd.Function or a hook on a tensor",
     ),
     "sum in the backward pass": (
         *(lambda: Apply(lambda self, x: SumInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), VECTORS),
-        f"{GRADIENT}...: its norm in replicas is 0.5 of that on one device: replicas have the mean of their sums, "
-        "where one device has one sum; look for",
+        f"{GRADIENT}...: its norm in replicas is 0.5 times that on one device: something multiplies by the number "
+        "of samples in the backward pass; look for",
     ),
     "other part of a gradient": (
         lambda: Apply(
             lambda self, x: triple_gradient(self.parts[0](x)) if len(x) < 4 else self.parts[0](x), nn.Linear(3, 3)
         ),
-        *(VECTORS, f"{GRADIENT}...: its norm in replicas is 3.0 of that on one device: replicas have more, or other"),
+        *(
+            VECTORS,
+            f"{GRADIENT}...: its norm in replicas is 3.0 times that on one device: replicas have more, or other",
+        ),
     ),
     "counter": (
         *(lambda: Apply(count, seen=0), VECTORS),
@@ -418,7 +423,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "number in an attribute": (
         *(lambda: nn.Sequential(Net(bind("seen", lambda seen, x: seen + len(x)), seen=0)), VECTORS),
         "outputs, loss, gradients, parameters and buffers agree; the attribute seen of 0 (Net) differs after the "
-        "forward pass: 4 on one device, 0 in replicas. What a replica binds on itself ends with it; keep a",
+        "forward pass: 4 on one device, 0 in replicas. What forward() sets on self ends with the replica",
     ),
     "flag in an attribute": (
         *(lambda: Net(bind("is_ready", lambda *_: True), is_ready=False), VECTORS),
@@ -438,7 +443,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "mix behind a zero": (
         *(lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), VECTORS),
-        f"first difference: output of branch.1 (Apply), in replica 0, ...{MIXES} to the longest sample. Outputs and ",
+        f"first difference: output of branch.1 (Apply), in replica 0, ...{MIXES}ding to the longest sample. Outputs",
     ),
     "F.batch_norm behind a zero": (
         *(lambda: behind(0.0, Apply(normalize), nn.Linear(3, 3)), VECTORS),
@@ -467,8 +472,8 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "parameter that is changed and used": (
         lambda: nn.Sequential(nn.ReLU(), Net(change_and_use_parameter, threshold=nn.Parameter(torch.ones(())))),
         VECTORS,
-        "output of 1 (Net), in replica 1, ...: its forward() changes the parameter 1.threshold, which replicas on one "
-        "device share",
+        "output of 1 (Net), in replica 1, ...: its forward() changes the parameter 1.threshold in "
+        "place, and each replica once more, as all share its memory",
     ),
     "keys": (lambda: Apply(lambda self, x: {len(x): x}), IMAGES, f"{FAILS}ValueError: replica 0 returned"),
     "error": (lambda: Apply(lambda self, x: x.view(4, 3)), VECTORS, f"{FAILS}RuntimeError: "),
