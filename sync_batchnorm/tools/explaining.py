@@ -31,6 +31,11 @@ _MORE = "`loss` depends on more than the output, as on random numbers"
 # What a layer calls in its own forward on one device or in replicas, not in both.
 _NORMS = ("batch_norm", "add_", "sync_batch_norm")
 
+_FORMULA = (
+    'What normalizes must be F.batch_norm, and if it is not, use sync_moments, see "Norms of your own" in '
+    "docs/extending.md"
+)
+
 # Where a module could not be called again to find out which of these it is.
 MIXES = "it mixes samples, as x.mean(0) does, or depends on the size of the batch or a sample's place in it"
 
@@ -179,7 +184,7 @@ class Steps:
         for name, expected in self.one.buffers.items():
             actual = self.many.buffers.get(name)
             by = math.inf if actual is None else gap(actual, expected)
-            if by:
+            if by and name not in self.one.uncounted:
                 yield from self._hidden_modules()
                 much = "" if by == math.inf else f", by {by:.1e} of its largest value"
                 yield (
@@ -213,20 +218,20 @@ class Steps:
         """Yield which module, the first, has inputs that agree, and outputs that do not."""
         for first in sorted(self.found, key=attrgetter("position", "replica"))[:1]:
             name, number = first.key
-            call = self.trace.calls[first.key]
-            kind = f"{_name_of_class(call.module)}{f', call {number + 1}' if number else ''}"
+            call, converted = self.trace.calls[first.key], self._converted(first)
+            kind = f"{_name_of_class(converted)}{f', call {number + 1}' if number else ''}"
             where = f"output of {name or 'the model itself'} ({kind}), in replica {first.replica}"
             yield f"first difference: {where}, by {first.gap:.1e} of its largest value: {self._cause(call, first)}"
 
     def _cause(self, call: Call, difference: Difference) -> str:
         """Return the probable cause of a difference in a call."""
-        module, replicas = call.module, len(self.sizes)
+        module, replicas = self._converted(difference), len(self.sizes)
         if isinstance(module, _SynchronizedBatchNorm) and (module.group_size or replicas) < replicas:
             return (
                 f"with its group_size of {module.group_size}, groups of so many of the {replicas} replicas normalize "
                 "separately; set it to None, unless that is meant"
             )
-        one, many, inside = self.one.parameters, self.many.parameters, set(module.parameters())
+        one, many, inside = self.one.parameters, self.many.parameters, set(call.module.parameters())
         names = [name for name, parameter in self.one.module.named_parameters() if parameter in inside]
         changed = [name for name in names if gap(many.get(name, one[name]), one[name])]
         if changed:
@@ -234,7 +239,11 @@ class Steps:
                 f"its forward() changes the parameter {changed[0]} in place, and each replica once more, as all share "
                 "its memory; compute another tensor from it, or change it outside the forward pass"
             )
-        return _cause_in_call(call, difference)
+        return _cause_in_call(call, difference, module)
+
+    def _converted(self, difference: Difference) -> nn.Module:
+        """Return the module whose replicas differ: on one device, `classes=` of `convert_model` does not apply."""
+        return self.many.module.get_submodule(difference.key[0])
 
 
 class _Unset:
@@ -261,15 +270,20 @@ def _both(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tenso
     return found, wanted
 
 
-def _cause_in_call(call: Call, difference: Difference) -> str:
+def _cause_in_call(call: Call, difference: Difference, converted: nn.Module) -> str:
     """Return the probable cause of a difference in a module, from its call on one device and what it calls there."""
     if call.draws:
         return f"it {_DRAWS}"
     called_in_replica = difference.called
-    cause = _cause_in_norm(call.module, called_in_replica)
+    cause = _cause_in_norm(converted, called_in_replica)
     if cause is not None:
         return cause
-    ignored = _NORMS if isinstance(call.module, _SynchronizedBatchNorm) else ()
+    if type(converted) is not type(call.module) and _computes_otherwise(difference, converted, call.module):
+        return (
+            f"{type(converted).__name__} computes something else than {type(call.module).__name__}, which it replaces, "
+            f"on one device, too. {_FORMULA}"
+        )
+    ignored = _NORMS if isinstance(converted, _SynchronizedBatchNorm) else ()
     called, there = (
         Counter({name: n for name, n in calls.items() if name not in ignored})
         for calls in (call.called, called_in_replica)
@@ -285,6 +299,13 @@ def _cause_in_call(call: Call, difference: Difference) -> str:
     with suppress(Exception), InDouble():  # It may not run again.
         dependence = difference.probe and difference.probe.dependence(call.module)
     return f"{dependence or MIXES}{_where_else(call.module)}"
+
+
+def _computes_otherwise(difference: Difference, converted: nn.Module, original: nn.Module) -> bool:
+    """Return whether two modules return different outputs for the whole batch of a call."""
+    with suppress(Exception), InDouble():  # They may not run again.
+        return difference.probe is not None and difference.probe.tells_apart(converted, original)
+    return False
 
 
 def _where_else(module: nn.Module) -> str:
@@ -321,5 +342,5 @@ def _cause_in_norm(module: nn.Module, called: Counter[str]) -> str | None:
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
     return (
         f"its forward never calls that of {base}, so each replica normalizes with its own chunk; call {base}."
-        "forward(self, input) in it"
+        f"forward(self, input) in place of F.batch_norm. {_FORMULA}"
     )

@@ -67,6 +67,7 @@ def assert_matches_one_device(
         with torch.inference_mode(False), silence():  # and with gradients
             given = inputs, dict(kwargs or {})
             one = Copy(model, given)
+            one.unconvert()
             parallel = _replicas(wrapper, one.module, number)
             sizes = _checked_sizes(parallel, *one.given)
             text = _run(model, given, one, parallel, sizes, loss).first_difference()

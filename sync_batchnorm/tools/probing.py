@@ -62,6 +62,13 @@ class Probe:
                 return PLACE
         return SIZE
 
+    def tells_apart(self, module: nn.Module, other: nn.Module) -> bool:
+        """Return whether two modules return different outputs for the whole batch."""
+        everywhere = range(self._rows.total)
+        with torch.no_grad():
+            pairs = zip(self._outputs(module, everywhere), self._outputs(other, everywhere), strict=True)
+            return any(gap(actual, expected) for actual, expected in pairs)
+
     def _outputs(self, module: nn.Module, rows: Sequence[int]) -> list[Tensor]:
         """Return what the module returns for these rows of the batch."""
         chosen = iter([_selected(tensor, dims, rows, self._rows.total) for tensor, dims in self._tensors])

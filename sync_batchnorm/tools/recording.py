@@ -303,6 +303,7 @@ class Copy:
             with torch.no_grad(), _Copying():  # without gradients, as copies of scripted modules are no leaves
                 self.module, self.given = copy.deepcopy((model, given))
                 self.module.cpu().double()
+            self.uncounted: set[str] = set()  # buffers that the user's own class need not change
             self._order: dict[str, None] = {}  # of gradients
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad:
@@ -311,6 +312,13 @@ class Copy:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
         for name, module in self.module.named_modules():
             self._prepare(name, module)
+
+    def unconvert(self) -> None:
+        """Give layers that a class of `convert_model(classes=)` has replaced their own class: it says what is right."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
+                object.__setattr__(module, "__class__", module._former_class)
+                self.uncounted.add(f"{name}.num_batches_tracked".strip("."))
 
     def _note(self, name: str, grad: Tensor) -> None:
         self._order[name] = None  # and not the gradient, which would be a copy

@@ -17,6 +17,7 @@ from helpers import Net
 from torch import nn
 
 from sync_batchnorm import (
+    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     assert_matches_one_device,
     convert_model,
@@ -151,6 +152,16 @@ def with_forward(module, forward):
     return module
 
 
+class Rms(nn.BatchNorm1d):
+    def forward(self, x):
+        return self.weight * x / x.square().mean(0).add(self.eps).sqrt()
+
+
+class SynchronizedRms(Rms, SynchronizedBatchNorm1d):
+    def forward(self, x):
+        return SynchronizedBatchNorm1d.forward(self, x)
+
+
 class Linear(nn.Linear):
     def forward(self, x):
         return mix(self, super().forward(x))
@@ -203,7 +214,12 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "class that never synchronizes": (
         *(lambda: convert_model(nn.Sequential(MyNorm(3)), classes={MyNorm: NeverSynchronized}), IMAGES),
         "output of 0 (NeverSynchronized), in replica 0, ...: its forward never calls that of SynchronizedBatchNorm2d, "
-        "so each replica normalizes with its own chunk; call SynchronizedBatchNorm2d.forward(self, input) in it",
+        "so each replica normalizes with its own chunk; call SynchronizedBatchNorm2d.forward(self, input) in place of",
+    ),
+    "class with another formula": (
+        *(lambda: convert_model(nn.Sequential(Rms(3)), classes={Rms: SynchronizedRms}), VECTORS),
+        "output of 0 (SynchronizedRms), in replica 0, ...: SynchronizedRms computes something else than Rms, which it "
+        "replaces, on one device, too. What normalizes must be F.batch_norm, and if it is not, use sync_moments",
     ),
     "class that synchronizes and mixes": (
         *(lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}), IMAGES),

@@ -18,7 +18,7 @@ from helpers import Net, anatomy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import assert_matches_one_device, convert_model, set_sbn_eps_mode
+from sync_batchnorm import SynchronizedBatchNorm1d, assert_matches_one_device, convert_model, set_sbn_eps_mode
 
 
 def drop(self, x):
@@ -171,8 +171,21 @@ RIGHT = {
         ),
         VECTORS,
     ),
+    "class that counts no calls": (
+        *(lambda: convert_model(nn.Sequential(WithCall(3)), classes={WithCall: SynchronizedWithCall}), VECTORS),
+    ),
     "mask, in inference mode": (lambda: Apply(torch.inference_mode()(lambda self, x: x > 0)), VECTORS),
 }
+
+
+class WithCall(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training).relu()
+
+
+class SynchronizedWithCall(WithCall, SynchronizedBatchNorm1d):
+    def forward(self, x):
+        return SynchronizedBatchNorm1d.forward(self, x).relu()
 
 
 @pytest.mark.parametrize("right", RIGHT)
