@@ -1,4 +1,4 @@
-"""What a wrapper or a layer refuses, and what a wrapper warns of. The only batch norms here are those of torch."""
+"""How this library warns, and what several files check and refuse. It knows no batch norms except those of torch."""
 
 import sys
 import threading
@@ -92,7 +92,7 @@ def tracing_error(wrapper: DataParallel[Any]) -> RuntimeError:
 
 
 def mixed_packages_error(layer: str) -> RuntimeError:
-    """Return the error for a layer of another package in replicas that take turns, of which that knows nothing."""
+    """Return the error for a layer of another package, which knows nothing of turns, in replicas that take turns."""
     return RuntimeError(
         f"expected layers and wrapper of one package, but got {layer} in a wrapper of {_PACKAGE.rstrip('.')}, whose "
         "replicas on one device run one at a time, so that one which waits in that layer would keep the others from "
@@ -110,7 +110,7 @@ def refuse_older_hook(module: nn.Module, *args: Any) -> None:
 
 
 def check_replicable(wrapper: DataParallel[Any], module: nn.Module) -> None:
-    """Raise an error that names the submodules which cannot be replicated."""
+    """Raise an error inside a transform or `FakeTensorMode`, or for the first submodule that is from torch.compile."""
     if in_transform():
         raise in_transform_error(type(wrapper).__name__)
     if type(torch.empty(0)).__name__ == "FakeTensor":

@@ -1,6 +1,7 @@
 """What is private in torch and used here: names, without which a torch is refused, and the marks of its compiler.
 
-NOTE [private names]: Torch may rename or drop these in any version. No other file names them, but for attributes.
+NOTE [private names]: Torch may rename or drop these in any version. Other files use them by the names that this
+file gives them, except for attributes of public objects, such as `_version`.
 """
 
 import functools
@@ -38,8 +39,8 @@ _REQUIRED = {
 }
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
-# The dictionaries of the hooks of a call in the state of a module, which may be new ones in a replica: those of hooks,
-# and those of flags, whose keys are the numbers of the hooks that have the flag.
+# The names of the dictionaries in which a module has the hooks of its calls. Their keys are the numbers of hooks: some
+# hold the hooks, and some hold a flag of those hooks that have it.
 _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
 FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if name.endswith(("_with_kwargs", "_always_called")))
 HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)

@@ -110,7 +110,7 @@ class RunningStatistics(NamedTuple):
     momentum: float | None
 
     def suits(self, dtype: torch.dtype) -> bool:
-        """Return whether torch's kernel can update them: it has no cumulative average, and counts in their dtype."""
+        """Return whether a kernel of torch can update them: it needs a momentum, and statistics in their dtype."""
         return self.momentum is not None and self.mean is not None and self.mean.dtype == dtype
 
     def count_call(self) -> float:

@@ -128,6 +128,7 @@ def affine(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = No
     """Return ``input * slope + offset``, vectors ``(C,)``, in the dtype and memory format of `input`, in one pass."""
     if input.dtype == slope.dtype and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
+    # Batch norm with a mean of zeros and a variance of ones: slope and offset take the places of weight and bias.
     zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
     if out is None:  # Batched gradients have no rule for the operator below.
         out, _, _ = torch.native_batch_norm(input, slope, offset, zeros, ones, False, ANY, 0.0)

@@ -38,7 +38,7 @@ Messages = Sequence[tuple[Hashable, Part]]  # by the identifier of the replica
 def sync_batch_norm(input: Tensor, part: Part, pipe: Any) -> Tensor:
     """Normalize the input of one replica with the statistics of all that `pipe` connects; None for this one alone.
 
-    `part` is new, and has what belongs to the layer.
+    The caller has made `part`, with what belongs to the layer; this adds the rest.
     """
     if has_torch_function((input,)):  # A subclass of `Tensor` may override this function, as those of torch.
         return handle_torch_function(sync_batch_norm, (input,), input, part, pipe)
@@ -185,7 +185,7 @@ def _different(messages: Messages) -> ValueError:
     texts = []
     for replica, part in messages:
         kind, shape = part.kind, tuple(part.input.shape)
-        modes = ", clamp" * kind.clamps + ", in inference mode" * kind.is_inference
+        modes = (", clamp" if kind.clamps else "") + (", in inference mode" if kind.is_inference else "")
         texts.append(f"{shape} of {kind.dtype} (eps={kind.eps}{modes}) on {part.input.device} in replica {replica}")
     return ValueError(
         "all replicas must get inputs with the same dtype, device type, number of channels and of dimensions, in "

@@ -70,7 +70,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         # Other processes may have gradients where this one has none, and wait for it.
         if batch.reduce is None and not any([grad_output is not None for grad_output in grad_outputs]):
             return (None,) * len(ctx.needs_input_grad)
-        # All devices of the call, those of a node that other replicas do not record, too; the first is that of `saved`.
+        # All devices of the call, even those of replicas that recorded no graph. The device of the node's first output
+        # comes first, see `in_order_with_engine`.
         devices = list(dict.fromkeys([saved[0].device, *batch.mean_invstd]))
         with torch.DisableTorchFunctionSubclass():
             if len(devices) == 1:

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 class Part:
     """The part of one replica in one call of a layer."""
 
-    # What the layer has, beside the input.
+    # What the layer has, besides the input.
     weight: Tensor | None
     bias: Tensor | None
     eps: float

@@ -3,8 +3,8 @@
 One collective of one packed vector makes the statistics of all processes, and another one in the backward makes their
 gradients. Timeouts and lost processes are left to `torch.distributed`.
 
-All processes of a group must make the same calls in the same order; in a backward, that is the order of the autograd
-engine. All have the same weights. `DistributedDataParallel` guarantees the one and relies on the other.
+All processes of a group must have the same weights, and make the same calls in the same order; in a backward pass, that
+is the order of the autograd engine. `DistributedDataParallel` guarantees the former, and relies on the latter as well.
 """
 
 import itertools
@@ -38,7 +38,7 @@ _numbers: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 _next_number = itertools.count(1)
 _history = 0  # a checksum of how all layers of this process were made, in order
 
-_inherited: list[Group] = []  # groups of all processes from before this process was forked from one of them
+_inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
 
 if hasattr(os, "register_at_fork"):  # which Windows does not have
     os.register_at_fork(after_in_child=lambda: _inherited.append(dist.is_available() and dist.group.WORLD))
@@ -116,10 +116,11 @@ def active_group(process_group: Group | None) -> Group | None:
 def gather_statistics(
     statistics: Statistics, count: int, peers: Peers, dtype: torch.dtype | None
 ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
-    """Gather the statistics of `count` elements per channel in each process: a pair ``(W, C)``, the counts, their sum.
+    """Gather the statistics of all processes; return a list with one pair ``(W, C)``, the counts ``(W,)``, their sum.
 
-    The statistics travel in `dtype`, or their own. The sum is a tensor, so that the host does not wait; an int if
-    `count` is at most 1: it may be too small.
+    `count` is the number of elements per channel in this process. The statistics travel in `dtype`, or in their own.
+    The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then the
+    caller has to check that it is more than 1.
     """
     first, second = as_pair(statistics)
     if dtype is not None:
@@ -142,7 +143,8 @@ def _head(like: Tensor, count: int, peers: Peers) -> Sequence[Tensor]:
     """Return what travels in front of statistics: their count, and what `_check_same_layer` compares."""
     if like.device.type == "cpu":
         return [like.new_full((1,), number) for number in (count, peers.position, peers.number, _history)]
-    # In two launches. In place of the checksum is what that of a process on the CPU is not, so only positions count.
+    # Two launches in place of four: the position also fills the places of number and checksum. Only a process on the
+    # CPU compares; it then finds different checksums, and compares positions only.
     return like.new_full((1,), count), like.new_full((_HEAD - 1,), peers.position)
 
 

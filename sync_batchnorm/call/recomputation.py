@@ -2,8 +2,8 @@
 
 NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. Such a call
 does not exchange, and is not counted: it repeats an earlier call of the forward, with the answer that the pipe
-remembers. If there were several, as in siamese nets, it is the one whose input had the same statistics. The repeated
-output has the value of the first one, and saves the same tensors. It has no gradient (`_refuse_gradient`): where one is
+remembers. If there were several, as in siamese nets, it is the one whose input had the same statistics. Its output has
+the same values again, and the same tensors are saved. The output has no gradient (`_refuse_gradient`): where one is
 taken, the checkpoint is reentrant, and would differentiate each replica by itself.
 
 Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.

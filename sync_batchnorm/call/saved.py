@@ -1,9 +1,9 @@
 """What a replica keeps of one call for its backward pass.
 
 NOTE [who saves what]: Each replica saves its own input and weight, so its saved-tensor hooks run in its own thread. The
-node of the call unpacks them, and drops them unless `retain_graph` is set. The node saves no tensors itself: where
-replicas take gradients in their forward, two threads may drop what a node has saved at once, and torch 2.13 then frees
-it twice.
+node of the call unpacks both, and drops what is `kept` unless `retain_graph` is set: the input, or what hooks have made
+of both. The node saves no tensors itself: where replicas take gradients in their forward, two threads may drop what a
+node has saved at the same time, and torch 2.13 then frees it twice.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ InputAndWeight = tuple[Tensor, Tensor | None]
 
 
 class Saved:
-    """Input and weight of one replica: cheaper than saved by an autograd node, and without saved-tensor hooks."""
+    """Keeps input and weight of one replica. This takes less time than to save them in an autograd node."""
 
     __slots__ = ("_input_version", "_weight", "_weight_version", "device", "input_node", "kept", "needs_input")
 
@@ -33,7 +33,8 @@ class Saved:
         self.device, self.needs_input = input.device, input.requires_grad
         self.input_node = input.grad_fn  # None for an input that needs no gradient
         self._input_version = input._version
-        # A vector, which is never dropped. Of two tensors that are, a thread could read one before and one after that.
+        # Never dropped, since it is only a vector. If both were, a thread could read the input before, and the weight
+        # after another thread drops them.
         self._weight, self._weight_version = weight, 0 if weight is None else weight._version
         self.kept: Any = input  # None once it is dropped
 

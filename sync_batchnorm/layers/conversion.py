@@ -41,7 +41,7 @@ _SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
 }
 _PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
 
-# The attributes that a synchronized layer has beyond a plain one; on an instance, options or the state of a replica.
+# What a synchronized layer has beyond a plain one: methods, options, and what conversion and callbacks set on it.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
 _InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
 IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
@@ -62,8 +62,9 @@ def convert_model(
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, and `torch.nn.SyncBatchNorm` becomes
     `SynchronizedBatchNorm`. A subclass that keeps the `forward` of torch, and timm's `BatchNormAct2d`, become
     synchronized subclasses of themselves. `torch.nn.DataParallel` becomes `DataParallelWithCallback`. Only classes
-    change: modules, parameters, buffers, hooks and attributes are the same objects as before, so an optimizer that has
-    the parameters keeps working. Layers that are already synchronized keep their options. `revert_model` undoes this.
+    change, and stored methods of the layers: modules, parameters, buffers and hooks are the same objects as before, so
+    an optimizer that has the parameters keeps working. Layers that are already synchronized keep their options.
+    `revert_model` undoes this.
 
     Example:
         >>> model = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -296,7 +297,7 @@ class _SynchronizedAct(SynchronizedBatchNorm2d):
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is one of torch, or no norm of torch but has the attributes of one that is not frozen."""
+    """Return whether a module is a batch norm of torch, or looks like one by its attributes and is not frozen."""
     names = module._buffers.keys() | vars(module).keys()
     has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in module._buffers
     return isinstance(module, BatchNormBase) or (has_attributes and not isinstance(module, _InstanceNorm))

@@ -124,7 +124,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
         is_master = copy_id == 0 if self.group_size is None else copy_id % self.group_size == 0
         if is_master:
-            # Set directly, here and below, which is faster; a new master belongs to this forward pass already.
+            # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
             vars(ctx)["sync_master"] = SyncMaster(merge_parts)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
         self.__dict__["_sync_connection"] = Connection(
@@ -243,7 +243,7 @@ def _let_torch_check(
         if tensor is None or (tensor.dtype == dtype and tensor.device == device and tensor.shape == shape):
             continue
         is_mixed = tensor.dtype == torch.float32 and dtype in _HALF
-        if tensor.shape[0] != channels or tensor.device != device or not (tensor.dtype == dtype or is_mixed):
+        if tensor.shape != shape or tensor.device != device or not (tensor.dtype == dtype or is_mixed):
             valid = False
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
@@ -283,8 +283,9 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel only if all replicas together have no other. ValueError if replicas differ in dtype,
-            channels, number of dimensions, `eps` or `eps_mode`; also for a `process_group` of others.
+            value per channel only if all replicas together have no other. ValueError if replicas differ in dtype, type
+            of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a `process_group`
+            that this process does not belong to.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 

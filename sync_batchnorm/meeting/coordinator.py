@@ -1,18 +1,19 @@
 """The replicas of one forward pass: which run, wait for which others, or have ended, and what breaks the forward pass.
 
 This file knows nothing of tensors. Replicas wait in `Coordinator._wait` only, each on a mailbox of its own. What is
-known of a replica is in its `ReplicaState`. So that no exchange has to look at the records of all replicas, there are
-besides, until a break: `_waiting`, those with `waits_in`; `_can_run`, those with an `item`; `_one_has_ended`.
+known of a replica is in its `ReplicaState`. Three attributes repeat what these records say, so that no exchange has to
+look at all of them: until a break, `_waiting` has the replicas with `waits_in`, `_can_run` those with an `item`, and
+`_one_has_ended` says whether any has `ended`.
 
 NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward pass. A coordinator breaks at
-most once, at once, in the thread in which one of these conditions becomes true:
+most once: immediately, in the thread in which one of these conditions becomes true:
 
 1. a replica fails or is interrupted (`leave` with an error, `interrupt`), or the caller no longer waits (`abort`);
 2. a replica ends while another waits for it (`leave`), or a replica starts to wait for one that has ended;
 3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): a call needs all
    members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`_wait`);
-5. a replica starts to exchange in a second thread (`send`).
+5. a replica starts to exchange in a second thread while another one of its threads is in an exchange (`send`).
 
 Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so no mailbox holds more than
 one. A replica that got its answer before the break returns it, and all replicas get the error in their next call at the
@@ -97,7 +98,7 @@ class Coordinator:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether a replica runs on longer than it may after the break: it is stuck."""
+        """Whether the time is over that replicas have to end after a break; one that still runs is taken for stuck."""
         return monotonic() > self._end_of_patience
 
     def who(self, replica_id: int) -> str:
@@ -154,8 +155,8 @@ class Coordinator:
     def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
 
-        The first `failure` counts; it is None if the replica returned. That is an error if it was released from a call,
-        since it has caught the error of that.
+        The first `failure` counts; it is None if the replica returned. A replica that returns although a break has
+        released it has caught the `ReplicaSyncError`, which is an error, too.
         """
         with self._lock:
             replica = self._replicas[replica_id]
@@ -178,7 +179,7 @@ class Coordinator:
                     return self._break_by_absence(replica, other.waits_in)
 
     def interrupt(self, replica_id: int, error: BaseException) -> None:
-        """Release all replicas, because an exception took one of them out of a rendezvous; `leave` records the rest."""
+        """Release all replicas, because an exception took one of them out of a rendezvous. `leave` records it later."""
         with self._lock:
             self._break_by(self._replicas[replica_id], type(error))
 
@@ -237,7 +238,8 @@ class Coordinator:
                 self._raise_broken(replica)
             self._begin_wait(replica, rendezvous, identifier, message)
         turn, pause = _taking_turns.get(), None
-        # For a pipe of another forward pass than the wrapper's. A thread that inherits a context has no turn.
+        # A replica that waits in a pipe of another forward pass gives up its turn while it waits there. The thread must
+        # be that of the replica: one that has inherited its context has no turn.
         if turn is not None and turn[0] is not self and turn[1].thread == get_ident():
             pause = turn[0]._pause(turn[1])
         if self.span is None and pause is None:
@@ -287,7 +289,7 @@ class Coordinator:
         return value
 
     def _waited(self, replica: ReplicaState, since: float) -> float:
-        """Break if the wait of a replica `since` a time has lasted too long; return since when it waits now."""
+        """Break if a replica has waited too long; return the time from which its wait counts: `since`, or later."""
         with self._lock:
             now = monotonic()
             if now > since + self.timeout + LATE:  # This process was suspended, and all replicas with it.

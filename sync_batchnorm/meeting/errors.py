@@ -25,7 +25,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def _notes_of(error: BaseException) -> list[object]:
-    """Return the notes of an exception; if they are no list, which Python adds nothing to, a list of what is there."""
+    """Return the notes of an exception as a list, even where a user has set them to something else."""
     notes = vars(error).get("__notes__", [])
     return list(notes) if isinstance(notes, (list, tuple)) else [notes]
 

@@ -17,7 +17,7 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 @dataclass
 class Joining:
-    """The replication callback that runs in this thread."""
+    """For which forward pass, replica and submodule the replication callback runs that this thread runs now."""
 
     coordinator: Coordinator
     replica_id: int = 0
@@ -45,7 +45,7 @@ class _Member:
 
 
 class SlavePipe(_Member):
-    """The side of a slave in an exchange, which every replica has except replica 0.
+    """The side of a slave in an exchange, which every replica has that is not the master.
 
     `SyncMaster.register_slave` makes it, for one forward pass. A pickle or copy of it is None.
     """
@@ -76,7 +76,7 @@ class SlavePipe(_Member):
 
 
 class SyncMaster(_Member):
-    """The side of the master in an exchange, which replica 0 has: it collects the messages of all and answers each.
+    """The side of the master, usually replica 0, in an exchange: it collects the messages of all and answers each.
 
     Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
     module register, see "Callbacks for modules of your own" in docs/extending.md. A module may also keep one and put it

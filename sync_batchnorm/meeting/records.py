@@ -16,7 +16,7 @@ __all__: list[str] = []
 MASTER = 0  # the identifier of every master
 RUNS = "is still running"
 
-Item = tuple[bool, Any]  # whether there is an answer, or else the error of a break; the answer
+Item = tuple[bool, Any]  # (True, what the replica goes on with), or (False, None) after a break
 
 
 class Rendezvous:
@@ -55,7 +55,7 @@ class ReplicaState:
     mailbox: SimpleQueue[Item]  # on which it waits
     thread: int = 0  # the identifier of the thread that runs it; 0 before and after
     waits_in: Rendezvous | None = None
-    item: Any = None  # if it can run, but has no turn yet: the `Item` that its turn begins with; see NOTE [turns]
+    item: Any = None  # the `Item` that its turn will begin with; None if it cannot run, or has a turn: NOTE [turns]
     ended: str = ""  # how, as messages say it; empty if it has not
     was_released: bool = False  # whether it got the error of the break
     failure: BaseException | None = None  # what it raised first, until the caller has asked
@@ -65,7 +65,7 @@ class ReplicaState:
 
     @property
     def activity(self) -> str:
-        """What it does, after its name."""
+        """What the replica does, in words that follow its name in a message."""
         if self.ended:
             return self.ended
         if self.waits_in is not None:

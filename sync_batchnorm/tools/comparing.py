@@ -8,8 +8,8 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-TOLERANCE = 1e-6  # of differences, relative to the largest value, or this
-ROUNDING = 1e-9  # what rounding makes of real nets, at most
+TOLERANCE = 1e-6  # the largest difference that is none, relative to the largest value; also the least such value
+ROUNDING = 1e-9  # the largest relative difference by rounding in float64 that real nets have shown
 NOT_FINITE = 1e99  # the gap where only one of two numbers is finite
 
 

@@ -48,7 +48,7 @@ def assert_matches_one_device(
         replicas: how many of them to compare with one device. None: as many as the wrapper has devices, or two.
 
     Raises:
-        AssertionError: if they do not; it names the first module whose inputs agree and whose output does not, or the
+        AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or the
             loss, the first gradient in the order of the backward pass, a parameter, a buffer, or a number, flag or
             string that `forward` binds on the model; by how much, and the probable cause. Also if only replicas raise
             an error; what the copy on one device raises gets a note.

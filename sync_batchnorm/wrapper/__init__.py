@@ -1,6 +1,7 @@
 """The wrapper: makes the replicas of a module, connects them, runs them in threads, and puts their outputs together.
 
-It knows nothing of batch norm: what replicas exchange, and when, is up to the callbacks of the modules.
+What replicas exchange, and when, is up to the callbacks of the modules. Of batch norm the wrapper knows one thing:
+whether a layer trains, so that it can warn of plain layers and refuse layers that do not belong to the replica.
 """
 
 from .callbacks import CallbackContext, execute_replication_callbacks

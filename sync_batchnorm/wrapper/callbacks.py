@@ -93,7 +93,7 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
 def layer_of_another_package(module: nn.Module, contexts: Mapping[str, CallbackContext]) -> str | None:
     """Describe the first layer of `module` that would exchange by the pipes of another package, if there is one.
 
-    It knows nothing of turns: the replica that waits in it would keep its turn for ever.
+    That package knows nothing of turns: a replica that waits in such a layer would keep its turn forever.
     """
     for name, ctx in contexts.items():
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))

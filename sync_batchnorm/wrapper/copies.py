@@ -21,13 +21,15 @@ Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
-# What modules of one replica without such flags share. The keys are numbers of hooks, of which a thread gets no two
-# equal ones; 3 of the 7 dictionaries of a module are those of flags, and thousands of objects take the collector time.
+# The dictionaries of flags of hooks, by name. All modules of a replica that have no hooks share them, since 3 of the 7
+# dictionaries of hooks would otherwise be new objects, thousands in a large model, that the garbage collector visits.
+# Their keys are the numbers of hooks. A thread gives each number once, so the flags of two modules do not mix. A module
+# that has hooks has dictionaries of its own: a model that was unpickled has numbers that are given once more.
 Flags = dict[str, OrderedDict[int, bool]]
 
 
 def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return functions of `tensor` over the same memory, which share its version counter; copies if it is sparse."""
+    """Return two views of `tensor`, in the graph, which share its version counter; two copies if it is sparse."""
     return (tensor[...], tensor[...]) if tensor.layout == torch.strided else (tensor.clone(), tensor.clone())
 
 
@@ -85,7 +87,7 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
         for buffer in child._buffers.values():
             if buffer is not None:
                 (differentiable if buffer.requires_grad and not detach else plain)[id(buffer)] = buffer
-    with torch.DisableTorchFunctionSubclass():  # as PyTorch makes; of a subclass they would be views
+    with torch.DisableTorchFunctionSubclass():  # plain tensors, as PyTorch makes; of a subclass, all results are views
         tensors = _tensors_of_replicas(differentiable, plain, devices, detach)
     is_enabled = gc.isenabled()
     gc.disable()  # Thousands of new objects, none of them garbage yet, would set off collections of all objects.
@@ -107,7 +109,9 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
-            for key in differentiable:  # Sums of two do not depend on the order in which autograd runs replicas.
+            # The next replica gets one of two views, and splits it again. So autograd adds up gradients in pairs, and
+            # their sums do not depend on the order in which it runs replicas.
+            for key in differentiable:
                 present[key], following[key] = _two_aliases(present[key])
             for key in plain:
                 following[key] = present[key].detach().clone()
@@ -171,11 +175,13 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
         state["_parameters"], state["_is_replica"] = {}, True
         state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
     original = module.__dict__
+    has_hooks_itself = False
     for name in HOOKS:  # What a replica registers ends with it.
+        has_hooks_itself |= bool(original[name])
         state[name] = original[name].copy()
     for name, flags in flags_of.items():
-        state[name] = original[name].copy() if original[name] else flags
-    # They refer to the replica weakly: PyTorch would say that it is dead.
+        state[name] = original[name].copy() if has_hooks_itself else flags
+    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
     if state["_backward_hooks"] and has_older_hooks(module):
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
     if type(module).__setattr__ is not nn.Module.__setattr__:

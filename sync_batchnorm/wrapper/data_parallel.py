@@ -1,8 +1,8 @@
 """The wrapper: `DataParallelWithCallback`, and a `DataParallel` that is patched to do what it does.
 
 A forward pass takes four steps: scatter the inputs, replicate the module, call the replicas, gather the outputs.
-`AnyDeviceDataParallel` takes them for any devices, `_ReplicationMixin` connects the replicas. All state belongs to the
-replicas and ends with them.
+`AnyDeviceDataParallel` takes them for any devices, `_ReplicationMixin` connects the replicas. The state of a forward
+pass belongs to its replicas and ends with them.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         arguments = [*inputs, *kwargs.values()]
         leaves = leaves_of(arguments)
         if len(devices) > 1:
-            # PyTorch would make a part for every device where some arguments are no tensors, and fill up the others.
+            # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
             devices = devices[: number_of_chunks(inputs, kwargs, leaves, self.dim, len(devices))]
         if len(devices) == 1 and all([leaf.device == devices[0] for leaf in leaves if isinstance(leaf, torch.Tensor)]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
@@ -159,7 +159,7 @@ class _ReplicationMixin(DataParallel[Any]):
         return [Replica(replica, run, i, devices[i]) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run replicas; what follows them is what the `parallel_apply` of the extended class takes."""
+        """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
         watched = self._sync_watched(replicas)
         run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
         coordinator.expect([replica._sync_id for replica in watched])
@@ -187,7 +187,7 @@ class _ReplicationMixin(DataParallel[Any]):
             del failed  # Its traceback refers to this frame.
 
     def _sync_watched(self, replicas: Sequence[nn.Module]) -> list[Any]:
-        """Return the replicas as those that `replicate` makes, which will run as this thread would run them."""
+        """Return a `Replica` for each of `replicas`, all of one `Run`, which runs them in the modes of this thread."""
         watched: list[Any] = list(replicas)
         if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
             devices = list(map(as_device, self.device_ids[: len(watched)]))
@@ -205,8 +205,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of every submodule that has this method, as
     synchronized layers do. If a replica fails or ends while others wait for it, they are released at once, and your
-    thread gets its exception, with its traceback in a note. If a batch makes a single chunk, or if the wrapper is
-    called inside a replica, the module itself runs: no replicas, no threads, no callbacks.
+    thread gets its exception, with its traceback in a note. If a batch makes a single chunk, or if the wrapper is a
+    submodule of a replica, the module itself runs: no replicas, no threads, no callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
@@ -241,9 +241,9 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
-    Only its class changes: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
-    subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
-    changes nothing, not even the `timeout`.
+    It gets the `timeout` and another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
+    subclass gets a subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched.
+    Patching again changes nothing, not even the `timeout`.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
@@ -280,7 +280,7 @@ def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> Dat
 
 
 def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
-    """Leave a wrapper that is not patched any more those of its devices that torch's own can run replicas on."""
+    """Let a wrapper that is no longer patched keep only the devices on which the wrapper of torch can run replicas."""
     data_parallel.__dict__.pop("_sync_timeout", None)
     devices = tuple(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 class DynamicSubclass(nn.Module):
-    """The base of classes that are derived from the user's at run time; a pickle names the user's, to derive again."""
+    """The base of classes derived from a user's class at run time; a pickle names that class, to derive again."""
 
     _sync_original: type[nn.Module]
     _sync_base: type[nn.Module]

@@ -46,7 +46,7 @@ def checked_devices(device_ids: Sequence[DeviceId] | None) -> tuple[torch.device
 
 @functools.lru_cache(maxsize=256)
 def check_copies(devices: frozenset[torch.device]) -> None:
-    """Raise an error if what one of several accelerators copies to another one does not arrive; asked once for a set.
+    """Raise an error if what one of several accelerators copies to another does not arrive; a set that passes stays so.
 
     With some drivers and settings of the IOMMU, peer-to-peer copies lose data without an error:
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257, https://github.com/pytorch/pytorch/issues/132397.

@@ -13,14 +13,14 @@ __all__: list[str] = []
 LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
 _KINDS = frozenset({bool, int, float, complex, str})
 
-# By wrapper, and not on it: copies and pickles of a wrapper are those of one that has not run.
+# How many forward passes were looked at, by wrapper. Not an attribute: a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
 State = list[tuple[str, nn.Module, str, Any]]  # the name of an attribute in the model, its module, its name, its value
 
 
 def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State:
-    """Return what a replica that has not run yet has of numbers, strings, buffers and parameters.
+    """Return the numbers, strings, buffers and parameters of a replica that has not run yet.
 
     Only in the first training steps of a wrapper. The value of a parameter is the parameter, and a tensor of its data.
     Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which a
@@ -57,7 +57,7 @@ def warn_of_lost_state(replica: nn.Module, state: State) -> None:
     for name, module, attribute, value in state:
         if type(value) in _KINDS:
             present = vars(module).get(attribute, value)
-            is_lost = type(present) in _KINDS and present != value
+            is_lost = type(present) in _KINDS and present is not value and present != value
         elif type(value) is tuple:
             is_lost = _has_other_data(*value)
         else:

@@ -75,7 +75,7 @@ class RandomStates:
 
 
 def _generators(device: torch.device) -> list[Any]:
-    """Return the generators that code on `device` draws from by default; the CPU's module has no list of them."""
+    """Return the default generators that code on `device` draws from: that of the CPU, and that of an accelerator."""
     index = device.index or 0
     others = getattr(torch.get_device_module(device), "default_generators", ())
     return [torch.default_generator, *others[index : index + 1]]

@@ -37,8 +37,8 @@ def scatter(
 ) -> list[Any]:
     """Copy every tensor of `tree` in at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
 
-    Each chunk has a copy of every scalar tensor, and all share what is no tensor. `leaves` are those of the tree, for
-    who has them already.
+    Each chunk has a copy of every scalar tensor, and all share what is no tensor. `leaves` are the leaves of the tree,
+    if the caller has them already.
     """
     leaves = leaves_of(tree) if leaves is None else leaves
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -81,7 +81,9 @@ def check_structures(outputs: Sequence[Any]) -> None:
                 f"replica 0 returned {structure}, but replica {i} returned {_structure(output)}; return the same keys, "
                 "lengths and types in every replica, for example an empty tensor where one has nothing"
             )
-        for path, expected, found in () if isinstance(first, Tensor) else _differences(first, output, "output"):
+        difference = next(_differences(first, output, "output"), None)
+        if difference is not None:
+            path, expected, found = difference
             raise ValueError(
                 f"replica 0 returned {path} = {reprlib.repr(expected)}, but replica {i} returned "
                 f"{reprlib.repr(found)}; what is no tensor must be equal in all replicas; return a tensor with a row "
@@ -115,9 +117,9 @@ def _structure(tree: Any, is_entry: bool = False) -> str:
 
 
 def _items_of(output: Any) -> list[Any]:
-    """Return the items of what is no container of a tree, but can be made anew of an iterable of tensors.
+    """Return the items of an iterable with tensors that is no container of `trees.py`; nothing for anything else.
 
-    As torch does, for whose `DataParallel` the caches of transformers can be made of an iterable.
+    Torch gathers every iterable, and makes its class of the gathered items. The caches of transformers rely on that.
     """
     if isinstance(output, (str, bytes, Set, Iterator, *NO_CONTAINERS)) or not isinstance(output, Iterable):
         return []
@@ -142,9 +144,12 @@ def _differences(first: Any, other: Any, path: str, in_leaf: bool = False) -> It
 
 
 def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; NaN is equal to NaN, and arrays are equal if their elements are."""
     try:
-        return bool(one == other)
-    except Exception:  # as for arrays, which compare their elements
+        if hasattr(one, "shape"):  # an array, which compares its elements
+            return bool(one.shape == other.shape and (one == other).all())
+        return bool(one == other or (one != one and other != other))
+    except Exception:
         return False
 
 

@@ -70,7 +70,7 @@ def _run_in_turns(
     coordinator.take_turns(ids, states.begin_turn)
     _run_threads(work, len(ids), coordinator)
     states.restore_caller()
-    after = _versions(module)  # with those that forward() has added to the module
+    after = _versions(module)  # may have other names: forward() can add parameters to the module
     if before != after:
         changed = [name for name, version in before.items() if after.get(name, version) != version]
         if changed:

@@ -1,7 +1,8 @@
 """Trees, the arguments and results of a `DataParallel`: taken apart into leaves, and built anew with other leaves.
 
-A tree consists of lists, tuples, named tuples, dicts, other mappings, and dataclasses. Its leaves are tensors and
-everything else. Mappings and dataclasses without tensors are leaves, too: all replicas share an object of settings.
+A tree consists of lists, tuples, dicts and their subclasses, of `UserList`, `deque` and other mappings, and of
+dataclasses. Its leaves are tensors and everything else. A container that is no list, tuple or dict is a leaf, too, if
+it has no tensors: all replicas share an object of settings, but each gets a dict of its own.
 """
 
 import copy

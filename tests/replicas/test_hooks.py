@@ -8,6 +8,7 @@ from conftest import device_lists
 from helpers import Net, as_devices, assert_same_step, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from sync_batchnorm import convert_model
 
@@ -128,6 +129,23 @@ def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_
     plain, parallel = twins(net, devices)
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(monkeypatch):
+    def forward(net, input):
+        handle = net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True)
+        output = net.second(net.first(net.bn(input)))
+        handle.remove()
+        return output
+
+    net = Net(forward, bn=nn.BatchNorm1d(3), first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
+    number = net.second.register_forward_hook(doubled).id
+    (plain, parallel), data = twins(net, ["cpu"] * 2), doubles(7, 3)
+    for model in (plain, parallel):  # A process that loads a model counts its hooks from zero.
+        monkeypatch.setattr(RemovableHandle, "next_id", number)
+        model(data)
+    monkeypatch.setattr(RemovableHandle, "next_id", number)
+    assert_same_step(plain, parallel, doubles(7, 3))
 
 
 @on_devices

@@ -1,6 +1,7 @@
 """What `forward` assigns to `self`, and loses with the replica, is named in one warning; activations are not."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -23,6 +24,7 @@ class Counting(nn.Module):
         super().__init__()
         self.assign, self.bn = assign, SynchronizedBatchNorm1d(3)
         self.step, self.rate, self.phase, self.is_warm, self.size, self.seen = 0, 0.5, "a", False, None, {}
+        self.best = math.nan  # which nobody sets
         self.register_buffer("ema", torch.zeros(3))
         self.register_buffer("mask", None)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))

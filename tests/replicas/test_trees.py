@@ -1,5 +1,6 @@
 """Trees of arguments and results: every kind of container is cut and put together alike on every kind of device."""
 
+import math
 import re
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Mapping
@@ -403,6 +404,17 @@ def test_arrays_that_replicas_return_must_be_the_same():
     parallel.module.function = lambda net, x: Anything(numpy.arange(3) + int(x[0, 0]), x)
     with pytest.raises(ValueError, match=r"output.value = array\(\[0, 1, 2\]\), but replica 1 returned array"):
         parallel(x)
+
+
+def test_arrays_and_nan_that_are_equal_in_all_replicas_are_returned_as_they_are():
+    numpy = pytest.importorskip("numpy")
+    x = torch.arange(4.0).view(4, 1)
+    for make in (lambda: numpy.arange(2), lambda: math.nan, lambda: (1, numpy.ones((2, 2)), -math.inf)):
+        parallel = DataParallelWithCallback(Net(lambda net, x, make=make: {"value": make(), "x": x}), ["cpu"] * 2)
+        assert repr(parallel(x)["value"]) == repr(make())
+        parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
+        with pytest.raises(ValueError, match="replica 0 returned"):
+            parallel(x)
 
 
 DIFFERENT = {

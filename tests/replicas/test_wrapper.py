@@ -37,6 +37,13 @@ def test_buffers_of_the_wrapped_module_change_in_place_and_once(devs):
     assert parallel.state_dict()["module.bn1.num_batches_tracked"] == 1
 
 
+def with_weight(*shape):
+    """Call a layer in replicas whose weight has a shape of its own."""
+    layer = convert_model(nn.BatchNorm2d(4))
+    layer.weight = nn.Parameter(torch.ones(shape))
+    return DataParallelWithCallback(layer, ["cpu"] * 2)(torch.zeros(4, 4, 5, 5))
+
+
 OF_TWO = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
 ON_META = DataParallelWithCallback(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)
 OF_CHANNELS = DataParallelWithCallback(convert_model(nn.BatchNorm2d(4)), ["cpu"] * 2, dim=1)
@@ -48,6 +55,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "kinds": (lambda: DataParallelWithCallback(nn.Identity(), MIXED), ValueError, re.escape(f"not both, got {MIXED}")),
     "other device": (lambda: ON_META(torch.zeros(4, 2)), RuntimeError, "have its parameters and buffers on device cpu"),
     "channels": (lambda: OF_CHANNELS(torch.zeros(4, 4, 5, 5)), RuntimeError, "should contain 2 elements not 4"),
+    "weight": (lambda: with_weight(4, 2), RuntimeError, "weight should contain 4 elements not 8"),
+    "scalar weight": (lambda: with_weight(), RuntimeError, "weight should contain 4 elements not 1"),
     "scalar": (lambda: OF_TWO(torch.tensor(1.0)), ValueError, r"shapes \[\(\)\] make \[0\] chunks"),
     "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
     "patch": (lambda: patch_replication_callback(OF_TWO.module), TypeError, "nn.DataParallel, got Identity; wrap the"),
