@@ -63,7 +63,8 @@ def checked_timeout(timeout: float) -> float:
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
     if not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ValueError(
-            f"timeout must be between 0 and {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
+            f"timeout must be more than 0 and at most {threading.TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for "
+            "example 300.0"
         )
     return float(timeout)
 

@@ -39,7 +39,7 @@ DataParallelT = TypeVar("DataParallelT", bound="DataParallel[Any]")
 
 NO_ACCELERATOR = (
     "PyTorch finds no accelerator, so the module runs without replicas; for replicas on the CPU write "
-    "DataParallelWithCallback(module, ['cpu'] * 2)"
+    "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
 

@@ -117,7 +117,7 @@ def test_object_is_patched_once():
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "5", True])
 def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
     is_number = type(timeout) in (int, float)
-    text = f"timeout must be {'between 0 and' if is_number else 'a number of seconds'}"
+    text = f"timeout must be {'more than 0 and' if is_number else 'a number of seconds'}"
     for wrap in (DataParallelWithCallback, lambda net, **kw: patch_replication_callback(nn.DataParallel(net), **kw)):
         with pytest.raises(ValueError if is_number else TypeError, match=text):
             wrap(nn.Linear(2, 2), timeout=timeout)
