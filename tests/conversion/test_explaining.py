@@ -162,6 +162,17 @@ class SynchronizedRms(Rms, SynchronizedBatchNorm1d):
         return SynchronizedBatchNorm1d.forward(self, x)
 
 
+class DropRows(nn.Module):
+    """Drops rows by a number `p`, and mixes them by another one, which is none of dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.mixed = 0.5, 1.0
+
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full_like(x[:, :1], 1 - self.p)) + self.mixed * x.mean(0)
+
+
 class Linear(nn.Linear):
     def forward(self, x):
         return mix(self, super().forward(x))
@@ -252,6 +263,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "Python's": (lambda: Apply(lambda self, x: x * 1e-8 * random.random()), VECTORS, "it draws random numbers"),
     "NumPy's": (lambda: Apply(lambda self, x: self.parts[0](x * numpy.random.rand()), nn.ReLU()), VECTORS, "it draws"),
     "mix": (lambda: around(lambda self, x: x - x.mean(0)), IMAGES, f"output of 2 (Apply), in replica 0, ...{MIXES}"),
+    "mix beside dropout of one's own": (
+        *(lambda: nn.Sequential(DropRows()), VECTORS),
+        "output of 0 (DropRows), in replica 0, ...: it draws random numbers",
+    ),
     "number of samples": (
         *(lambda: around(lambda self, x: x * len(x)), IMAGES),
         "output of 2 (Apply), in replica 0, ...: what it returns for a sample depends on the number of samples, as "

@@ -171,11 +171,21 @@ RIGHT = {
         ),
         VECTORS,
     ),
+    "dropout of one's own": (lambda: nn.Sequential(DropRows()), VECTORS),
     "class that counts no calls": (
         *(lambda: convert_model(nn.Sequential(WithCall(3)), classes={WithCall: SynchronizedWithCall}), VECTORS),
     ),
     "mask, in inference mode": (lambda: Apply(torch.inference_mode()(lambda self, x: x > 0)), VECTORS),
 }
+
+
+class DropRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = 0.5
+
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full_like(x[:, :1], 1 - self.p))
 
 
 class WithCall(nn.BatchNorm1d):
