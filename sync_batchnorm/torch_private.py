@@ -74,6 +74,11 @@ hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_t
 will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
 
 
+def fast_apply(function: type[torch.autograd.Function]) -> Any:
+    """Return the `apply` of the base class in C++; that of `torch.autograd.Function` looks for transforms first."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether hooks were registered on `tensor`, which autograd also calls with None in place of a gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

@@ -146,6 +146,11 @@ class BatchStatistics(NamedTuple):
     weights_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
+    @property
+    def divisor(self) -> int | Tensor:
+        """What totals are divided by to get means: the elements per channel, or one if there are none."""
+        return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
+
     def totals(self, sums: Sequence[Tensor]) -> Tensor:
         """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``.
 
@@ -259,8 +264,7 @@ class Backend:
                 sums += sent(pair, batch.master)
             of_parameters.append((grad_weight, grad_bias))
             all_normalized.append(normalized)
-        count = batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1)
-        terms = batch.totals(sums) / count
+        terms = batch.totals(sums) / batch.divisor
         results: list[Gradients] = []
         for replica, (grad_weight, grad_bias), normalized in zip(replicas, of_parameters, all_normalized, strict=True):
             grad_input = None
@@ -299,7 +303,7 @@ def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatis
         x = replica.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
         sums += sent((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
-    moments = batch.totals(sums) / (batch.elements if isinstance(batch.elements, Tensor) else max(batch.elements, 1))
+    moments = batch.totals(sums) / batch.divisor
     # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
     first, second = moments - moments.detach()  # zeros, in the graph
     mean, invstd = batch.mean_invstd[batch.master]

@@ -53,23 +53,23 @@ def sync_batch_norm(input: Tensor, part: Part, pipe: Any) -> Tensor:
     set_grad_enabled(False)  # not a context, which takes ten times as long
     try:
         if type(part.saved) is SavedByHooks or any_autocast():
-            return _without_modes(part, pipe)
-        return _on_default_streams(part, pipe)
+            return _exchange_without_modes(part, pipe)
+        return _exchange_on_default_streams(part, pipe)
     finally:
         set_grad_enabled(records)
 
 
-def _without_modes(part: Part, pipe: Any) -> Tensor:
+def _exchange_without_modes(part: Part, pipe: Any) -> Tensor:
     """Exchange without the modes of a checkpoint, and without autocast."""
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
     has_hooks = type(part.saved) is SavedByHooks
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     with without_modes() if has_hooks else nullcontext(), torch.autocast(part.input.device.type, enabled=False):
-        return _on_default_streams(part, pipe)
+        return _exchange_on_default_streams(part, pipe)
 
 
-def _on_default_streams(part: Part, pipe: Any) -> Tensor:
+def _exchange_on_default_streams(part: Part, pipe: Any) -> Tensor:
     """Exchange on the default streams, see NOTE [streams]."""
     here, master = part.input.device, part.master_device
     if pipe is None or not part.input.is_cuda or are_default(here, master):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..backends.base import GENERAL, BatchStatistics, Gradients, ReplicaBackward
 from ..backends.streams import in_order_with_engine
-from ..torch_private import keeps_graph, set_grad_enabled, uncompiled, will_run
+from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled, will_run
 from .part import Part
 from .saved import Saved
 
@@ -86,9 +86,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return tuple(results)
 
 
-# The `apply` of the C++ base class. That of `torch.autograd.Function` first looks for transforms of `torch.func`, which
-# layers refuse.
-_apply: Any = super(torch.autograd.Function, _SyncBatchNorm).apply
+_apply = fast_apply(_SyncBatchNorm)
 
 
 def _gradients(

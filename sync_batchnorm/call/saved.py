@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.streams import current_stream, on_streams
-from ..torch_private import hooks_of_thread
+from ..torch_private import fast_apply, hooks_of_thread
 
 __all__: list[str] = []
 
@@ -96,9 +96,7 @@ class _Save(torch.autograd.Function):
         return source
 
 
-# The `apply` of the C++ base class. That of `torch.autograd.Function` first looks for transforms of `torch.func`, which
-# layers refuse.
-_save: Any = super(torch.autograd.Function, _Save).apply
+_save = fast_apply(_Save)
 
 
 def graph_source() -> Tensor:

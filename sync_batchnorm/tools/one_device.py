@@ -77,7 +77,7 @@ def assert_matches_one_device(
         restore_random_states(states)
 
 
-class _Replicas(DataParallelWithCallback):
+class _CheckedWrapper(DataParallelWithCallback):
     """A wrapper of CPU replicas, each of which runs in a mode of its own."""
 
     overridden: tuple[str, ...] = ()  # which of `scatter` and `gather` are those of the user's wrapper
@@ -105,9 +105,9 @@ class _ReplicaInMode(Replica):
             return super().__call__(*args, **kwargs)
 
 
-def _replicas(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> _Replicas:
+def _replicas(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> _CheckedWrapper:
     """Return a wrapper for that many CPU replicas of `module`, which scatters and gathers as the user's `wrapper`."""
-    parallel = _Replicas(module, ["cpu"] * number, dim=getattr(wrapper, "dim", 0))
+    parallel = _CheckedWrapper(module, ["cpu"] * number, dim=getattr(wrapper, "dim", 0))
     if wrapper is None:
         return parallel
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
@@ -115,10 +115,12 @@ def _replicas(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: i
     of_object = [name for name in ("scatter", "gather") if name in vars(wrapper)]
     if not of_classes and not of_object:
         return parallel
-    bases = (_Replicas,) if issubclass(_Replicas, cls) else (cls, _Replicas)
-    names: dict[str, Any] = {name: getattr(_Replicas, name) for name in ("forward", "replicate", "parallel_apply")}
+    bases = (_CheckedWrapper,) if issubclass(_CheckedWrapper, cls) else (cls, _CheckedWrapper)
+    names: dict[str, Any] = {
+        name: getattr(_CheckedWrapper, name) for name in ("forward", "replicate", "parallel_apply")
+    }
     made: Any = type(cls.__name__, bases, names | {"overridden": (*of_classes, *of_object)})
-    like: _Replicas = object.__new__(made)
+    like: _CheckedWrapper = object.__new__(made)
     like.__dict__.update(vars(wrapper) | vars(parallel))
     for name in of_object:
         function = vars(wrapper)[name]
@@ -131,7 +133,7 @@ def _overrides(cls: Any, name: str) -> bool:
     return getattr(cls, name) not in (getattr(nn.DataParallel, name), getattr(DataParallelWithCallback, name))
 
 
-def _checked_sizes(parallel: _Replicas, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Return the number of rows in each chunk; raise an error for fewer than two chunks."""
     number = len(parallel.device_ids)
     if number < 2:
@@ -152,7 +154,9 @@ def _rows(tree: Any, dim: int) -> int:
     return max(tensors_in(tree), key=Tensor.dim).shape[dim]
 
 
-def _run(model: nn.Module, given: Any, one: Copy, parallel: _Replicas, sizes: list[int], loss: Loss | None) -> Steps:
+def _run(
+    model: nn.Module, given: Any, one: Copy, parallel: _CheckedWrapper, sizes: list[int], loss: Loss | None
+) -> Steps:
     """Run a training step on one device, and one in the replicas of `parallel`."""
     trace, found = OneDevice(), list[Difference]()
     loss_of = partial(_random_loss, []) if loss is None else loss
@@ -178,7 +182,7 @@ def _run(model: nn.Module, given: Any, one: Copy, parallel: _Replicas, sizes: li
     return Steps(one, many, trace, found, sizes, parallel.results, has_loss=loss is not None)
 
 
-def _on_one_device(trace: OneDevice, module: nn.Module, parallel: _Replicas, *args: Any, **kwargs: Any) -> Any:
+def _on_one_device(trace: OneDevice, module: nn.Module, parallel: _CheckedWrapper, *args: Any, **kwargs: Any) -> Any:
     with trace:
         output = module(*args, **kwargs)
     return parallel.gather([output], parallel.output_device) if "gather" in parallel.overridden else output
