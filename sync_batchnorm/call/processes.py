@@ -158,11 +158,13 @@ def _check_same_layer(called: Sequence[Sequence[float]], peers: Peers) -> None:
     if len(positions) == 1 and (len(numbers) == 1 or len(histories) > 1):
         return
     layers = {number: layer for layer, number in _numbers.items()} if len(histories) == 1 else {}
-    found = []
-    for rank, (position, number, _) in enumerate(called):
+    names = []
+    for position, number, _ in called:
         layer = layers.get(int(number))
-        name = peers._replace(position=int(position)).name if layer is None else _name_of(layer, int(number))
-        found.append(f"{name} in rank {rank}")
+        names.append(peers._replace(position=int(position)).name if layer is None else _name_of(layer, int(number)))
+    if len(set(names)) == 1:  # of several models
+        names = [f"{name} (number {number:.0f})" for name, (_, number, _) in zip(names, called, strict=True)]
+    found = [f"{name} in rank {rank}" for rank, name in enumerate(names)]
     raise RuntimeError(
         f"expected all processes to call the same synchronized batch norm, but got {', '.join(found)}; make every "
         "process call the same layers in the same order"

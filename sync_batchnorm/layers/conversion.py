@@ -172,11 +172,24 @@ def _bind_anew(modules: Sequence[tuple[str, nn.Module]], former: Mapping[nn.Modu
     """Let methods that were stored, such as `self.norm = self.bn.forward`, be those of the layer's new class."""
     for _, child in modules:
         for attribute, value in list(vars(child).items()):
-            layer = value.__self__ if isinstance(value, MethodType) else None
-            if isinstance(layer, nn.Module) and type(layer) is not former.get(layer, type(layer)):
-                name = value.__func__.__name__
-                if value.__func__ is getattr(former[layer], name, None):
-                    vars(child)[attribute] = getattr(layer, name)
+            if isinstance(value, (MethodType, functools.partial)):
+                vars(child)[attribute] = _bound_anew(value, former)
+            elif type(value) in (list, dict):
+                for key, item in enumerate(value) if type(value) is list else list(value.items()):
+                    if isinstance(item, (MethodType, functools.partial)):
+                        value[key] = _bound_anew(item, former)
+
+
+def _bound_anew(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
+    """Return a method, or a partial of one, with that of the layer's new class; others as they are."""
+    if isinstance(value, functools.partial):
+        function = _bound_anew(value.func, former)
+        return value if function is value.func else functools.partial(function, *value.args, **value.keywords)
+    layer = value.__self__ if isinstance(value, MethodType) else None
+    if not isinstance(layer, nn.Module) or type(layer) is former.get(layer, type(layer)):
+        return value
+    name = getattr(value.__func__, "__name__", "")  # a partial has none
+    return getattr(layer, name) if name and value.__func__ is getattr(former[layer], name, None) else value
 
 
 def _warn_of(reasons: Mapping[str, str | None], what: str, more: int = 0) -> None:

@@ -86,6 +86,14 @@ class Steps:
             by = f"differ, by {largest_gap:.1e} of their largest value"
             cause = f"; the model {_DRAWS}" if one.draws else ""
             yield f"outputs {sizes_differ if largest_gap == math.inf else by + cause}"
+        if len(one.values) == len(many.values):
+            for expected, actual in zip(one.values, many.values, strict=True):
+                if not _agree(actual, expected):
+                    yield (
+                        f"among the outputs, {expected!r} on one device is {actual!r} in replicas: numbers, flags and "
+                        "strings are those of replica 0; return a tensor with a row for each sample, and compute what "
+                        "concerns the whole batch from the gathered output"
+                    )
         if loss_gap:
             ratio = float(many.loss / one.loss)
             by = f"by {abs(ratio - 1):.1e} of it" if abs(ratio - 1) < 0.01 else f"ratio {ratio:.3}"

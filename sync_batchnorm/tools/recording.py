@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
-from ..wrapper import tensors_in
+from ..wrapper import leaves_of, tensors_in
 from .comparing import Rows, gap, largest
 from .probing import Probe
 
 __all__: list[str] = []
+
+_SCALARS = (bool, int, float, str)
 
 Loss = Callable[[Any], Tensor]
 Key = tuple[str, int]  # of a call: the name of the module, and which of its calls it is
@@ -291,6 +293,7 @@ class Copy:
     has_dropout = False  # that was switched off
     draws: bool  # whether the forward pass draws random numbers
     outputs: list[Tensor]
+    values: list[Any]  # the numbers, flags and strings among the outputs
     loss: Tensor
     slack: float  # how far the loss moves, at most, if each output moves by its largest value
     parameters: dict[str, Tensor]  # after the forward pass
@@ -359,6 +362,7 @@ class Copy:
         output = run(*inputs, **kwargs)
         self.draws = _differ(states, random_states())
         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
+        self.values = [leaf for leaf in leaves_of(output) if isinstance(leaf, _SCALARS)]
         self.parameters = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         # Copies, as a recomputation may change them.
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
@@ -366,7 +370,7 @@ class Copy:
             (name, attribute): value
             for name, module in self.module.named_modules()
             for attribute, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str))
+            if isinstance(value, _SCALARS) and attribute != "training"  # which a forward may set for its time
         }
         self.slack = 0.0
         with InDouble():  # also while checkpoints are recomputed
@@ -378,3 +382,6 @@ class Copy:
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
             self.loss = value.detach().reshape(())
         self.grads = {name: initial[name].grad for name in self._order | initial}
+        for i, tensor in enumerate(tensors_in(self.given)):
+            if tensor.requires_grad and tensor.is_leaf:
+                self.grads[f"input {i}"] = tensor.grad

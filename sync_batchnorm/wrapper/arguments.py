@@ -1,7 +1,7 @@
 """What a wrapper refuses or warns of among the arguments that it cuts, and how many chunks they make."""
 
 import math
-from collections import Counter
+from collections import Counter, UserList, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +15,6 @@ from .trees import cut_children_of, nodes_of, tensors_in
 __all__: list[str] = []
 
 Span = tuple[Any, int, int]  # a list, and where its leaves begin and end among all leaves
-_LISTS = (list, tuple)  # as types, no named tuples and no shapes
 NO_ROWS, NOTHING = -1, -2  # in place of a number of rows: what is no tensor with such a dimension; None
 
 
@@ -79,9 +78,14 @@ def _add_spans(tree: Any, start: int, spans: list[Span]) -> int:
     end = start
     for child in children:
         end = _add_spans(child, end, spans)
-    if type(tree) in _LISTS and len(tree) > 1:
+    if _is_list(tree) and len(tree) > 1:
         spans.append((tree, start, end))
     return end
+
+
+def _is_list(tree: Any) -> bool:
+    """Return whether a container may have an entry for each sample; named tuples and shapes have none."""
+    return type(tree) is tuple or isinstance(tree, (list, UserList, deque))
 
 
 def _list_by_sample(rows: Sequence[int], spans: Sequence[Span]) -> Any:
@@ -100,7 +104,7 @@ def _lists_alone(arguments: Sequence[Any], rows: Sequence[int]) -> Any:
     So a detector takes images and boxes of all sizes.
     """
     with_tensors = [argument for argument in arguments if tensors_in(argument)]
-    lengths = {len(argument) if type(argument) in _LISTS else 1 for argument in with_tensors}
+    lengths = {len(argument) if _is_list(argument) else 1 for argument in with_tensors}
     differ = len(set(rows) - {NOTHING, NO_ROWS}) > 1
     return with_tensors[0] if len(with_tensors) > 1 and len(lengths) == 1 and 1 not in lengths and differ else None
 

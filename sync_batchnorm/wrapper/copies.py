@@ -120,12 +120,11 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
 
 
 def _copy_attributes(originals: Sequence[tuple[int, Tensor]], tensors: Sequence[Tensors]) -> None:
-    """Give the tensors of replicas what users have set on the originals; names with an underscore are torch's."""
+    """Give the tensors of replicas the attributes that were set on the originals."""
     for key, original in originals:
         if original.__dict__:
-            attributes = {name: value for name, value in vars(original).items() if not name.startswith("_")}
             for tensor_of in tensors:
-                vars(tensor_of[key]).update(attributes)
+                vars(tensor_of[key]).update(vars(original))
 
 
 def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:
@@ -149,6 +148,7 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
     for child in modules:
         for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
             copy_of[child] = _copy(child, tensor_of, flags_of)
+    # A bound method of the model may be a stored `forward`, or a hook.
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
@@ -158,6 +158,11 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
                 replica._modules[name] = copy_of[grandchild]
             for name, value in bound:
                 replica.__dict__[name] = _bind(value, copy_of)
+        hooks = [(name, key) for name in HOOKS for key, hook in child.__dict__[name].items() if type(hook) in _BOUND]
+        for copy_of in copies if hooks else ():
+            for name, key in hooks:
+                of_replica = copy_of[child].__dict__[name]
+                of_replica[key] = _bind(of_replica[key], copy_of)
     return [copy_of[modules[0]] for copy_of in copies]
 
 

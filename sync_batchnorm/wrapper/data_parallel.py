@@ -27,7 +27,7 @@ from .callbacks import execute_callbacks, layer_of_another_package, refuse_train
 from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import state_to_watch, warn_of_lost_state
+from .lost_state import state_to_watch, warn_of_lost_hooks, warn_of_lost_state
 from .replica import Replica, Run, is_in_replica, new_coordinator
 from .scatter_gather import gather, scatter
 from .threads import call_replicas
@@ -121,7 +121,7 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if "module" in modules and has_attribute(modules["module"], name):
+            if modules.get("module") is not None and has_attribute(modules["module"], name):
                 raise AttributeError(f"{error}; the module has it: parallel.module.{name}") from None
             raise
 
@@ -163,7 +163,7 @@ class _ReplicationMixin(DataParallel[Any]):
         watched = self._sync_watched(replicas)
         run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
         coordinator.expect([replica._sync_id for replica in watched])
-        state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else []
+        state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else None
         try:
             outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
             failure = coordinator.failure()
@@ -176,8 +176,9 @@ class _ReplicationMixin(DataParallel[Any]):
             if failure is None:
                 raise
         if failure is None:
-            if state:
+            if state is not None:
                 warn_of_lost_state(watched[0]._sync_replica, state)
+                warn_of_lost_hooks([replica._sync_replica for replica in watched])
             return outputs
         who, failed = failure
         del failure

@@ -1,5 +1,6 @@
-"""A warning of state that `forward` assigns to `self` and that ends with the replica, in the first forward passes."""
+"""Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..refusals import warn_once
+from ..torch_private import HOOKS
 
 __all__: list[str] = []
 
@@ -19,16 +21,16 @@ _looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 State = list[tuple[str, nn.Module, str, Any]]  # the name of an attribute in the model, its module, its name, its value
 
 
-def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State:
+def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State | None:
     """Return the numbers, strings, buffers and parameters of a replica that has not run yet.
 
-    Only in the first training steps of a wrapper. The value of a parameter is the parameter, and a tensor of its data.
-    Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which a
-    forward may set for the time that it runs.
+    None after the first training steps of a wrapper. The value of a parameter is the parameter, and a tensor of its
+    data. Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which
+    a forward may set for the time that it runs.
     """
     looks = _looks.get(wrapper, 0)
     if looks >= LOOKS or not replica.training:
-        return []
+        return None
     _looks[wrapper] = looks + 1
     state: State = []
     for name, module in replica.named_modules():
@@ -72,3 +74,22 @@ def warn_of_lost_state(replica: nn.Module, state: State) -> None:
             "self.ema.lerp_(mean, 0.1), which replica 0 does for the model; or set it outside forward(). Ignore this "
             "if each forward pass sets it anew"
         )
+
+
+def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:
+    """Warn of modules on which some replicas have registered hooks in their run, and others have not."""
+    modules = zip(*[replica.modules() for replica in replicas], strict=False)
+    lost = []
+    for (name, _), copies in zip(replicas[0].named_modules(), modules, strict=False):
+        if len({_number_of_hooks(copy) for copy in copies}) > 1:
+            lost.append(name or "the model itself")
+    if lost:
+        warn_once(
+            f"forward() of {type(replicas[0]).__name__} registered hooks on {', '.join(lost)} in some replicas and not "
+            "in others. A hook ends with its replica, so what all replicas share, such as a list of handles, must not "
+            "decide whether to register one: keep the handle in an attribute of self, or register outside forward()"
+        )
+
+
+def _number_of_hooks(module: nn.Module) -> int:
+    return sum([len(vars(module).get(name, ())) for name in HOOKS])

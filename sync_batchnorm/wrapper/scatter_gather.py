@@ -48,9 +48,14 @@ def scatter(
             trees.append(list(chunks))
             continue
         remaining = iter(chunks)
-        replaced = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        replaced = [next(remaining) if isinstance(leaf, Tensor) else _of_replica(leaf) for leaf in leaves]
         trees.append(with_leaves(tree, iter(replaced)))
     return trees
+
+
+def _of_replica(leaf: Any) -> Any:
+    """Return a list or dict of the replica's own for an empty one, as for one with items; all share any other leaf."""
+    return leaf.copy() if type(leaf) in (list, dict) and not leaf else leaf
 
 
 def _cut(tensors: Sequence[Tensor], devices: Devices, dim: int, by_torch: bool) -> Sequence[Sequence[Tensor]]:

@@ -128,16 +128,28 @@ def rebuilt(like: Any, children: Sequence[Any]) -> Any:
             return _rebuilt_mapping(like, dict(zip(like, children, strict=True)))
         if fields_of(like):
             return _rebuilt_dataclass(like, children)
-        if isinstance(like, list):
+        if isinstance(like, (list, UserList)):
             made = copy.copy(like)  # whose constructor may take other arguments
             made[:] = children
-            return made
+            if not _is_stale(made, like):
+                return made
+        if isinstance(like, deque):
+            queue = copy.copy(like)
+            deque.__init__(queue, children, like.maxlen)
+            return queue
         return kind(*children) if hasattr(kind, "_fields") else kind(children)  # a named tuple takes them one by one
     except Exception as error:
         raise TypeError(
             f"cannot build a {kind.__name__} for the tensors of each replica, or of all of them: {error}; use a dict, "
             "or a dataclass whose constructor takes its fields and nothing else"
         ) from error
+
+
+def _is_stale(made: Any, like: Any) -> bool:
+    """Return whether a copy that got other items still has tensors of the original, in attributes made of its items."""
+    before = getattr(like, "__dict__", {})
+    attributes = getattr(made, "__dict__", {}).items()
+    return any(value is before.get(name) and _holds_tensors(value) for name, value in attributes)
 
 
 def _rebuilt_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -148,7 +160,8 @@ def _rebuilt_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
             made = copy.copy(like)
             for key, item in items.items():
                 made[key] = item
-            return made
+            if not _is_stale(made, like):
+                return made
     built: Mapping[Any, Any] = type(like)(items)  # type: ignore[call-arg]
     if built.keys() != items.keys():
         raise TypeError(f"made of its items, it has the keys {list(built)} instead of {list(items)}")
@@ -160,9 +173,15 @@ def _rebuilt_dataclass(like: Any, children: Sequence[Any]) -> Any:
     derived = [field.name for field in fields if not field.init]
     if derived:
         raise TypeError(f"its fields {derived} are declared with init=False, so nothing says how to cut them")
+    for name, field in type(like).__dataclass_fields__.items():
+        if isinstance(field.type, dataclasses.InitVar) or (isinstance(field.type, str) and "InitVar" in field.type):
+            raise TypeError(f"InitVar {name!r} must be specified, and the object does not keep what it was")
     items = {field.name: child for field, child in zip(fields, children, strict=True)}
     made = dataclasses.replace(like, **items)
     for name, item in items.items():
         if getattr(made, name) is not item:  # The constructor has changed it, as it had changed that of `like`.
             object.__setattr__(made, name, item)
+    for name, value in getattr(like, "__dict__", {}).items():  # what was set on the object afterwards
+        if name not in vars(made) and not _holds_tensors(value):
+            object.__setattr__(made, name, value)
     return made

@@ -267,6 +267,17 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: nn.Sequential(DropRows()), VECTORS),
         "output of 0 (DropRows), in replica 0, ...: it draws random numbers",
     ),
+    "number among the outputs": (
+        *(lambda: Apply(lambda self, x: {"x": x, "count": len(x)}), VECTORS),
+        "among the outputs, 4 on one device is 2 in replicas: numbers, flags and strings are those of replica 0",
+    ),
+    "gradient of an input": (
+        *(
+            lambda: Apply(lambda self, x: self.parts[0](MeanInBackward.apply(x)), nn.Linear(3, 3)),
+            VECTORS.clone().requires_grad_(),
+        ),
+        "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of input",
+    ),
     "number of samples": (
         *(lambda: around(lambda self, x: x * len(x)), IMAGES),
         "output of 2 (Apply), in replica 0, ...: what it returns for a sample depends on the number of samples, as "

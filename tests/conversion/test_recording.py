@@ -171,6 +171,10 @@ RIGHT = {
         ),
         VECTORS,
     ),
+    "mode that forward sets": (
+        lambda: Net(lambda self, x: self.bn.eval()(x), bn=convert_model(nn.BatchNorm1d(3))),
+        VECTORS,
+    ),
     "dropout of one's own": (lambda: nn.Sequential(DropRows()), VECTORS),
     "class that counts no calls": (
         *(lambda: convert_model(nn.Sequential(WithCall(3)), classes={WithCall: SynchronizedWithCall}), VECTORS),

@@ -1,6 +1,7 @@
 """Hooks that a replica registers on itself or its submodules in `forward`: they act there, as on one device."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -129,6 +130,33 @@ def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_
     plain, parallel = twins(net, devices)
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+class Keeping(nn.Module):
+    """Keeps what a layer returns, by a hook that is a method of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.layer, self.kept = nn.BatchNorm1d(3), nn.Linear(3, 3), None
+        self.layer.register_forward_hook(self.keep)
+        self.bn.register_forward_pre_hook(partial(self.scaled, 2.0))
+
+    def keep(self, module, args, output):
+        self.kept = output
+
+    def scaled(self, factor, module, args):
+        return (args[0] * factor * self.layer.weight.sum(),)
+
+    def forward(self, input):
+        return self.layer(self.bn(input)) + self.kept.square()
+
+
+@on_devices
+def test_hooks_that_are_methods_of_the_model_are_those_of_each_replica(devices):
+    plain, parallel = twins(Keeping().double(), devices)
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    assert parallel.module.kept is None
 
 
 def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(monkeypatch):

@@ -300,14 +300,12 @@ class Module(nn.Module):
 
 
 def test_lists_and_dicts_without_tensors_are_the_replicas_own():
-    first, second = scattered([doubles(4, 2), ["a", {"b": 1}], Empty], ["cpu"] * 2)
+    first, second = scattered([doubles(6, 2), ["a", {"b": 1}], [], {}], ["cpu"] * 2)
     assert first[1] == second[1] == ["a", {"b": 1}]
     assert first[1] is not second[1]
     assert first[1][1] is not second[1][1]
-    assert first[2] is second[2] is Empty
-
-
-Empty: list = []
+    assert first[2] is not second[2]
+    assert first[3] is not second[3]
 
 
 def test_dataclass_is_not_changed_a_second_time_when_it_is_built_anew():
@@ -406,6 +404,80 @@ def test_arrays_that_replicas_return_must_be_the_same():
         parallel(x)
 
 
+class ByAttribute(dict):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Mirrored(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.first = next(iter(self.values()))
+
+
+class Stacked(list):
+    def __init__(self, items):
+        super().__init__(items)
+        self.stacked = torch.stack(list(items))
+
+
+class WithName(UserList):
+    name = "none"
+
+
+def named(x):
+    made = WithName([x])
+    made.name = "given"
+    return made
+
+
+@dataclass
+class Open:
+    x: Any
+
+
+def opened(x):
+    made = Open(x)
+    made.name, made.twice = "given", 2 * x
+    return made
+
+
+WITH_ATTRIBUTES = {
+    "by attribute": (lambda x: ByAttribute(x=x), lambda tree: tree.x),
+    "mirrored": (lambda x: Mirrored(x=x), lambda tree: tree.first),
+    "stacked": (lambda x: Stacked([x, x + 1]), lambda tree: tree.stacked.sum(0)),
+    "list": (named, lambda tree: tree[0] * len(tree.name)),
+    "deque": (lambda x: deque([x], maxlen=1), lambda tree: tree[0] * tree.maxlen),
+    "dataclass": (opened, lambda tree: tree.x * len(tree.name)),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_ATTRIBUTES)
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_attributes_of_containers_are_those_of_the_chunk(devices, kind):
+    make, read = WITH_ATTRIBUTES[kind]
+    x = torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2)
+    parallel = DataParallelWithCallback(Net(lambda net, tree: (read(tree), make(read(tree)))), devices)
+    expected = read(make(x))
+    output, tree = parallel(make(x))
+    assert torch.equal(output, expected)
+    assert torch.equal(read(tree), read(make(expected)))
+
+
+def test_empty_containers_among_the_arguments_are_those_of_each_replica():
+    def forward(net, x, memo, entries):
+        if "x" not in memo:
+            memo["x"] = x
+        entries.append(1)
+        return memo["x"] * len(entries)
+
+    x = torch.arange(6.0).view(6, 1)
+    assert torch.equal(DataParallelWithCallback(Net(forward), ["cpu"] * 3)(x, {}, []), x)
+
+
 def test_arrays_and_nan_that_are_equal_in_all_replicas_are_returned_as_they_are():
     numpy = pytest.importorskip("numpy")
     x = torch.arange(4.0).view(4, 1)
@@ -467,6 +539,15 @@ class Scaled:
         self.rows = self.rows * scale
 
 
+@dataclass
+class Shifted:
+    x: Any
+    shift: InitVar[float] = 0.0
+
+    def __post_init__(self, shift):
+        self.x = self.x + shift
+
+
 @dataclass(init=False)
 class Own:
     rows: Tensor
@@ -487,6 +568,7 @@ class Renaming(Table):
 
 CANNOT = {
     "init=False": (Counted, r"a Counted .*: its fields \['number'\] are declared with init=False"),
+    "InitVar with a default": (partial(Shifted, shift=2.0), "a Shifted .*: InitVar 'shift' must be specified"),
     "InitVar": (partial(Scaled, scale=2.0), "a Scaled .*: InitVar 'scale' must be specified"),
     "constructor": (Own, "an? Own .*: .* unexpected keyword argument 'rows'"),
     "mapping": (lambda x: Closed(x=x), "a Closed .*: .*positional argument"),
