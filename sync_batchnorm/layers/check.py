@@ -47,7 +47,7 @@ def assert_synchronized(model: nn.Module, *, replicas: int | None = None) -> Non
     if not layers and not in_lists:
         raise RuntimeError(
             f"expected a model with BatchNorm layers, but found none in {type(model).__name__}; check the model "
-            "once it is built"
+            "once it is built; if its norms are your own, with sync_moments, only assert_matches_one_device checks them"
         )
     problems = []
     for name, layer in layers.items():
@@ -95,7 +95,10 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, replicas: int)
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
     numbers = [len(wrapper.device_ids) or 1 for wrapper in outermost] or [1]
     if min(numbers) < replicas:
-        return f"its wrapper makes {min(numbers)} of {replicas} replicas; name more devices"
+        return (
+            f"its wrapper makes {min(numbers)} of {replicas} replicas; name more devices, CPUs only in a "
+            "DataParallelWithCallback"
+        )
     return _why_in_groups(layer.group_size, max(numbers))
 
 

@@ -294,7 +294,8 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
     return (
         f"has a {method} of its own; write class {ours}({name}, {kind}){calls} and call "
-        f"convert_model(model, classes={{{name}: {ours}}}), see docs/usage.md"
+        f"convert_model(model, classes={{{name}: {ours}}}), see docs/usage.md; for another formula than that of batch "
+        "norm, use sync_moments, see docs/extending.md"
     )
 
 

@@ -32,8 +32,10 @@ def assert_matches_one_device(
 
     Two copies of the model, in its modes, run a forward and a backward pass on the CPU, in float64 and without dropout.
     Outputs, the loss, gradients, parameters and buffers may differ by a millionth of their largest value. The model and
-    all random states stay as they are. A hook that writes elsewhere also does so for the copies. Two small images are
-    enough, or one for each replica. "What differs from one device" in docs/diagnosing.md explains the messages.
+    all random states stay as they are. A hook that writes elsewhere also does so for the copies. Small images
+    are enough, one more than replicas, so that chunks are unequal. It compares the model with itself: a loss that is
+    wrong in the same way on one device passes. "What differs from one device" in docs/diagnosing.md explains the
+    messages.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
@@ -140,7 +142,12 @@ def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: d
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
     if not tensors_in((inputs, kwargs)):
         raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
-    chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
+    try:
+        chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
+    except Exception as error:
+        if "scatter" in parallel.overridden:
+            add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
+        raise
     sizes = [_rows(chunk, parallel.dim) for chunk in chunks if tensors_in(chunk)]
     if "scatter" in parallel.overridden and sum(sizes) != _rows((inputs, kwargs), parallel.dim):
         sizes = [len(args[0]) for args, _ in chunks]  # which may cut lists with one entry for each sample

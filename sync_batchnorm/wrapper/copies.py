@@ -1,6 +1,7 @@
 """The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
 
 import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -90,7 +91,10 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     with torch.DisableTorchFunctionSubclass():  # plain tensors, as PyTorch makes; of a subclass, all results are views
         tensors = _tensors_of_replicas(differentiable, plain, devices, detach)
     is_enabled = gc.isenabled()
-    gc.disable()  # Thousands of new objects, none of them garbage yet, would set off collections of all objects.
+    # Thousands of new objects, none of them garbage yet, would set off collections of all objects. Only who
+    # disables these enables them again: another thread may do so between the two lines, when it has built its replicas.
+    if is_enabled:
+        gc.disable()
     try:
         return _build(modules, tensors)
     finally:
@@ -144,7 +148,10 @@ def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
     copies: list[Copies] = [{} for _ in tensors]
-    flags = [{name: OrderedDict[int, bool]() for name in FLAGS_OF_HOOKS} for _ in tensors]
+    # Without the interpreter lock, a thread may get a number of a hook again: torch counts them without a lock (2.12).
+    has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
+    shared = FLAGS_OF_HOOKS if has_lock else ()
+    flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
     for child in modules:
         for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
             copy_of[child] = _copy(child, tensor_of, flags_of)
@@ -184,8 +191,9 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
     for name in HOOKS:  # What a replica registers ends with it.
         has_hooks_itself |= bool(original[name])
         state[name] = original[name].copy()
-    for name, flags in flags_of.items():
-        state[name] = original[name].copy() if has_hooks_itself else flags
+    for name in FLAGS_OF_HOOKS:
+        flags = None if has_hooks_itself else flags_of.get(name)
+        state[name] = original[name].copy() if flags is None else flags
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
     if state["_backward_hooks"] and has_older_hooks(module):
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))

@@ -145,7 +145,8 @@ LEFT = {
         [
             "module.0 (Norm): convert_model leaves it as it is, because Norm has a forward of its own; write class "
             "SynchronizedNorm(Norm, SynchronizedBatchNorm1d) and call convert_model(model, classes={Norm: "
-            "SynchronizedNorm}), see docs/usage.md",
+            "SynchronizedNorm}), see docs/usage.md; for another formula than that of batch norm, use sync_moments, "
+            "see docs/extending.md",
             "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has a forward of its own; write "
             "class SynchronizedLookAlike(LookAlike, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm."
             "forward(self, input), and call convert_model(model, classes={LookAlike: SynchronizedLookAlike}), see "

@@ -162,6 +162,14 @@ class SynchronizedRms(Rms, SynchronizedBatchNorm1d):
         return SynchronizedBatchNorm1d.forward(self, x)
 
 
+def change_in_inference_mode(self, x):
+    with torch.inference_mode():
+        y = x * 1
+        first = self.parts[0](y)
+        y.add_(y.mean(0))
+        return first + self.parts[1](y)
+
+
 class DropRows(nn.Module):
     """Drops rows by a number `p`, and mixes them by another one, which is none of dropout."""
 
@@ -277,6 +285,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
             VECTORS.clone().requires_grad_(),
         ),
         "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of input",
+    ),
+    "change in place in inference mode": (
+        *(lambda: Apply(change_in_inference_mode, nn.Tanh(), nn.Tanh()), VECTORS),
+        f"first difference: output of the model itself (Apply), in replica 0, ...{MIXES}",
     ),
     "number of samples": (
         *(lambda: around(lambda self, x: x * len(x)), IMAGES),

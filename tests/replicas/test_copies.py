@@ -1,6 +1,7 @@
 """What replicas consist of: shared parameters, buffers of which the first are the module's, and modules of any kind."""
 
 import functools
+import gc
 import types
 
 import pytest
@@ -258,3 +259,14 @@ def test_buffers_of_scripted_modules_change_in_place_and_once():
         DataParallelWithCallback(net, ["cpu"] * 3)(torch.randn(6, 4))
         assert layer.num_batches_tracked == before + 1
     assert layer.running_mean.abs().max() > 0
+
+
+def test_collector_stays_enabled_if_another_thread_enables_it_meanwhile(monkeypatch):
+    def look():
+        monkeypatch.undo()
+        gc.enable()  # as the other thread does, whose replicas are built now
+        return False
+
+    monkeypatch.setattr(gc, "isenabled", look)  # while the other thread builds its replicas
+    DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2)(torch.zeros(2, 2))
+    assert gc.isenabled()
