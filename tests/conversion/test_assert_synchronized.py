@@ -150,7 +150,7 @@ LEFT = {
             "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has a forward of its own; write "
             "class SynchronizedLookAlike(LookAlike, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm."
             "forward(self, input), and call convert_model(model, classes={LookAlike: SynchronizedLookAlike}), see "
-            "docs/usage.md",
+            "docs/usage.md; for another formula than that of batch norm, use sync_moments, see docs/extending.md",
         ],
     ),
     "list": (
