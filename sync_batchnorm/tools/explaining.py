@@ -32,8 +32,7 @@ _MORE = "`loss` depends on more than the output, as on random numbers"
 _NORMS = ("batch_norm", "add_", "sync_batch_norm")
 
 _FORMULA = (
-    'What normalizes must be F.batch_norm, and if it is not, use sync_moments, see "Norms of your own" in '
-    "docs/extending.md"
+    'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" in docs/extending.md'
 )
 
 # Where a module could not be called again to find out which of these it is.
@@ -57,7 +56,7 @@ class Steps:
         text = next(self._differences(), None)
         if text is None or _DRAWS in text or not (self.one.has_dropout or self.trace.has_dropout):
             return text
-        return f"{text} (dropout is switched off in both copies)"
+        return f"{text} (compared with dropout switched off)"
 
     def _differences(self) -> Iterator[str]:
         """Yield what differs for the caller, in the order of the step."""
@@ -204,8 +203,8 @@ class Steps:
     def _hidden_modules(self) -> Iterator[str]:
         for text in self._different_modules():
             yield (
-                f"{text}. Outputs and loss of the model agree all the same: perhaps a scale of zero follows, or a "
-                "small one, and hides this until it is trained"
+                f"{text}. Outputs and loss of the model still agree, perhaps because a scale of zero follows, or "
+                "nearly zero, which hides this until it is trained"
             )
 
     def _different_attributes(self) -> Iterator[str]:
@@ -342,7 +341,8 @@ def _cause_in_norm(module: nn.Module, called: Counter[str]) -> str | None:
         if isinstance(module, BatchNormBase):
             return "a batch norm that is not synchronized; call convert_model(model)"
         hidden = (
-            "it calls F.batch_norm, or a batch norm that is no submodule of it; make it one, outside lists and dicts"
+            "it calls F.batch_norm, or a batch norm that is no submodule of it; assign a batch norm to an attribute, "
+            "not to a list or dict, call that, and convert the model again"
         )
         return hidden if called["batch_norm"] else None
     if called["sync_batch_norm"]:

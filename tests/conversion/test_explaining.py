@@ -238,7 +238,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "class with another formula": (
         *(lambda: convert_model(nn.Sequential(Rms(3)), classes={Rms: SynchronizedRms}), VECTORS),
         "output of 0 (SynchronizedRms), in replica 0, ...: SynchronizedRms computes something else than Rms, which it "
-        "replaces, on one device, too. What normalizes must be F.batch_norm, and if it is not, use sync_moments",
+        "replaces, on one device, too. For another formula than that of F.batch_norm, use sync_moments, see",
     ),
     "class that synchronizes and mixes": (
         *(lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}), IMAGES),
@@ -359,7 +359,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
             Net(lambda self, x: x * (1 - self.dropout), dropout=0.5),
         ),
         VECTORS,
-        f"output of 2 (Apply), in replica 0, ...{MIXES}... (dropout is switched off in both copies)",
+        f"output of 2 (Apply), in replica 0, ...{MIXES}... (compared with dropout switched off)",
     ),
     "second call": (
         lambda: Apply(
