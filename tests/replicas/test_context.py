@@ -197,23 +197,20 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(s
 
         def call_second() -> None:
             one_waits.wait(3.0)
-            call_layer() if second == "thread that it started" else None
+            call_layer()
             other_called.set()
 
-        threads = [threading.Thread(target=call_second, daemon=True)]
-        if second == "thread of the replica":
-            threads.append(threading.Thread(target=call_layer, daemon=True))
-        for thread in threads:
-            thread.start()
-        if second == "thread of the replica":
-            while not is_waiting():
-                time.sleep(0)
+        is_started = second == "thread that it started"
+        thread = threading.Thread(target=call_second if is_started else call_layer, daemon=True)
+        thread.start()
+        while not is_started and not is_waiting():
+            time.sleep(0)
         try:
             return net.bn(input)
         finally:
-            one_waits.set()
-            for thread in threads:
-                thread.join()
+            if not is_started:  # Before, replica 1 would end the call.
+                other_called.set()
+            thread.join()
 
     def is_waiting() -> bool:
         return bool(current_replica()._sync_run.coordinator._waiting)
