@@ -5,6 +5,8 @@ import inspect
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -396,6 +398,22 @@ def test_a_stored_forward_of_a_layer_is_that_of_its_new_class(make):
     assert_matches_one_device(parallel, torch.randn(4, 3, 4, 4))
     convert_model(model)
     assert vars(revert_model(holder)) == before
+
+
+def test_stored_methods_in_partials_lists_and_dicts_are_those_of_the_new_class():
+    net = Net(None, bn=nn.BatchNorm1d(3), other=[1, "a"])
+    net.norm = partial(partial(net.bn.forward), input=1)
+    net.norms, net.by_name = [net.bn.forward, 2], {"norm": net.bn.forward, "eval": net.bn.eval}
+    net.odd = MethodType(partial(lambda layer: layer), net.bn)  # whose function has no name
+    odd, evaluate = net.odd, net.by_name["eval"]
+    convert_model(net)
+    for method in (net.norm.func, net.norms[0], net.by_name["norm"]):
+        assert method.__func__ is SynchronizedBatchNorm1d.forward
+        assert method.__self__ is net.bn
+    assert net.norm.keywords == {"input": 1}
+    assert (net.norms[1], net.other, net.odd, net.by_name["eval"]) == (2, [1, "a"], odd, evaluate)
+    revert_model(net)
+    assert net.norms[0].__func__ is net.norm.func.__func__ is nn.BatchNorm1d.forward
 
 
 @pytest.mark.parametrize("held", [[nn.ReLU()], [[nn.ReLU(), 3]], (SynchronizedBatchNorm2d(4),), {"a": 3}, "text"])

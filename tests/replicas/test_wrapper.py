@@ -251,3 +251,9 @@ def test_keyword_arguments_may_have_any_names():
     names = ("input", "inputs", "kwargs", "module", "replicas", "device_ids")
     given = {name: doubles(5, 3) for name in names}
     assert_equal(parallel(**given), plain(**given))
+
+
+def test_wrapper_without_its_module_has_no_attributes_of_it():
+    parallel = DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2)
+    parallel.module = None
+    assert not hasattr(parallel, "weight")
