@@ -467,8 +467,8 @@ def patched_layers() -> list[nn.Module]:
         return [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
 
 
-def named_layers() -> list[nn.Module]:
-    models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in ("stem", "head")]
+def named_layers(names: Sequence[str] = ("stem", "head")) -> list[nn.Module]:
+    models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in names]
     return [convert_model(model)[0] for model in models]
 
 
@@ -487,6 +487,7 @@ PAIRS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "patched": patched_layers,
     "converted one by one": lambda: [convert_model(nn.BatchNorm2d(3)) for _ in range(2)],
     "converted in two models": named_layers,
+    "of one name in two models": lambda: named_layers(("stem", "stem")),
     "converted twice": lambda: [convert_model(layer) for layer in named_layers()],
     "copied": lambda: [copy.deepcopy(layer) for layer in [SynchronizedBatchNorm2d(3)] * 2],
     "original and copy": lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)],
@@ -499,12 +500,15 @@ PAIRS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 def processes_that_call_different_layers_that_were_not_converted_together_are_told_which() -> None:
     for name, make in PAIRS.items():
         layers = make()
-        names = ["stem", "head"] if name == "converted in two models" else [r"SynchronizedBatchNorm2d number \d+"] * 2
+        names = {
+            "converted in two models": ["stem", "head"],
+            "of one name in two models": [r"stem \(number \d+\)"] * 2,
+        }.get(name, [r"SynchronizedBatchNorm2d number \d+"] * 2)
         called = ", ".join(f"{names[min(rank, 1)]} in rank {rank}" for rank in range(SIZE))
         text = f"expected all processes to call the same synchronized batch norm, but got {called}; make every"
         with pytest.raises(RuntimeError, match=text) as caught:
             layers[min(RANK, 1)](torch.randn(2, 3, 4, 4))
-        numbers = re.findall(r" number (\d+)", str(caught.value))
+        numbers = re.findall(r"number (\d+)", str(caught.value))
         assert len(set(numbers)) == (0 if names[0] == "stem" else 2)
         for layer in layers:
             assert layer.num_batches_tracked == 0

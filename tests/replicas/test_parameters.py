@@ -295,12 +295,14 @@ def test_attributes_of_parameters_and_buffers_are_those_of_their_replicas(device
     def forward(net, input):
         found = [getattr(tensor, "mark", None) for tensor in (net.fc.weight, net.fc.bias, net.scale)]
         seen.append(found)
+        assert net.fc.bias._no_decay
         return net.fc(net.bn(input)) * net.scale
 
     seen: list[Any] = []
     net = Net(forward, bn=nn.BatchNorm1d(3), fc=nn.Linear(3, 3)).double().to(as_devices(devices)[0])
     net.register_buffer("scale", doubles(3, devices=devices))
     net.fc.weight.mark, net.scale.mark = mark, other = [1], {"two": 2}
+    net.fc.bias._no_decay = True
     with torch.set_grad_enabled(grad):
         DataParallelWithCallback(convert_model(net), devices)(doubles(7, 3, devices=devices))
     assert seen == [[mark, None, other]] * len(devices)
