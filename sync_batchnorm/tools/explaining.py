@@ -85,20 +85,25 @@ class Steps:
             by = f"differ, by {largest_gap:.1e} of their largest value"
             cause = f"; the model {_DRAWS}" if one.draws else ""
             yield f"outputs {sizes_differ if largest_gap == math.inf else by + cause}"
-        if len(one.values) == len(many.values):
-            for expected, actual in zip(one.values, many.values, strict=True):
-                if not _agree(actual, expected):
-                    yield (
-                        f"among the outputs, {expected!r} on one device is {actual!r} in replicas: numbers, flags and "
-                        "strings are those of replica 0; return a tensor with a row for each sample, and compute what "
-                        "concerns the whole batch from the gathered output"
-                    )
+        yield from self._different_values()
         if loss_gap:
             ratio = float(many.loss / one.loss)
             by = f"by {abs(ratio - 1):.1e} of it" if abs(ratio - 1) < 0.01 else f"ratio {ratio:.3}"
             cause = self._cause_in_scalars(ratio) if has_scalars else _MORE
             what = "outputs agree, the loss does not" if gaps else "the loss differs"
             yield f"{what}: {one.loss:.6g} on one device, {many.loss:.6g} in replicas ({by}): {cause}"
+
+    def _different_values(self) -> Iterator[str]:
+        """Yield which numbers, flags and strings among the outputs differ."""
+        if len(self.one.values) != len(self.many.values):
+            return
+        for expected, actual in zip(self.one.values, self.many.values, strict=True):
+            if not _agree(actual, expected):
+                yield (
+                    f"among the outputs, {expected!r} on one device is {actual!r} in replicas: numbers, flags and "
+                    "strings are those of replica 0; return a tensor with a row for each sample, and compute what "
+                    "concerns the whole batch from the gathered output"
+                )
 
     def _scalars(self) -> tuple[Tensor, Tensor]:
         """Return the scalars that one device returns, and those of replicas, a row for each."""
@@ -302,10 +307,14 @@ def _cause_in_call(call: Call, difference: Difference, converted: nn.Module) -> 
             f"it calls {what} {called[what]} times on one device, {there[what]} times in the replica; look for a "
             "branch, a loop or a cache that depends on the batch or its size"
         )
-    dependence = None
-    with suppress(Exception), InDouble():  # It may not run again.
-        dependence = difference.probe and difference.probe.dependence(call.module)
-    return f"{dependence or MIXES}{_where_else(call.module)}"
+    return f"{_dependence(difference, call.module) or MIXES}{_where_else(call.module)}"
+
+
+def _dependence(difference: Difference, module: nn.Module) -> str | None:
+    """Return what the rows that differ depend on; None if the module cannot be called again to find out."""
+    with suppress(Exception), InDouble():
+        return None if difference.probe is None else difference.probe.dependence(module)
+    return None
 
 
 def _computes_otherwise(difference: Difference, converted: nn.Module, original: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
+from ..torch_private import HOOKS
 from ..wrapper import leaves_of, tensors_in
 from .comparing import Rows, gap, largest
 from .probing import Probe
@@ -69,7 +70,7 @@ def _border(name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) 
 
 def has_hooks_of_others(module: nn.Module) -> bool:
     """Return whether a module of a copy has forward hooks, besides those that make its calls known."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    hooks = [hook for name in HOOKS if "forward" in name for hook in vars(module)[name].values()]
     return any(getattr(hook, "func", None) is not _border for hook in hooks)
 
 
@@ -287,6 +288,16 @@ class InReplica(Trace):
         return float(value) if number == kept.number else gap(tensor, kept.tensor, rows=self._rows)
 
 
+def _attributes_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return numbers, flags and strings of all modules, by the names of module and attribute."""
+    return {
+        (name, attribute): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, _SCALARS) and attribute != "training"  # which a forward may set for its time
+    }
+
+
 class Copy:
     """A copy of a model and its inputs on the CPU, and what the caller sees of its training step."""
 
@@ -366,12 +377,7 @@ class Copy:
         self.parameters = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         # Copies, as a recomputation may change them.
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        self.attributes = {
-            (name, attribute): value
-            for name, module in self.module.named_modules()
-            for attribute, value in vars(module).items()
-            if isinstance(value, _SCALARS) and attribute != "training"  # which a forward may set for its time
-        }
+        self.attributes = _attributes_of(self.module)
         self.slack = 0.0
         with InDouble():  # also while checkpoints are recomputed
             for tensor in tensors_in(output):

@@ -186,17 +186,7 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
         object.__setattr__(copy, "__dict__", state)  # in half the time of an update
         state["_parameters"], state["_is_replica"] = {}, True
         state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
-    original = module.__dict__
-    has_hooks_itself = False
-    for name in HOOKS:  # What a replica registers ends with it.
-        has_hooks_itself |= bool(original[name])
-        state[name] = original[name].copy()
-    for name in FLAGS_OF_HOOKS:
-        flags = None if has_hooks_itself else flags_of.get(name)
-        state[name] = original[name].copy() if flags is None else flags
-    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
-    if state["_backward_hooks"] and has_older_hooks(module):
-        state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
+    _set_hooks(copy, module, flags_of)
     if type(module).__setattr__ is not nn.Module.__setattr__:
         _set_tensors(copy, module, tensor_of)
         return copy
@@ -208,6 +198,22 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
         if buffer is not None:
             buffers[name] = tensor_of[id(buffer)]
     return copy
+
+
+def _set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags) -> None:
+    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module."""
+    state = copy.__dict__
+    original = module.__dict__
+    has_hooks_itself = False
+    for name in HOOKS:  # What a replica registers ends with it.
+        has_hooks_itself |= bool(original[name])
+        state[name] = original[name].copy()
+    for name in FLAGS_OF_HOOKS:
+        flags = None if has_hooks_itself else flags_of.get(name)
+        state[name] = original[name].copy() if flags is None else flags
+    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
+    if state["_backward_hooks"] and has_older_hooks(module):
+        state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
 
 
 def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
