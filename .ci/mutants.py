@@ -132,9 +132,9 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/devices.py: check_copies: `65536` -> `65537`": "any number of them does",
     "wrapper/devices.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
     "wrapper/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
-    "wrapper/copies.py: _Broadcast.backward: `not given[i][0].is_complex()` -> "
-    "`given[i][0].is_complex()`": "only NCCL refuses complex numbers",
-    "wrapper/copies.py: _Broadcast.backward: `not given[i][0].is_complex()` -> `True`": "only NCCL refuses them",
+    "wrapper/copies.py: _Broadcast.backward: `not grads_of[i][0].is_complex()` -> "
+    "`grads_of[i][0].is_complex()`": "only NCCL refuses complex numbers",
+    "wrapper/copies.py: _Broadcast.backward: `not grads_of[i][0].is_complex()` -> `True`": "only NCCL refuses them",
     "wrapper/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
     "wrapper/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
     "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
-from sync_batchnorm.meeting import Coordinator, Joining, coordinator, joining
+from sync_batchnorm.meeting import Coordinator, RunningCallback, coordinator, running_callback
 
 _run: Run | None = None  # the one that is being executed
 
@@ -239,15 +239,15 @@ class _Scene:
         self.coordinator = Coordinator(["cpu"] * self.number, timeout=1.0)
         self.pipes: dict[str, dict[int, Any]] = {}
         self.completed: list[list[tuple[str, int]]] = [[] for _ in scenario.scripts]
-        here = Joining(self.coordinator)
-        token = joining.set(here)
+        here = RunningCallback(self.coordinator)
+        token = running_callback.set(here)
         for here.name, members in scenario.layers.items():
             here.replica_id = members[0]
             master = SyncMaster(self._merge)
             self.pipes[here.name] = {members[0]: master}
             for here.replica_id in members[1:]:
                 self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
-        joining.reset(token)
+        running_callback.reset(token)
         if scenario.turns:
             self.coordinator.take_turns(range(self.number), self._check_turn)
         else:

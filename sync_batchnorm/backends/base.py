@@ -58,12 +58,12 @@ def format_of(input: Tensor) -> torch.memory_format:
     return channels_last if input.is_contiguous(memory_format=channels_last) else torch.contiguous_format
 
 
-def _fractions(parts: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor | None:
-    """Return what each part of each replica has of all elements, ``(P, 1)``; None if all have equally many.
+def _fractions(pieces: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor | None:
+    """Return what each piece of each replica has of all elements, ``(P, 1)``; None if all have equally many.
 
-    `parts` are the numbers of equally large parts of each replica, `counts` its elements per channel.
+    `pieces` are the numbers of equally large pieces of each replica, `counts` its elements per channel.
     """
-    sizes = [(number, count / number) for number, count in zip(parts, counts, strict=True)]
+    sizes = [(number, count / number) for number, count in zip(pieces, counts, strict=True)]
     if len(set(sizes)) == 1:
         return None
     total = sum(counts)
@@ -71,10 +71,10 @@ def _fractions(parts: Sequence[int], counts: Sequence[int], like: Tensor) -> Ten
 
 
 def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge means and biased variances of K parts, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
+    """Merge means and biased variances of K pieces, ``(K, C)`` each, into those of the whole, ``(C,)`` each.
 
-    `fractions`, ``(K, 1)``, are those of all elements that each part has; None if all have equally many. Chan, Golub,
-    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any number of parts.
+    `fractions`, ``(K, 1)``, are those of all elements that each piece has; None if all have equally many. Chan, Golub,
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for any number of them.
     """
     if fractions is None:
         merged = mean.mean(0)
@@ -89,7 +89,7 @@ Pair = Sequence[Tensor]  # two tensors of one shape, such as mean and invstd
 Statistics = Sequence[Tensor]  # a pair, or a single tensor with both, the second one after the first
 
 
-def sent(pair: Statistics, device: torch.device) -> Statistics:
+def sent_to(pair: Statistics, device: torch.device) -> Statistics:
     """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
     if pair[0].device == device:
         return pair
@@ -97,7 +97,7 @@ def sent(pair: Statistics, device: torch.device) -> Statistics:
 
 
 def as_pair(statistics: Statistics) -> Pair:
-    """Return the two tensors of what may have been `sent`."""
+    """Return the two tensors of what `sent_to` has returned."""
     return statistics if len(statistics) == 2 else statistics[0].chunk(2)
 
 
@@ -185,7 +185,7 @@ class Backend:
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         """Return the statistics of `input`, which has elements, and memory for the output in its format, or None.
 
-        They are mean and biased variance of K equally large parts, ``(K, C)`` each. A backend may take another second
+        They are mean and biased variance of K equally large pieces, ``(K, C)`` each. A backend may take another second
         vector, which its `merge` knows, and may use `eps` for it.
         """
         var, mean = torch.var_mean(input.to(statistics_dtype(input.dtype)), reduced_dims(input), correction=0)
@@ -261,7 +261,7 @@ class Backend:
                 dy, dims, weight = replica.grad_output.to(mean.dtype), reduced_dims(x), replica.weight
                 grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
                 pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
-                sums += sent(pair, batch.master)
+                sums += sent_to(pair, batch.master)
             of_parameters.append((grad_weight, grad_bias))
             all_normalized.append(normalized)
         terms = batch.totals(sums) / batch.divisor
@@ -302,7 +302,7 @@ def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatis
         mean = batch.mean_invstd[replica.device][0]
         x = replica.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
-        sums += sent((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
+        sums += sent_to((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
     moments = batch.totals(sums) / batch.divisor
     # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
     first, second = moments - moments.detach()  # zeros, in the graph
@@ -311,7 +311,7 @@ def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatis
     if batch.clamped is not None:
         change = change.masked_fill(batch.clamped, 0)
     pair = mean + first, (invstd.pow(-2) + change).rsqrt()
-    return {device: as_pair(sent(pair, device)) for device in batch.mean_invstd}
+    return {device: as_pair(sent_to(pair, device)) for device in batch.mean_invstd}
 
 
 GENERAL = Backend()

@@ -142,7 +142,7 @@ def _factor(invstd: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor
     return (invstd if weight is None else invstd * weight).to(dtype)
 
 
-Moments = tuple[Tensor, Tensor]  # mean and biased variance of K equal parts, ``(K, C)``
+Moments = tuple[Tensor, Tensor]  # mean and biased variance of K equal pieces, ``(K, C)``
 
 
 def exact_moments(input: Tensor, mean: Tensor, memory: Tensor | None) -> Moments:
@@ -187,8 +187,8 @@ def fast_moments(input: Tensor) -> tuple[Moments, Tensor | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _split(rows: int, channels: int) -> int:
-    """Return into how many equal parts to cut `rows` of `channels`: as many as fit side by side in `WIDTH`."""
-    return next((parts for parts in range(min(rows, WIDTH // channels), 1, -1) if rows % parts == 0), 1)
+    """Return into how many equal pieces to cut `rows` of `channels`: as many as fit side by side in `WIDTH`."""
+    return next((pieces for pieces in range(min(rows, WIDTH // channels), 1, -1) if rows % pieces == 0), 1)
 
 
 def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:

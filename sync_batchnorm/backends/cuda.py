@@ -18,7 +18,7 @@ from .base import (
     format_of,
     invstd_of,
     per_channel,
-    sent,
+    sent_to,
 )
 
 __all__: list[str] = []
@@ -27,7 +27,7 @@ _NEARLY_ZERO = 1e-30  # The kernel that merges would divide by the count of a fi
 
 
 class Cuda(Backend):
-    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``, of a single part: ``(C,)`` each."""
+    """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``, of a single piece: ``(C,)`` each."""
 
     def statistics(self, input: Tensor, eps: float) -> tuple[Pair, Tensor | None]:
         return torch.batch_norm_stats(input, eps), None
@@ -48,7 +48,7 @@ class Cuda(Backend):
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, eps, clamps, running)
-        means, invstds, on_device = _merged_parts(statistics, counts)
+        means, invstds, on_device = _stacked(statistics, counts)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
@@ -79,7 +79,7 @@ class Cuda(Backend):
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(replica, replica.grad_output, batch)
-                sums += pair if replica.device == batch.master else sent(pair, batch.master)
+                sums += pair if replica.device == batch.master else sent_to(pair, batch.master)
                 of_parameters.append((grad_weight, grad_bias))
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]
@@ -109,8 +109,8 @@ def _sums(replica: ReplicaBackward, grad_output: Tensor, batch: BatchStatistics)
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
 
-def _merged_parts(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and invstd of all parts that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
+def _stacked(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
         means, invstds = as_pair(statistics[0])
         return means, invstds, counts.clamp(min=_NEARLY_ZERO)

@@ -39,7 +39,7 @@ _SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
     nn.BatchNorm3d: SynchronizedBatchNorm3d,
     nn.SyncBatchNorm: SynchronizedBatchNorm,
 }
-_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {ours: plain for plain, ours in _SYNCHRONIZED.items()}
+_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {synced: plain for plain, synced in _SYNCHRONIZED.items()}
 
 # What a synchronized layer has beyond a plain one: methods, options, and what conversion and callbacks set on it.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
@@ -210,16 +210,16 @@ def _check_classes(classes: Classes) -> None:
             f"expected classes as a dict from your classes to synchronized ones, but got {classes!r}; pass for example "
             "{NormAct: SynchronizedNormAct}"
         )
-    for plain, ours in classes.items():
-        plain_name, our_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, ours))
-        are_types = isinstance(plain, type) and isinstance(ours, type) and plain is not ours
-        is_right = are_types and issubclass(ours, plain) and issubclass(ours, _SynchronizedBatchNorm)
-        if is_right and ours.forward is _SynchronizedBatchNorm.forward:
+    for plain, synced in classes.items():
+        plain_name, synced_name = (cls.__name__ if isinstance(cls, type) else repr(cls) for cls in (plain, synced))
+        are_types = isinstance(plain, type) and isinstance(synced, type) and plain is not synced
+        is_right = are_types and issubclass(synced, plain) and issubclass(synced, _SynchronizedBatchNorm)
+        if is_right and synced.forward is _SynchronizedBatchNorm.forward:
             is_right = plain.forward is BatchNormBase.forward
         if not is_right:
             advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             raise TypeError(
-                f"expected a synchronized subclass that does what {plain_name} does, but got {our_name}; "
+                f"expected a synchronized subclass that does what {plain_name} does, but got {synced_name}; "
                 f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
             )
 
@@ -248,8 +248,8 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     if reason is not None or not _is_left_to_convert(layer, classes):
         return reason
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
-    ours = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
-    object.__setattr__(layer, "__class__", ours)
+    synced = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
+    object.__setattr__(layer, "__class__", synced)
     processes.number_layer(layer, "converted")
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
@@ -288,14 +288,14 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     if issubclass(cls, nn.SyncBatchNorm):
         return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
     name, kind = cls.__name__, (_kind_of(cls) or SynchronizedBatchNorm).__name__
-    ours = f"Synchronized{name}"
-    if ours == kind:  # a class of the user that has the name of torch's
-        name, ours = f"{cls.__module__}.{name}", f"My{kind}"
+    synced = f"Synchronized{name}"
+    if synced == kind:  # a class of the user that has the name of torch's
+        name, synced = f"{cls.__module__}.{name}", f"My{kind}"
     calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
     return (
-        f"has a {method} of its own; write class {ours}({name}, {kind}){calls} and call "
-        f"convert_model(model, classes={{{name}: {ours}}}), see docs/usage.md; for another formula than that of batch "
-        "norm, use sync_moments, see docs/extending.md"
+        f"has a {method} of its own; write class {synced}({name}, {kind}){calls} and call "
+        f"convert_model(model, classes={{{name}: {synced}}}), see docs/usage.md; for another formula than that of "
+        "batch norm, use sync_moments, see docs/extending.md"
     )
 
 

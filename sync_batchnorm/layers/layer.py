@@ -223,12 +223,12 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        chosen = [f"{name}={value}" for name, value in options.items() if value is not None]
         try:
             shown = super().extra_repr()  # type: ignore[no-untyped-call]
         except KeyError:  # Torch shows attributes of the object, of which its class may have some.
             shown = str(self.num_features)
-        return ", ".join([shown, *given])
+        return ", ".join([shown, *chosen])
 
 
 def _let_torch_check(

@@ -9,8 +9,8 @@ from .coordinator import Coordinator as Coordinator
 from .errors import ReplicaSyncError
 from .errors import add_note as add_note
 from .errors import without_frames as without_frames
-from .pipes import Joining as Joining
+from .pipes import RunningCallback as RunningCallback
 from .pipes import SlavePipe, SyncMaster
-from .pipes import joining as joining
+from .pipes import running_callback as running_callback
 
 __all__ = ["ReplicaSyncError", "SlavePipe", "SyncMaster"]

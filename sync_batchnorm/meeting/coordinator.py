@@ -35,7 +35,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .records import MASTER, RUNS, Rendezvous, ReplicaState, by_number, those_who_wait
+from .records import MASTER, RUNS, Rendezvous, Replicas, ReplicaState, by_number, those_who_wait
 
 __all__: list[str] = []
 
@@ -46,18 +46,6 @@ PATIENCE = 1.0
 LATE = 1.0  # seconds by which no wait is late unless the process was suspended
 
 NO_SPAN: AbstractContextManager[Any] = nullcontext()
-
-
-class _Replicas(dict[int, ReplicaState]):
-    """The records of the replicas, by number.
-
-    That of a replica which was not listed is made when it is first asked for: with the lock held, since two threads
-    might otherwise make one each.
-    """
-
-    def __missing__(self, number: int) -> ReplicaState:
-        replica = self[number] = ReplicaState(number, None, SimpleQueue())
-        return replica
 
 
 class Coordinator:
@@ -78,7 +66,7 @@ class Coordinator:
         self.timeout = timeout
         self.span = span
         self._lock = Lock()
-        self._replicas = _Replicas()
+        self._replicas = Replicas()
         for number, device in enumerate(devices):
             self._replicas[number] = ReplicaState(number, device, SimpleQueue())
         self._listed = list(self._replicas.values())

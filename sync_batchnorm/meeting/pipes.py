@@ -16,7 +16,7 @@ MasterCallback = Callable[[Messages], Sequence[tuple[Hashable, Any]]]
 
 
 @dataclass
-class Joining:
+class RunningCallback:
     """For which forward pass, replica and submodule the replication callback runs that this thread runs now."""
 
     coordinator: Coordinator
@@ -24,7 +24,7 @@ class Joining:
     name: str = ""
 
 
-joining: ContextVar[Joining | None] = ContextVar("sync_batchnorm_joining", default=None)
+running_callback: ContextVar[RunningCallback | None] = ContextVar("sync_batchnorm_running_callback", default=None)
 
 
 class _Member:
@@ -97,7 +97,7 @@ class SyncMaster(_Member):
                 f"expected master_callback as a function, but got {master_callback!r}; pass one to answer messages"
             )
         self._master_callback = master_callback
-        self._is_kept = joining.get() is None  # by a module, across forward passes
+        self._is_kept = running_callback.get() is None  # by a module, across forward passes
         self.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class SyncMaster(_Member):
 
     def begin_anew(self) -> None:
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
-        here = joining.get() or Joining(Coordinator(), name="a SyncMaster of its own")
+        here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
         self.remembered = ()
 
@@ -127,7 +127,7 @@ class SyncMaster(_Member):
             ValueError: if the identifier is taken.
             RuntimeError: in a callback, if this object belongs to another forward pass.
         """
-        here = joining.get()
+        here = running_callback.get()
         if here is None:
             if self._rendezvous.call > 1 or self._rendezvous.messages or self._coordinator.is_over:
                 self.begin_anew()

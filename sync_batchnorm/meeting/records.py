@@ -80,6 +80,18 @@ class ReplicaState:
         return f"Stack of {self} at the timeout:\n{''.join(format_stack(frame)).rstrip()}"
 
 
+class Replicas(dict[int, ReplicaState]):
+    """The records of the replicas, by number.
+
+    That of a replica which was not listed is made when it is first asked for: with the lock held, since two threads
+    might otherwise make one each.
+    """
+
+    def __missing__(self, number: int) -> ReplicaState:
+        replica = self[number] = ReplicaState(number, None, SimpleQueue())
+        return replica
+
+
 by_number = attrgetter("number")
 
 

@@ -67,12 +67,12 @@ def assert_matches_one_device(
     states = random_states()
     try:
         with torch.inference_mode(False), silence():  # and with gradients
-            given = inputs, dict(kwargs or {})
-            one = Copy(model, given)
+            arguments = inputs, dict(kwargs or {})
+            one = Copy(model, arguments)
             one.unconvert()
             parallel = _replicas(wrapper, one.module, number)
-            sizes = _checked_sizes(parallel, *one.given)
-            text = _run(model, given, one, parallel, sizes, loss).first_difference()
+            sizes = _checked_sizes(parallel, *one.arguments)
+            text = _run(model, arguments, one, parallel, sizes, loss).first_difference()
             if text is not None:
                 raise AssertionError(text)
     finally:
@@ -162,21 +162,21 @@ def _rows(tree: Any, dim: int) -> int:
 
 
 def _run(
-    model: nn.Module, given: Any, one: Copy, parallel: _CheckedWrapper, sizes: list[int], loss: Loss | None
+    model: nn.Module, arguments: Any, one: Copy, parallel: _CheckedWrapper, sizes: list[int], loss: Loss | None
 ) -> Steps:
     """Run a training step on one device, and one in the replicas of `parallel`."""
     trace, found = OneDevice(), list[Difference]()
     loss_of = partial(_random_loss, []) if loss is None else loss
     if "scatter" in parallel.overridden:
-        inputs, kwargs = one.given
+        inputs, kwargs = one.arguments
         of_inputs, of_kwargs = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
-        one.given = of_inputs[0], of_kwargs[0]
+        one.arguments = of_inputs[0], of_kwargs[0]
     try:
         one.step(partial(_on_one_device, trace, one.module, parallel), loss_of)
     except Exception as error:
         add_note(error, "This is from a copy of the model on one device: on the CPU, in float64.")
         raise
-    many = Copy(model, given)  # not before, to hold less at a time
+    many = Copy(model, arguments)  # not before, to hold less at a time
     parallel.module = many.module
     parallel.modes = [InReplica(i, sizes, trace, found) for i in range(len(sizes))]
     try:

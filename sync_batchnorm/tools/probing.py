@@ -28,10 +28,10 @@ STATE = (
 class Probe:
     """A call of a module in a replica, with what the module got on one device, where it can be called again."""
 
-    def __init__(self, given: Any, whole: Sequence[Tensor], rows: Rows) -> None:
-        """`given` has the arguments in the replica, with some `rows` of the tensors `whole`."""
-        self._given, self._rows = given, rows
-        self._tensors = list(zip(whole, map(self._dims, tensors_in(given), whole), strict=True))
+    def __init__(self, arguments: Any, whole: Sequence[Tensor], rows: Rows) -> None:
+        """`arguments` has the arguments in the replica, with some `rows` of the tensors `whole`."""
+        self._arguments, self._rows = arguments, rows
+        self._tensors = list(zip(whole, map(self._dims, tensors_in(arguments), whole), strict=True))
 
     def _dims(self, some: Tensor, whole: Tensor) -> list[int]:
         """Return the dimensions of the samples: there, `some` has as many of all rows as the replica has samples."""
@@ -72,8 +72,10 @@ class Probe:
     def _outputs(self, module: nn.Module, rows: Sequence[int]) -> list[Tensor]:
         """Return what the module returns for these rows of the batch."""
         chosen = iter([_selected(tensor, dims, rows, self._rows.total) for tensor, dims in self._tensors])
-        leaves = leaves_of(self._given)
-        args, kwargs = with_leaves(self._given, iter([next(chosen) if isinstance(x, Tensor) else x for x in leaves]))
+        leaves = leaves_of(self._arguments)
+        args, kwargs = with_leaves(
+            self._arguments, iter([next(chosen) if isinstance(x, Tensor) else x for x in leaves])
+        )
         return [output.clone() for output in tensors_in(module(*args, **kwargs))]
 
 

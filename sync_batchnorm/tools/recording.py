@@ -166,7 +166,7 @@ class _Running(NamedTuple):
     module: Any
     key: Key
     called: Counter[str]
-    given: Any  # its arguments
+    arguments: Any  # its arguments
     begun: Any  # what `_begin` has returned
 
 
@@ -272,14 +272,14 @@ class InReplica(Trace):
             gaps = [self._gap(tensor, kept) for tensor, kept in pairs if kept.tensor.numel() != 1]
             largest_gap = max((gap for gap in gaps if gap < math.inf), default=0.0)
             if largest_gap:
-                probe = self._probe(call.given, on_one)
+                probe = self._probe(call.arguments, on_one)
                 found = Difference(on_one.position, self._replica, call.key, largest_gap, call.called, probe)
                 self._found.append(found)
         self._one.drop(call.key, self._replicas)
 
-    def _probe(self, given: Any, on_one: Call) -> Probe | None:
+    def _probe(self, arguments: Any, on_one: Call) -> Probe | None:
         with suppress(Exception):
-            return Probe(given, [kept.tensor for kept in on_one.inputs], self._rows)
+            return Probe(arguments, [kept.tensor for kept in on_one.inputs], self._rows)
         return None
 
     def _gap(self, tensor: Tensor, kept: Kept) -> float:
@@ -312,10 +312,10 @@ class Copy:
     grads: dict[str, Tensor | None]  # in the order of the backward pass
     attributes: dict[tuple[str, str], Any]  # numbers, flags and strings, by the names of module and attribute
 
-    def __init__(self, model: nn.Module, given: Any) -> None:
+    def __init__(self, model: nn.Module, arguments: Any) -> None:
         try:
             with torch.no_grad(), _Copying():  # without gradients, as copies of scripted modules are no leaves
-                self.module, self.given = copy.deepcopy((model, given))
+                self.module, self.arguments = copy.deepcopy((model, arguments))
                 self.module.cpu().double()
             self.uncounted: set[str] = set()  # buffers that the user's own class need not change
             self._order: dict[str, None] = {}  # of gradients
@@ -367,7 +367,7 @@ class Copy:
 
     def step(self, run: Callable[..., Any], loss: Loss) -> None:
         """Run a forward and a backward pass: `run` is the module, or a wrapper of it."""
-        inputs, kwargs = self.given
+        inputs, kwargs = self.arguments
         initial = dict(self.module.named_parameters())
         states = random_states()
         output = run(*inputs, **kwargs)
@@ -388,6 +388,6 @@ class Copy:
                 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(value))
             self.loss = value.detach().reshape(())
         self.grads = {name: initial[name].grad for name in self._order | initial}
-        for i, tensor in enumerate(tensors_in(self.given)):
+        for i, tensor in enumerate(tensors_in(self.arguments)):
             if tensor.requires_grad and tensor.is_leaf:
                 self.grads[f"input {i}"] = tensor.grad

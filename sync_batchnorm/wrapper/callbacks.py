@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..meeting import DEFAULT_TIMEOUT, Coordinator, Joining, SlavePipe, SyncMaster, joining
+from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
 from .replica import is_in_replica, new_coordinator, raise_foreign_layer
 
@@ -68,8 +68,8 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
     named = names_of_modules(modules[0]).items()
     contexts = {name: CallbackContext() for module, name in named if hasattr(type(module), _CALLBACK)}
     paths = [(name, name.split(".") if name else (), ctx) for name, ctx in contexts.items()]
-    here = Joining(coordinator)
-    token = joining.set(here)
+    here = RunningCallback(coordinator)
+    token = running_callback.set(here)
     try:
         for here.replica_id, replica in enumerate(modules):
             for name, path, ctx in paths:
@@ -79,7 +79,7 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
                 here.name = name or type(module).__name__
                 module.__data_parallel_replicate__(ctx, here.replica_id)
     finally:
-        joining.reset(token)
+        running_callback.reset(token)
     return contexts
 
 

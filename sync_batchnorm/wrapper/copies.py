@@ -57,14 +57,14 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add up the gradients of all copies; a tensor of which no copy has a gradient gets none."""
         number, devices = len(ctx.needs_input_grad) - 1, ctx.devices
-        given = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
+        grads_of = [[grad for grad in grads[i::number] if grad is not None] for i in range(number)]
         if not torch.is_grad_enabled():  # PyTorch adds up many tensors in few copies, but not differentiably.
-            whole = [i for i in range(number) if len(given[i]) == len(devices) and not given[i][0].is_complex()]
-            of_devices = list(zip(*[given[i] for i in whole], strict=True))
+            whole = [i for i in range(number) if len(grads_of[i]) == len(devices) and not grads_of[i][0].is_complex()]
+            of_devices = list(zip(*[grads_of[i] for i in whole], strict=True))
             sums = comm.reduce_add_coalesced(of_devices, devices[0])  # type: ignore[no-untyped-call]
             for i, added in zip(whole, sums, strict=True):
-                given[i] = [added]
-        return None, *[_sum(one, devices[0]) for one in given]
+                grads_of[i] = [added]
+        return None, *[_sum(one, devices[0]) for one in grads_of]
 
 
 def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:

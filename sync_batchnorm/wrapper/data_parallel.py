@@ -28,7 +28,7 @@ from .copies import replicate
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import state_to_watch, warn_of_lost_hooks, warn_of_lost_state
-from .replica import Replica, Run, is_in_replica, new_coordinator
+from .replica import ForwardPass, Replica, is_in_replica, new_coordinator
 from .scatter_gather import gather, scatter
 from .threads import call_replicas
 from .trees import leaves_of
@@ -64,10 +64,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
             self.module, self.dim, self.device_ids = module, dim, list(devices)
             self.output_device, self.src_device_obj = output or devices[0], devices[0]
         else:
-            given: Any = -1 if output == torch.device("cpu") else output_device
-            super().__init__(module, device_ids, given, dim)  # type: ignore[arg-type]
+            torch_output: Any = -1 if output == torch.device("cpu") else output_device
+            super().__init__(module, device_ids, torch_output, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
-                self.dim, self.output_device = dim, given
+                self.dim, self.output_device = dim, torch_output
                 if devices:
                     warn_once(NO_ACCELERATOR)
         self._sync_timeout = timeout
@@ -85,9 +85,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         if len(devices) == 1 and all([leaf.device == devices[0] for leaf in leaves if isinstance(leaf, torch.Tensor)]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         positional, named = [], []
-        for given in scatter(arguments, devices, self.dim, not unsupported_by_torch(tuple(devices)), leaves):
-            positional.append(tuple(given[: len(inputs)]))
-            named.append(dict(zip(kwargs, given[len(inputs) :], strict=True)))
+        for chunk in scatter(arguments, devices, self.dim, not unsupported_by_torch(tuple(devices)), leaves):
+            positional.append(tuple(chunk[: len(inputs)]))
+            named.append(dict(zip(kwargs, chunk[len(inputs) :], strict=True)))
         return tuple(positional), tuple(named)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
@@ -152,16 +152,16 @@ class _ReplicationMixin(DataParallel[Any]):
             raise
         if not contexts:
             warn_of_plain_layers(self, module)
-        run = Run(module, coordinator)
+        forward_pass = ForwardPass(module, coordinator)
         if len(set(devices)) < len(devices):  # Then replicas take turns.
-            run.layer_of_another_package = layer_of_another_package(module, contexts)
-        run.inherit()  # for replicas that are not called by `parallel_apply`
-        return [Replica(replica, run, i, devices[i]) for i, replica in enumerate(replicas)]
+            forward_pass.layer_of_another_package = layer_of_another_package(module, contexts)
+        forward_pass.inherit()  # for replicas that are not called by `parallel_apply`
+        return [Replica(replica, forward_pass, i, devices[i]) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
         watched = self._sync_watched(replicas)
-        run, coordinator = watched[0]._sync_run, watched[0]._sync_run.coordinator
+        forward_pass, coordinator = watched[0]._sync_forward, watched[0]._sync_forward.coordinator
         coordinator.expect([replica._sync_id for replica in watched])
         state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else None
         try:
@@ -171,8 +171,8 @@ class _ReplicationMixin(DataParallel[Any]):
             # Asked before replicas fail because of the abort; not for Ctrl-C, which is what the user wants to see.
             failure = coordinator.failure() if isinstance(error, Exception) else None
             coordinator.abort(error, PATIENCE)  # Late replicas would draw from the generators, and write into buffers.
-            if run.random_states is not None:
-                run.random_states.restore_caller(completed=False)
+            if forward_pass.random_states is not None:
+                forward_pass.random_states.restore_caller(completed=False)
             if failure is None:
                 raise
         if failure is None:
@@ -188,16 +188,16 @@ class _ReplicationMixin(DataParallel[Any]):
             del failed  # Its traceback refers to this frame.
 
     def _sync_watched(self, replicas: Sequence[nn.Module]) -> list[Any]:
-        """Return a `Replica` for each of `replicas`, all of one `Run`, which runs them in the modes of this thread."""
+        """Return a `Replica` for each of `replicas`, all of one `ForwardPass`, run in the modes of this thread."""
         watched: list[Any] = list(replicas)
         if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
             devices = list(map(as_device, self.device_ids[: len(watched)]))
-            run = Run(watched[0], new_coordinator(devices, self._sync_timeout))
-            watched = [Replica(replica, run, i, devices[i]) for i, replica in enumerate(watched)]
-        run = watched[0]._sync_run
-        run.inherit()
+            forward_pass = ForwardPass(watched[0], new_coordinator(devices, self._sync_timeout))
+            watched = [Replica(replica, forward_pass, i, devices[i]) for i, replica in enumerate(watched)]
+        forward_pass = watched[0]._sync_forward
+        forward_pass.inherit()
         if len(watched) == 1:
-            run.context = None  # It runs in this thread, as on one device.
+            forward_pass.context = None  # It runs in this thread, as on one device.
         return watched
 
 

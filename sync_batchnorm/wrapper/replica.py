@@ -36,7 +36,7 @@ def new_coordinator(device_ids: Sequence[DeviceId], timeout: float) -> Coordinat
 
 
 @dataclass
-class Run:
+class ForwardPass:
     """What the replicas of one forward have in common."""
 
     original: nn.Module  # the wrapped module
@@ -60,18 +60,25 @@ class Run:
         self.modes, self.context = modes, copy_context()
         self.default_device = None if default_device.type == "cpu" else default_device
 
+    def enter_modes(self, stack: ExitStack, device: torch.device) -> None:
+        """Enter the modes of the caller, in a replica on `device`, which replaces a default device of its type."""
+        for mode in self.modes:
+            stack.enter_context(mode())
+        if self.default_device is not None:
+            stack.enter_context(device if device.type == self.default_device.type else self.default_device)
+
 
 class Replica(nn.Module):
     """Runs a replica of the wrapped module, once: all who call replicas call this. Its attributes are the replica's."""
 
     _sync_replica: nn.Module
-    _sync_run: Run
+    _sync_forward: ForwardPass
     _sync_id: int
     _sync_device: torch.device
 
-    def __init__(self, module: nn.Module, run: Run, replica_id: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, forward_pass: ForwardPass, replica_id: int, device: torch.device) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
-        self.__dict__.update(_sync_replica=module, _sync_run=run, _sync_id=replica_id, _sync_device=device)
+        self.__dict__.update(_sync_replica=module, _sync_forward=forward_pass, _sync_id=replica_id, _sync_device=device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync_replica, name)
@@ -83,7 +90,7 @@ class Replica(nn.Module):
         return self._sync_replica.named_modules(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._sync_run.context
+        context = self._sync_forward.context
         if context is None:
             return self._sync_call(*args, **kwargs)
         return context.copy().run(self._sync_call, *args, **kwargs)  # Two threads cannot run in one context.
@@ -91,15 +98,12 @@ class Replica(nn.Module):
     forward = __call__
 
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
-        coordinator, replica_id, default = self._sync_run.coordinator, self._sync_id, self._sync_run.default_device
+        coordinator, replica_id = self._sync_forward.coordinator, self._sync_id
         span = coordinator.begin(replica_id)
         token = _current.set(ref(self))
         try:
             with span, ExitStack() as stack:
-                for mode in self._sync_run.modes:
-                    stack.enter_context(mode())
-                if default is not None:
-                    stack.enter_context(self._sync_device if self._sync_device.type == default.type else default)
+                self._sync_forward.enter_modes(stack, self._sync_device)
                 try:
                     output = self._sync_replica(*args, **kwargs)
                 except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
@@ -124,7 +128,7 @@ def current_replica() -> Replica | None:
     """Return the replica that this thread runs, or None; see NOTE [whose thread]."""
     reference = _current.get()
     replica = None if reference is None else reference()
-    is_here = replica is not None and replica._sync_run.coordinator.runs_here(replica._sync_id)
+    is_here = replica is not None and replica._sync_forward.coordinator.runs_here(replica._sync_id)
     return replica if is_here else None
 
 
@@ -149,9 +153,9 @@ def _refuse_unless_its_own(foreign: nn.Module) -> None:
     replica = current_replica()
     if replica is None or any(module is foreign for module in replica.modules()):
         return
-    run = replica._sync_run
-    who = run.coordinator.who(replica._sync_id)
-    name = next((name for name, module in run.original.named_modules() if module is foreign), None)
+    forward_pass = replica._sync_forward
+    who = forward_pass.coordinator.who(replica._sync_id)
+    name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
     which = name or type(foreign).__name__
     whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
     raise RuntimeError(

@@ -14,6 +14,9 @@ Three things belong to the process and cannot be guarded here: the collector, wh
 has disabled it itself; the numbers of hooks, which torch counts without a lock, so that dictionaries of flags are
 shared by modules only where the interpreter has its lock; and the frames of other threads, which `ReplicaState.stack`
 reads for the error of a timeout, and which Python 3.13 without the lock does not promise to be safe.
+
+A free-threaded Python counts references by thread, even if it runs with the lock: an object that the caller has made
+and a replica drops is freed when the caller's thread runs again, which is at most a second later (`_run_threads`).
 """
 
 import threading
@@ -28,7 +31,7 @@ from ..backends.streams import current_stream
 from ..meeting import Coordinator
 from ..refusals import mixed_packages_error, warn_once
 from .random_states import RandomStates
-from .replica import Run
+from .replica import ForwardPass
 
 __all__: list[str] = []
 
@@ -51,19 +54,20 @@ def call_replicas(
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = replicas[i](*args, **kwargs[i])
         except BaseException as error:
-            replicas[i]._sync_run.coordinator.leave(replicas[i]._sync_id, error)
+            replicas[i]._sync_forward.coordinator.leave(replicas[i]._sync_id, error)
 
-    run: Run | None = getattr(replicas[0], "_sync_run", None)  # None for replicas that are not connected
+    # None for replicas that are not connected.
+    forward_pass: ForwardPass | None = getattr(replicas[0], "_sync_forward", None)
     if len(replicas) == 1:
         work(0)
-    elif run is None or len(streams) == len(devices):
-        _run_threads(work, len(replicas), None if run is None else run.coordinator)
-    elif run.layer_of_another_package is not None:
-        raise mixed_packages_error(run.layer_of_another_package)
+    elif forward_pass is None or len(streams) == len(devices):
+        _run_threads(work, len(replicas), None if forward_pass is None else forward_pass.coordinator)
+    elif forward_pass.layer_of_another_package is not None:
+        raise mixed_packages_error(forward_pass.layer_of_another_package)
     else:
         ids = [replica._sync_id for replica in replicas]
-        run.random_states = states = RandomStates(dict(zip(ids, devices, strict=True)))
-        _run_in_turns(work, ids, run.coordinator, states, module)
+        forward_pass.random_states = states = RandomStates(dict(zip(ids, devices, strict=True)))
+        _run_in_turns(work, ids, forward_pass.coordinator, states, module)
     return outputs
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
-from sync_batchnorm.meeting import Coordinator, Joining, joining
+from sync_batchnorm.meeting import Coordinator, RunningCallback, running_callback
 from sync_batchnorm.meeting.records import MASTER, Rendezvous
 
 
@@ -224,12 +224,12 @@ class Pair:
 
     def __init__(self):
         self.coordinator, self.errors = Coordinator(["cpu"] * 2), []
-        here = Joining(self.coordinator)
-        token = joining.set(here)
+        here = RunningCallback(self.coordinator)
+        token = running_callback.set(here)
         master = SyncMaster(lambda messages: messages)
         here.replica_id = 1
         self.ends = [master, master.register_slave(1)]
-        joining.reset(token)
+        running_callback.reset(token)
 
     def run(self, replica):
         """Do what a wrapper does that runs a replica."""

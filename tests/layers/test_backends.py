@@ -107,7 +107,7 @@ class Plain(Backend):
             normalized.append((x - mean) * invstd)
             pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
             own.append((pair[1], pair[0]))
-            sums += base.sent([vector * weight for vector in pair], batch.master)
+            sums += base.sent_to([vector * weight for vector in pair], batch.master)
         totals = batch.totals(sums) / batch.elements
         results = []
         for replica, x, parameters in zip(replicas, normalized, own, strict=True):
