@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from pairwise import mark_the_rest_slow
 from scripted import WRAPPERS
 
 CUDA_COUNT = torch.cuda.device_count()
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # a Python that can run without the lock
 
 
 # Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.

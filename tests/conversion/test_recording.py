@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checked import IMAGES, VECTORS, Apply, bind, hide, quietly, wrapped
+from conftest import FREE_THREADED
 from helpers import Net, anatomy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -251,11 +251,7 @@ def test_a_check_warns_of_nothing_and_leaves_the_warnings_of_training_to_trainin
         parallel(VECTORS)
 
 
-@pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="A Python that can run without the lock frees what one thread has made and another drops when the first "
-    "runs again; the caller does so once a second.",
-)
+@pytest.mark.skipif(FREE_THREADED, reason="what the caller has made is freed when its thread runs, once a second")
 def test_what_replicas_were_compared_with_is_dropped_as_they_run():
     alive = []
 

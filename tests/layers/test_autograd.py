@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import device_lists, usual_kernels
+from conftest import FREE_THREADED, device_lists, usual_kernels
 from helpers import (
     FORMATS,
     Net,
@@ -199,8 +199,13 @@ def differentiating_twice(net, input):
     return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
 
 
+# Of some thousand threads that have gone backward, one hangs at its end, while others drop tensors that it has made;
+# without this package, too.
+HANGS = pytest.mark.skipif(FREE_THREADED, reason="free-threaded Python 3.13.15 with torch 2.12.0 may hang")
+
+
 @pytest.mark.watchdog(120)
-@pytest.mark.parametrize("times", [50, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [50, pytest.param(5000, marks=[pytest.mark.slow, HANGS])])
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, times):
     plain, parallel = twins(Net(differentiating_twice, bn=nn.BatchNorm2d(3)).double(), devices)
