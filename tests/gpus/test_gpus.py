@@ -143,6 +143,37 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
         assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
 
 
+class WithSideStreamInBackward(nn.Module):
+    """Lets the backward pass of its layer find another stream on the last device, as hooks that leave one there do."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.bn, self.last, self.found = nn.BatchNorm2d(3), last, []
+
+    def set_stream(self, stream):
+        with torch.cuda.device(self.last):
+            self.found.append(torch.cuda.current_stream().stream_id)
+            torch.cuda.set_stream(stream)
+
+    def forward(self, input):
+        output = self.bn(input)
+        if input.device.index == 0 and output.grad_fn is not None:
+            side, default = torch.cuda.Stream(self.last), torch.cuda.default_stream(self.last)
+            output.grad_fn.register_prehook(lambda _: self.set_stream(side))
+            output.grad_fn.register_hook(lambda _, __: self.set_stream(default))
+        return output
+
+
+@pytest.mark.parametrize("devices", gpu_lists(2, 4))
+def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
+    if len(set(devices)) == 1:
+        pytest.skip("needs two GPUs")
+    plain, parallel = twins(WithSideStreamInBackward(devices[-1]).double(), devices)
+    assert_same_step(plain, parallel, doubles(2 * len(devices), 3, 4, 5, devices=devices))
+    assert len(parallel.module.found) == 2
+    assert 0 == parallel.module.found[0] != parallel.module.found[1]
+
+
 class OnStreamOfItsOwn(nn.Module):
     """Calls its layer on a stream of its own."""
 
