@@ -87,6 +87,7 @@ EQUIVALENT: dict[str, str] = {
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (2)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: exact_moments: `0.0` -> `1.0` (3)": "any finite shift does, where the mean is not finite",
     "backends/cpu.py: gradient_sums: `0.0` -> `1.0`": "an eps that the operator does not use beside an invstd",
+    "backends/base.py: sent_to: `True` -> `False`": "by the code of torch, no copy between GPUs makes the host wait",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
     "tools/comparing.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",

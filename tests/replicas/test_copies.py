@@ -3,6 +3,7 @@
 import functools
 import gc
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from simulated_gpus import is_simulated
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm.wrapper import copies
 
 
 @pytest.mark.parametrize("devices", device_lists(2))
@@ -259,6 +261,30 @@ def test_buffers_of_scripted_modules_change_in_place_and_once():
         DataParallelWithCallback(net, ["cpu"] * 3)(torch.randn(6, 4))
         assert layer.num_batches_tracked == before + 1
     assert layer.running_mean.abs().max() > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_collector_is_disabled_only_while_replicas_are_built(monkeypatch, is_enabled, fails):
+    seen = []
+
+    def build(modules, tensors):
+        seen.append(gc.isenabled())
+        if fails:
+            raise MemoryError("no replicas")
+        return original(modules, tensors)
+
+    original = copies._build
+    monkeypatch.setattr(copies, "_build", build)
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            copies.replicate(nn.Linear(1, 1), [torch.device("cpu")] * 2, detach=False)
+        seen.append(gc.isenabled())
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert seen == [False, is_enabled]
 
 
 def test_collector_stays_enabled_if_another_thread_enables_it_meanwhile(monkeypatch):
