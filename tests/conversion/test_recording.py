@@ -217,6 +217,13 @@ def test_the_default_rule_for_eps_is_no_difference():
         set_sbn_eps_mode("plus")
 
 
+def test_tensors_without_elements_are_equal():
+    def split(self, x):
+        return x * 1, x[:, :0] * 1
+
+    assert_matches_one_device(nn.Sequential(nn.Linear(3, 3), Apply(split)), VECTORS)
+
+
 @pytest.mark.parametrize("raised", [None, AssertionError, OSError, KeyboardInterrupt])
 def test_nothing_is_left_behind(raised):
     def forward(self, x):
