@@ -111,6 +111,7 @@ EQUIVALENT: dict[str, str] = {
     "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
     "call/exchange.py: _measure: `device == part.master_device` -> `False`": "what is there is not sent",
     "call/exchange.py: _measure: `device == part.master_device` -> `True`": "the master sends the rest, later",
+    "call/exchange.py: _on_all: `device not in pairs` -> `True`": "the same numbers, in other memory of the master",
     "call/exchange.py: _merge: `part.statistics[0].device == master` -> `False`": "what is there is not sent",
     "wrapper/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "wrapper/data_parallel.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet",

@@ -131,6 +131,17 @@ def mix(self, x):
     return x - x.mean(0)
 
 
+def keep_whole(self, x):
+    if len(x) == len(VECTORS):
+        self.register_buffer("late", x[0].clone())
+    return x * 1
+
+
+def with_centering_hook(module):
+    module.register_forward_pre_hook(lambda _, args: args[0] - args[0].mean(0))
+    return module
+
+
 def triple_gradient(x):
     return x + 2 * (x - x.detach())
 
@@ -468,6 +479,14 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "counter": (
         *(lambda: Apply(count, seen=0), VECTORS),
         f"outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 5.0e-01 of ...{STATE}",
+    ),
+    "buffer that only the whole batch makes": (
+        *(lambda: Apply(keep_whole), VECTORS),
+        f"outputs, loss and gradients agree; the buffer late differs after the forward pass: {STATE}",
+    ),
+    "hook that changes the input": (
+        *(lambda: nn.Sequential(nn.Linear(3, 3), with_centering_hook(nn.Identity())), VECTORS),
+        "output of 1 (Identity), in replica 0",
     ),
     "queue": (
         lambda: Apply(enqueue, queue=[[0.0] * 3]),
