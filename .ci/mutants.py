@@ -58,6 +58,7 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `9` -> `10`": "images of any size do",
     "__main__.py: check_parity: `9` -> `10` (2)": "images of any size do",
     "__main__.py: check_parity: `1.5` -> `3.0`": "weights of any size do",
+    "__main__.py: check_parity: `0` -> `1`": "any seed does",
     "__main__.py: parsed_devices: `0` -> `False`": "the same number",
     "backends/cpu.py: _sums: `sums[:, 1].addcmul_(sums[:, 0], (rounded - mean) * invstd)` -> "
     "`sums[:, 1].addcmul_((rounded - mean) * invstd, sums[:, 0])`": "the same product",

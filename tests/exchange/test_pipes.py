@@ -1,8 +1,10 @@
 """`SyncMaster` and `SlavePipe` alone: who gets what, in which order, and what can be used again."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 from helpers import together
@@ -187,6 +189,25 @@ def test_kept_master_that_is_not_put_into_the_context_is_refused():
     )
     with pytest.raises(RuntimeError, match=text):
         parallel(tensor([[1.0], [10.0]]))
+
+
+def test_kept_master_does_not_keep_the_messages_of_a_forward_that_failed():
+    class Message:
+        pass
+
+    class Fails(KeepsMasters):
+        def forward(self, x):
+            if x > 1:
+                raise LookupError
+            message = Message()
+            sent.append(weakref.ref(message))
+            return self.pipe.run(message)
+
+    sent, parallel = [], DataParallelWithCallback(Fails(4), ["cpu"] * 3)
+    with pytest.raises(LookupError):
+        parallel(tensor([[0.0], [1.0], [10.0]]))
+    gc.collect()
+    assert [reference() for reference in sent] == [None, None]
 
 
 def test_kept_master_serves_replicas_that_the_user_runs():
