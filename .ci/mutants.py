@@ -47,6 +47,8 @@ EQUIVALENT: dict[str, str] = {
     "call/exchange.py: _measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
     "meeting/coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
     "-> `True`": "it only saves the search of a cycle where there is none",
+    "meeting/coordinator.py: Coordinator._find_deadlock: `peer not in seen` -> `True`": "it only saves time, since the "
+    "first cycle breaks the forward pass",
     "meeting/coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
     "meeting/coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it never is None "
     "in those that wait",
@@ -91,6 +93,8 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: sent_to: `True` -> `False`": "by the code of torch, no copy between GPUs makes the host wait",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
+    "tools/probing.py: Probe.dependence: `len(alone) != len(expected)` -> `False`": "the error of the next line is "
+    "caught, to the same effect",
     "tools/comparing.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
     "tools/comparing.py: module: `1e-9` -> `2e-09`": "both are far from rounding, and from what a cause makes differ",
     "tools/comparing.py: module: `1e99` -> `2e+99`": "any number does that is far above the tolerance",

@@ -484,6 +484,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: Apply(keep_whole), VECTORS),
         f"outputs, loss and gradients agree; the buffer late differs after the forward pass: {STATE}",
     ),
+    "one output for each sample": (
+        lambda: nn.Sequential(Apply(lambda self, x: (x - x.mean(0)).unbind()), Apply(lambda self, x: torch.stack(x))),
+        *(VECTORS, "output of 0 (Apply), in replica 0"),
+    ),
     "hook that changes the input": (
         *(lambda: nn.Sequential(nn.Linear(3, 3), with_centering_hook(nn.Identity())), VECTORS),
         "output of 1 (Identity), in replica 0",

@@ -317,6 +317,15 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
         raw.grad(1)
 
 
+def test_weight_that_changes_between_forward_and_backward_is_refused_as_by_torch():
+    for model in twins(nn.BatchNorm1d(3).double(), ["cpu"] * 2):
+        output = model(torch.randn(6, 3, dtype=torch.float64, requires_grad=True))
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward(torch.randn_like(output))
+
+
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_changes_in_place_are_noticed_after_a_backward_of_one_output(devices):
     raw = Outputs(devices)
