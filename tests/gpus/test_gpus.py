@@ -143,6 +143,17 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
         assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
 
 
+def on_a_side_stream(function, input):
+    current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
+    own.wait_stream(current_stream)
+    input.record_stream(own)
+    with torch.cuda.stream(own):
+        output = function(input)
+    current_stream.wait_stream(own)
+    output.record_stream(current_stream)
+    return output
+
+
 class WithSideStreamInBackward(nn.Module):
     """Lets the backward pass of its layer find another stream on the last device, as hooks that leave one there do."""
 
@@ -161,7 +172,7 @@ class WithSideStreamInBackward(nn.Module):
             side, default = torch.cuda.Stream(self.last), torch.cuda.default_stream(self.last)
             output.grad_fn.register_prehook(lambda _: self.set_stream(side))
             output.grad_fn.register_hook(lambda _, __: self.set_stream(default))
-        return output
+        return on_a_side_stream(nn.Softplus(), output)  # So no gradient is ready on the default stream of its device.
 
 
 @pytest.mark.parametrize("devices", gpu_lists(2, 4))
@@ -182,14 +193,7 @@ class OnStreamOfItsOwn(nn.Module):
         self.bn = nn.BatchNorm2d(4)
 
     def forward(self, input):
-        current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
-        own.wait_stream(current_stream)
-        input.record_stream(own)
-        with torch.cuda.stream(own):
-            output = self.bn(input)
-        current_stream.wait_stream(own)
-        output.record_stream(current_stream)
-        return output
+        return on_a_side_stream(self.bn, input)
 
 
 @pytest.mark.parametrize("devices", gpu_lists(2))
