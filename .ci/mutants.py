@@ -93,8 +93,6 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: sent_to: `True` -> `False`": "by the code of torch, no copy between GPUs makes the host wait",
     "backends/base.py: _input_gradient: `True` -> `False`": "the host may wait for a copy",
     "backends/base.py: _fractions: `len(set(sizes)) == 1` -> `False`": "fractions that are all equal",
-    "tools/probing.py: Probe.dependence: `len(alone) != len(expected)` -> `False`": "the error of the next line is "
-    "caught, to the same effect",
     "tools/comparing.py: module: `1e-6` -> `2e-06`": "both are far from rounding, and from what a cause makes differ",
     "tools/comparing.py: module: `1e-9` -> `2e-09`": "both are far from rounding, and from what a cause makes differ",
     "tools/comparing.py: module: `1e99` -> `2e+99`": "any number does that is far above the tolerance",
@@ -158,7 +156,7 @@ OPPOSITES: dict[type[ast.AST], type[Any]] = {
 }
 SPECIAL = ("__", "if TYPE_", "if sys.version_info")  # which are not run, or not by this Python
 SYMMETRIC = ("isinstance", "issubclass", "max", "min", "torch.mul")  # or refuse other arguments
-SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose")
+SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "_agree", "_differ")
 NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler)
 DROPPED = (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break, ast.For)
 NO_LOCK = '__import__("contextlib").nullcontext()'

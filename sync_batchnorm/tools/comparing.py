@@ -70,4 +70,4 @@ def _largest(numbers: Tensor) -> float:
     if not numbers.numel():
         return 0.0
     low, high = numbers.aminmax()
-    return max(-float(low), float(high)) if not math.isnan(low) else math.nan
+    return max(-float(low), float(high))  # Both are NaN if one number is.

@@ -227,8 +227,8 @@ class Steps:
                 )
 
     def _different_modules(self) -> Iterator[str]:
-        """Yield which module, the first, has inputs that agree, and outputs that do not."""
-        for first in sorted(self.found, key=attrgetter("position", "replica"))[:1]:
+        """Yield which modules have inputs that agree, and outputs that do not, the first one first."""
+        for first in sorted(self.found, key=attrgetter("position", "replica")):
             name, number = first.key
             call, converted = self.trace.calls[first.key], self._converted(first)
             kind = f"{_name_of_class(converted)}{f', call {number + 1}' if number else ''}"

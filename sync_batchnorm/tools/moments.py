@@ -62,10 +62,9 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
                 f"expected sync_moments outside checkpoints, but got a recomputation in a backward pass ({pipe.where})"
                 "; leave the norm out of the checkpointed function"
             )
-    with torch.autocast(input.device.type, enabled=False):
-        devices = () if pipe is None else (input.device,)
-        moments: Moments = on_default_streams(devices, (input,), _exchanged, input, pipe, group)
-        return moments
+    devices = () if pipe is None else (input.device,)
+    moments: Moments = on_default_streams(devices, (input,), _exchanged, input, pipe, group)
+    return moments
 
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:

@@ -149,7 +149,7 @@ def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: d
             add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
         raise
     sizes = [_rows(chunk, parallel.dim) for chunk in chunks if tensors_in(chunk)]
-    if "scatter" in parallel.overridden and sum(sizes) != _rows((inputs, kwargs), parallel.dim):
+    if sum(sizes) != _rows((inputs, kwargs), parallel.dim):
         sizes = [len(args[0]) for args, _ in chunks]  # which may cut lists with one entry for each sample
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
@@ -166,11 +166,10 @@ def _run(
 ) -> Steps:
     """Run a training step on one device, and one in the replicas of `parallel`."""
     trace, found = OneDevice(), list[Difference]()
-    loss_of = partial(_random_loss, []) if loss is None else loss
-    if "scatter" in parallel.overridden:
-        inputs, kwargs = one.arguments
-        of_inputs, of_kwargs = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
-        one.arguments = of_inputs[0], of_kwargs[0]
+    loss_of = partial(_random_loss, [], parallel) if loss is None else loss
+    inputs, kwargs = one.arguments
+    of_inputs, of_kwargs = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
+    one.arguments = of_inputs[0], of_kwargs[0]
     try:
         one.step(partial(_on_one_device, trace, one.module, parallel), loss_of)
     except Exception as error:
@@ -185,7 +184,7 @@ def _run(
         text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
         raise AssertionError(text) from error
     if "gather" in parallel.overridden and len(many.outputs) != len(one.outputs):
-        many.outputs = [torch.cat(parts, parallel.dim) for parts in zip(*parallel.results, strict=True)]
+        many.outputs = [_joined(parts, parallel.dim) for parts in zip(*parallel.results, strict=True)]
     return Steps(one, many, trace, found, sizes, parallel.results, has_loss=loss is not None)
 
 
@@ -195,14 +194,19 @@ def _on_one_device(trace: OneDevice, module: nn.Module, parallel: _CheckedWrappe
     return parallel.gather([output], parallel.output_device) if "gather" in parallel.overridden else output
 
 
-def _random_loss(grads: list[Tensor], output: Any) -> Tensor:
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return what replicas have returned in one tensor; scalars become a vector, as in the `gather` of torch."""
+    return torch.cat(list(parts), dim) if parts[0].dim() else torch.stack(list(parts))
+
+
+def _random_loss(grads: list[Tensor], parallel: _CheckedWrapper, output: Any) -> Tensor:
     """Return a loss with a random gradient for each output, or for the mean of what each replica has returned."""
     outputs = tensors_in(output)
     if not grads:  # on one device, which comes first; replicas get the same
         generator = torch.Generator().manual_seed(0)
         grads += [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
-    if len(outputs) > len(grads) and all(map(Tensor.dim, outputs)):  # a `gather` that lists what replicas return
-        outputs = [torch.cat(outputs[i :: len(grads)]) for i in range(len(grads))]
+    if "gather" in parallel.overridden and len(outputs) > len(grads):  # It lists what replicas return.
+        outputs = [_joined(outputs[i :: len(grads)], parallel.dim) for i in range(len(grads))]
     loss = torch.zeros(())
     for tensor, grad in zip(outputs, grads, strict=False):
         weighted = (tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad

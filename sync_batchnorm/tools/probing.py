@@ -1,7 +1,6 @@
 """What the rows that a module returns depend on besides their own rows of the input: it is called again to find out."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,14 +38,16 @@ class Probe:
         return [dim for dim, (size, all_) in sizes if size * self._rows.total == self._rows.number * all_]
 
     def dependence(self, module: nn.Module) -> str | None:
-        """Return on what the rows of the replica depend that `module`, on one device, returns; None if that is open."""
+        """Return on what the rows of the replica depend that `module`, on one device, returns; None if that is open.
+
+        Synchronized layers of the module, a copy, keep to their running statistics from now on.
+        """
         first, number, total = self._rows
         here, everywhere = range(first, first + number), range(total)
-        with torch.no_grad(), _fixed_statistics(module) as has_norms:
+        has_norms = _fix_statistics(module)
+        with torch.no_grad():
             expected = self._outputs(module, everywhere)
             alone = self._outputs(module, here)
-            if len(alone) != len(expected):
-                return None
             dims = [self._dims(some, whole) for some, whole in zip(alone, expected, strict=True)]
 
             def differs(rows: Sequence[int], where: Sequence[int]) -> bool:
@@ -56,7 +57,7 @@ class Probe:
 
             if not any(gap(_selected(e, d, here, total), o) for o, e, d in zip(alone, expected, dims, strict=True)):
                 return None if has_norms else STATE
-            if differs([i if i in here else first + i % number for i in everywhere], here):
+            if differs([i if i in here else first for i in everywhere], here):
                 return SAMPLES
             if differs([(i + first) % total for i in everywhere], range(number)):
                 return PLACE
@@ -81,20 +82,16 @@ class Probe:
 
 def _selected(tensor: Tensor, dims: Sequence[int], rows: Sequence[int], total: int) -> Tensor:
     """Return a copy of a tensor of `total` samples with `rows` of them; in a dimension, a sample may have several."""
+    tensor = tensor.clone()  # as the module may change it
     for dim in dims:
         each = tensor.shape[dim] // total
         tensor = tensor.index_select(dim, torch.tensor([row * each + i for row in rows for i in range(each)]))
-    return tensor if dims else tensor.clone()
+    return tensor
 
 
-@contextmanager
-def _fixed_statistics(module: nn.Module) -> Iterator[bool]:
-    """Let synchronized layers, which mix samples rightly, use their running statistics; yield whether there are any."""
+def _fix_statistics(module: nn.Module) -> bool:
+    """Let synchronized layers, which mix samples rightly, use their running statistics; return whether any do."""
     norms = [child for child in module.modules() if isinstance(child, _SynchronizedBatchNorm) and child.training]
-    try:
-        for norm in norms:
-            norm.training = False
-        yield bool(norms)
-    finally:
-        for norm in norms:
-            norm.training = True
+    for norm in norms:
+        norm.training = False
+    return bool(norms)

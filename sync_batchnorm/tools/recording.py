@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -100,8 +101,6 @@ class InDouble(TorchFunctionMode):
     def _without_dropout(self, name: str, input: Tensor) -> Any:
         """Return what a function of that name returns if it drops nothing."""
         self.has_dropout = True
-        if name.endswith("_"):
-            return input
         output = _double(input).clone()
         return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
 
@@ -218,7 +217,7 @@ class OneDevice(Trace):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Key, Call] = {}
-        self._number = 0  # of tensors that were copied
+        self._numbers = count()  # of tensors that were copied
         self._compared: Counter[Key] = Counter()
 
     def __exit__(self, *args: Any) -> None:
@@ -237,8 +236,7 @@ class OneDevice(Trace):
         return [self._once(tensor, partial(self._copy, tensor)) for tensor in tensors]
 
     def _copy(self, tensor: Tensor) -> Kept:
-        self._number += 1
-        return Kept(self._number, tensor.detach().clone())
+        return Kept(next(self._numbers), tensor.detach().clone())
 
     def drop(self, key: Key, replicas: int) -> None:
         """Drop the tensors of a call once this was asked for by so many replicas."""

@@ -50,8 +50,13 @@ class OfTorch(nn.DataParallel):
         return super().scatter(tuple(x.flip(1) for x in inputs), kwargs, device_ids)
 
 
-def mean_of_samples(self, samples):
-    return self.parts[0](torch.stack(samples))
+class NeverCalled(nn.DataParallel):
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError
+
+
+def stacked(self, samples):
+    return {"x": self.parts[0](torch.stack(samples)), "number": 1}
 
 
 @pytest.mark.parametrize("number", [4, 3])
@@ -72,18 +77,20 @@ def test_a_wrapper_of_fewer_than_two_devices_is_compared_with_two(wrapper):
     assert_matches_one_device(wrapper, VECTORS)
 
 
+def test_nothing_of_a_wrapper_is_called_that_scatters_and_gathers_as_torch_does():
+    assert_matches_one_device(NeverCalled(nn.ReLU()), VECTORS)
+
+
 def test_a_wrapper_that_scatters_and_gathers_in_its_own_way_does_so_in_the_check():
-    samples, batch_norm = list(torch.randn(6, 3)), convert_model(nn.BatchNorm1d(3))
-    parallel = CutsLists(Apply(mean_of_samples, batch_norm), ["cpu"] * 3)
+    samples, batch_norm = list(torch.randn(5, 3)), convert_model(nn.BatchNorm1d(3))  # chunks of 2, 2 and 1
+    parallel = CutsLists(Apply(stacked, batch_norm), ["cpu"] * 3)
     assert_matches_one_device(parallel, samples)
-    assert_matches_one_device(parallel, samples, loss=lambda outputs: torch.cat(outputs).square().mean())
+    assert_matches_one_device(
+        parallel, samples, loss=lambda outputs: torch.cat([output["x"] for output in outputs]).square().mean()
+    )
     parallel.module.parts[0] = Apply(lambda self, x: x - x.mean(0))
     with pytest.raises(AssertionError, match=r"output of parts.0 \(Apply\), in replica 0"):
         assert_matches_one_device(parallel, samples)
-
-
-def scatter_in_reverse(self, inputs, kwargs, device_ids):
-    return type(self).scatter(self, tuple(x.flip(0) for x in inputs), kwargs, device_ids)
 
 
 @pytest.mark.parametrize("patch", [lambda parallel: parallel, patch_replication_callback], ids=["torch's", "patched"])
@@ -94,14 +101,72 @@ def test_a_wrapper_of_torch_scatters_in_its_own_way(patch):
     assert seen == [[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [8.0, 7.0, 6.0]]
 
 
+def test_a_scatter_of_ones_own_cuts_another_dimension():
+    parallel = wrapped(Apply(lambda self, x: x * 1), dim=1)
+    parallel.scatter = lambda inputs, kwargs, device_ids: (
+        [(x,) for x in inputs[0].tensor_split(len(device_ids), 1)],
+        [kwargs] * len(device_ids),
+    )
+    assert_matches_one_device(parallel, torch.randn(3, 4))
+    parallel.module = Apply(lambda self, x: x - x.mean(1, keepdim=True))
+    with pytest.raises(AssertionError, match="depends on other samples of the batch"):
+        assert_matches_one_device(parallel, torch.randn(3, 4))
+
+
+def test_a_scatter_of_ones_own_may_leave_replicas_without_a_tensor():
+    def scatter(inputs, kwargs, device_ids):
+        rows = inputs[0].split(2) if len(device_ids) > 1 else inputs
+        return [(x,) for x in (*rows, None)[: len(device_ids)]], [kwargs] * len(device_ids)
+
+    parallel = wrapped(Apply(lambda self, x: torch.zeros(0, 3) if x is None else x * 1))
+    parallel.scatter = scatter
+    assert_matches_one_device(parallel, VECTORS, replicas=3)
+
+
+LOSSES = {
+    "list": (lambda outputs, device: outputs, None),
+    "list, and a loss": (lambda outputs, device: outputs, lambda losses: sum(losses) / len(losses)),
+    "mean": (lambda outputs, device: sum(outputs) / len(outputs), None),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_gather_of_ones_own_takes_the_loss_of_each_replica(kind):
+    gather, loss = LOSSES[kind]
+    parallel = wrapped(Apply(lambda self, x: x.square().mean()))
+    parallel.gather = gather
+    assert_matches_one_device(parallel, VECTORS, loss=loss)
+    parallel.module = Apply(lambda self, x: x.square().sum())
+    with pytest.raises(AssertionError, match="each replica returns a sum, and"):
+        assert_matches_one_device(parallel, VECTORS, loss=loss)
+
+
+def test_a_gather_of_ones_own_lists_outputs_of_another_dimension():
+    parallel = wrapped(nn.ReLU(), dim=1)
+    parallel.gather = lambda outputs, device: outputs
+    assert_matches_one_device(parallel, torch.randn(3, 5))
+
+
+def test_a_loss_gets_on_one_device_what_the_model_returns():
+    dims = []
+    model = Apply(lambda self, x: x.square().mean())
+    assert_matches_one_device(model, VECTORS, loss=lambda losses: dims.append(losses.dim()) or losses.mean())
+    assert dims == [0, 1]
+
+
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_a_scatter_that_was_set_on_the_object_is_that_of_the_check(is_bound):
-    seen = []
+    def scatter_in_reverse(self, inputs, kwargs, device_ids):
+        called_on.append(self)
+        return type(self).scatter(self, tuple(x.flip(0) for x in inputs), kwargs, device_ids)
+
+    seen, called_on, other = [], [], wrapped(nn.ReLU())
     parallel = wrapped(Apply(lambda self, x: seen.append(x[0].tolist()) or x * 1))
-    method, of_another = MethodType(scatter_in_reverse, parallel), MethodType(scatter_in_reverse, wrapped(nn.ReLU()))
-    parallel.scatter = method if is_bound else of_another
+    parallel.scatter = MethodType(scatter_in_reverse, parallel if is_bound else other)
     assert_matches_one_device(parallel, torch.arange(6.0)[:, None], replicas=3)
     assert seen == [[5.0], [5.0], [3.0], [1.0]]
+    assert parallel not in called_on
+    assert (other in called_on) == (not is_bound)
 
 
 def scatter_that_fails(inputs, kwargs, device_ids):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import SynchronizedBatchNorm1d, assert_matches_one_device, convert_model, set_sbn_eps_mode
 
+SQUARE = VECTORS[:3].clone()
+
 
 def drop(self, x):
     attention = self.parts[1](x[:, None], x[:, None], x[:, None])[0][:, 0]
@@ -34,7 +37,10 @@ def drop_in_other_words(self, x):
     y = torch.dropout(input=x, p=0.5, train=True) + kept + F.alpha_dropout(x, training=True)
     y = y + torch.feature_dropout(x, 0.5, True) + F.dropout1d(x, training=True) + F.feature_alpha_dropout(x, 0.5, True)
     query = x[:, None]
-    return y + F.scaled_dot_product_attention(query, query, query, None, 0.5)[:, 0] + torch.dropout_(x * 1, 0.5, True)
+    for options in ([None, 0.5], [None], []):
+        y = y + F.scaled_dot_product_attention(query, query, query, *options)[:, 0]
+    y = y + F.scaled_dot_product_attention(query, query, query, None, dropout_p=0.5)[:, 0]
+    return y + torch.dropout_(x * 1, 0.5, True)
 
 
 def drop_and_change(self, x):
@@ -73,6 +79,11 @@ def in_checkpoint(self, x):
 def in_thread(self, x):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(self.parts[0], x).result()
+
+
+def in_complex_double(self, x):
+    assert x.dtype == torch.complex128
+    return x * 1
 
 
 def experts(self, x):
@@ -136,10 +147,14 @@ RIGHT = {
     "clamp": (lambda: convert_model(nn.BatchNorm2d(3), eps_mode="clamp"), 1e-3 * IMAGES),
     "dropout in a checkpoint": (lambda: Apply(in_checkpoint, nn.Linear(3, 3), nn.Dropout()), VECTORS),
     "float32": (Recurrent, torch.randn(4, 5, 3), {"kwargs": {"lengths": torch.tensor([1, 5, 2, 3])}}),
+    "float32 constant": (lambda: Apply(lambda self, x: x @ SQUARE), VECTORS),
     "float32 target": (lambda: nn.Linear(3, 3), VECTORS, {"loss": lambda output: F.mse_loss(output, VECTORS)}),
     "complex": (lambda: Apply(lambda self, x: torch.fft.rfft(x)), VECTORS),
+    "complex input": (lambda: Apply(in_complex_double), torch.complex(VECTORS, VECTORS)),
     "siamese": (Siamese, VECTORS, {"kwargs": {"right": VECTORS.roll(1, 0)}}),
     "thread": (lambda: Apply(in_thread, nn.Linear(3, 3)), VECTORS.clone().requires_grad_()),
+    "large values": (lambda: nn.Sequential(convert_model(nn.BatchNorm1d(3)), Apply(lambda self, x: x * 1e9)), VECTORS),
+    "values beside a tensor": (lambda: Apply(lambda self, x: {"x": x, "scale": 0.5, "name": "x", "is": True}), VECTORS),
     "experts": (lambda: Apply(experts, nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(16, 3)),
     "script": (lambda: nn.Sequential(quietly(torch.jit.script, nn.Linear(3, 3)), nn.ReLU()), VECTORS),
     "weight norm": (lambda: quietly(nn.utils.weight_norm, nn.Linear(3, 3)), VECTORS),
@@ -150,6 +165,10 @@ RIGHT = {
     "NaN": (lambda: Apply(lambda self, x: (x.log(), x * math.nan)), VECTORS),
     "zeros and None": (
         lambda: Apply(lambda self, x: x + 0 * self.parts[0](x) if len(x) > 2 else x, nn.Linear(3, 3)),
+        VECTORS,
+    ),
+    "None and zeros": (
+        lambda: Apply(lambda self, x: x + 0 * self.parts[0](x) if len(x) <= 2 else x, nn.Linear(3, 3)),
         VECTORS,
     ),
     "zeros": (lambda: Apply(lambda self, x: self.parts[0](x) * 0, nn.BatchNorm1d(3, 1e-5, 0.1, True, False)), VECTORS),
@@ -169,6 +188,7 @@ RIGHT = {
                 Net(bind("nan", lambda *_: math.nan), nan=math.nan),
             ),
             *(Net(bind("close", lambda close, _: close + 1e-12), close=1.0),),
+            *(Net(bind("zero", lambda zero, _: zero + 1e-13), zero=0.0),),
         ),
         VECTORS,
     ),
@@ -222,6 +242,24 @@ def test_tensors_without_elements_are_equal():
         return x * 1, x[:, :0] * 1
 
     assert_matches_one_device(nn.Sequential(nn.Linear(3, 3), Apply(split)), VECTORS)
+
+
+def test_a_hook_of_all_modules_may_stop_a_call():
+    def hook(module, args):
+        if isinstance(module, nn.Tanh):
+            raise StopAsyncIteration
+
+    model = Apply(stop, nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        assert_matches_one_device(model, VECTORS)
+    finally:
+        handle.remove()
+
+
+def test_a_check_needs_no_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert_matches_one_device(nn.Linear(3, 3), VECTORS)
 
 
 @pytest.mark.parametrize("raised", [None, AssertionError, OSError, KeyboardInterrupt])

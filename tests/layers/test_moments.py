@@ -40,15 +40,17 @@ def test_moments_can_be_differentiated_any_number_of_times():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_autocast", [False, True])
 @pytest.mark.parametrize("devices", device_lists(1, 2))
-def test_moments_are_those_of_all_replicas_in_float32(devices, dtype):
+def test_moments_are_those_of_all_replicas_in_float32(devices, has_autocast, dtype):
     class Noting(Whitening):
         def forward(self, input):
             results.append(sync_moments(input, self.pipe))
             return input
 
     results, data = [], (doubles(5, 3, 2, devices=devices) * 3 + 2).to(dtype)
-    DataParallelWithCallback(Noting(), devices)(data)
+    with torch.autocast(data.device.type, enabled=has_autocast):
+        DataParallelWithCallback(Noting(), devices)(data)
     assert len(results) == len(devices)
     for mean, var, count in results:
         assert count == 10
@@ -96,6 +98,20 @@ def test_moments_of_several_replicas_in_a_checkpoint_are_refused_with_the_remedy
     output = DataParallelWithCallback(Checkpointed(use_reentrant), devices)(data)
     with pytest.raises(RuntimeError, match=r"expected sync_moments outside checkpoints.*leave the norm out"):
         output.backward(torch.randn_like(output))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_moments_of_one_replica_are_computed_again_in_a_checkpoint(use_reentrant):
+    input, alone = doubles(6, 3).requires_grad_(), Checkpointed(use_reentrant)
+    alone.pipe = None
+    expected = torch.autograd.grad(Whitening.forward(alone, input).square().sum(), input)
+    alone(input).square().sum().backward()
+    assert_equal(input.grad, *expected)
+
+
+def test_moments_of_a_vector_are_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"an input \(N, C, \+\), but got 1 dimensions; add one, as in input\[None\]"):
+        sync_moments(torch.ones(3), None)
 
 
 def dry_run(sizes, device):
