@@ -312,14 +312,15 @@ class Copy:
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
         try:
-            with torch.no_grad(), _Copying():  # without gradients, as copies of scripted modules are no leaves
+            with torch.no_grad(), _Copying():  # With gradients, copies of scripted modules would be no leaves.
                 self.module, self.arguments = copy.deepcopy((model, arguments))
                 self.module.cpu().double()
             self.uncounted: set[str] = set()  # buffers that the user's own class need not change
             self._order: dict[str, None] = {}  # of gradients
+            originals = dict(model.named_parameters(remove_duplicate=False))
             for name, parameter in self.module.named_parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+                if originals[name].requires_grad:  # which copies of scripted modules do not say
+                    parameter.requires_grad_().register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in float64: {error}") from error
         for name, module in self.module.named_modules():
@@ -353,10 +354,8 @@ class Copy:
     def _switch_off_dropout(self, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
         kind = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule):
-            if "Dropout" in module.original_name:
-                module.eval()
-            return
+        if isinstance(module, torch.jit.ScriptModule) and "Dropout" in module.original_name:
+            module.eval()
         for attribute, value in vars(module).items():  # such as `dropout` of `nn.LSTM`, `drop_prob` of timm
             is_dropout = "drop" in attribute or (attribute == "p" and ("Drop" in kind or kind == "StochasticDepth"))
             if is_dropout and type(value) is float and value:
@@ -387,5 +386,5 @@ class Copy:
             self.loss = value.detach().reshape(())
         self.grads = {name: initial[name].grad for name in self._order | initial}
         for i, tensor in enumerate(tensors_in(self.arguments)):
-            if tensor.requires_grad and tensor.is_leaf:
+            if tensor.is_leaf:  # as opposed to what a `scatter` of the user's own has computed
                 self.grads[f"input {i}"] = tensor.grad

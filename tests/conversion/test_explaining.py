@@ -209,6 +209,16 @@ def stop(self, x):
     raise Stop
 
 
+def refuse(self, x):
+    raise StopAsyncIteration
+
+
+def stop_and_branch(self, x):
+    with suppress(StopAsyncIteration):
+        self.parts[0](x)
+    return x * 2 if len(x) > 2 else x
+
+
 def stop_and_mix(self, x):
     with suppress(Stop):
         self.parts[0](x)
@@ -454,6 +464,14 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: nn.Sequential(*[Apply(add_without_graph) for _ in range(20)], Apply(mix)), VECTORS),
         f"output of 20 (Apply), in replica 0, ...{MIXES}",
     ),
+    "mix by a number that is none of dropout": (
+        *(lambda: Net(lambda self, x: x + self.p * x.mean(0), p=0.5), VECTORS),
+        f"output of the model itself (Net), in replica 0, ...{MIXES}",
+    ),
+    "mix behind a selection": (
+        lambda: Apply(lambda self, x: mix(self, self.parts[0](x)[0]), Apply(lambda self, x: (x * 1, x[x > 0]))),
+        *(VECTORS, f"output of the model itself (Apply), in replica 0, ...{MIXES}"),
+    ),
     "mix of a list that is used up": (
         *(lambda: Apply(lambda self, x: self.parts[0]([x]), Apply(lambda self, xs: mix(self, xs.pop()))), VECTORS),
         "output of parts.0 (Apply), in replica 0, ...: it mixes samples, as x.mean(0) does, or depends on the size",
@@ -499,6 +517,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
             Apply(lambda self, x, y: x * 1 if y is None else x * y),
         ),
         *(VECTORS, "output of the model itself (Apply), in replica 0"),
+    ),
+    "branch behind a call that was stopped": (
+        *(lambda: nn.Sequential(Apply(stop_and_branch, Apply(refuse))), VECTORS),
+        f"output of 0 (Apply), in replica 0, ...: it calls mul 1 times on one device, 0 times in the replica{SIZE}",
     ),
     "branch in place": (
         *(lambda: around(lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x), IMAGES),
@@ -590,6 +612,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         lambda: Apply(hide, nn.Softmax(0)),
         *(VECTORS, "in replicas (ratio 1.01): `loss` depends on more than", {"loss": loss_with_state(0.012)}),
     ),
+    "small loss that changes little": (
+        lambda: Apply(lambda self, x: x * 1e-5),
+        *(VECTORS, "in replicas (by 1.0e-03 of it): `loss` depends on more", {"loss": loss_with_state(0.001)}),
+    ),
     "loss that changes little": (
         lambda: Apply(hide, nn.Softmax(0)),
         *(VECTORS, "in replicas (by 1.0e-03 of it): `loss` depends on more", {"loss": loss_with_state(0.001)}),
@@ -598,6 +624,11 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), VECTORS),
         f"{GRADIENT}...: it is missing, or zero, in replicas only; look for detach, no_grad or a branch on the size of "
         "the batch, in the forward pass from parts.0... to parts.1..., whose gradient agrees",
+        {"loss": lambda output: F.cross_entropy(output, LABELS)},
+    ),
+    "gradient of a script": (
+        *(lambda: Apply(drop_gradient, quietly(torch.jit.script, nn.Linear(3, 3)), nn.Linear(3, 2)), VECTORS),
+        f"{GRADIENT}...: it is missing, or zero, in replicas only",
         {"loss": lambda output: F.cross_entropy(output, LABELS)},
     ),
     "part of a gradient": (
@@ -671,6 +702,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: nn.Sequential(Net(bind("seen", lambda seen, x: seen + len(x)), seen=0)), VECTORS),
         "outputs, loss, gradients, parameters and buffers agree; the attribute seen of 0 (Net) differs after the "
         "forward pass: 4 on one device, 0 in replicas. What forward() sets on self ends with the replica",
+    ),
+    "number in an attribute that is none of dropout": (
+        *(lambda: Net(bind("dropped", lambda dropped, x: dropped + len(x)), dropped=1), VECTORS),
+        "the attribute dropped of the model itself (Net) differs after the forward pass: 5 on one device, 1 in",
     ),
     "flag in an attribute": (
         *(lambda: Net(bind("is_ready", lambda *_: True), is_ready=False), VECTORS),
@@ -805,6 +840,7 @@ class Drops(nn.Module):
         ([Apply(mix)], False),
         ([Apply(mix), nn.Dropout()], True),
         ([Apply(mix), Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2, dropout=0.5))], True),
+        ([Apply(mix), Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2))], False),
         ([Apply(mix), Apply(lambda self, x: F.dropout(x))], True),
         ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0))], False),
         ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, None, 0.0))], False),
@@ -816,6 +852,7 @@ class Drops(nn.Module):
         "no dropout",
         "dropout",
         "of an LSTM",
+        "none of an LSTM",
         "by a function",
         "none of attention",
         "none by position",

@@ -99,6 +99,7 @@ def test_a_wrapper_of_torch_scatters_in_its_own_way(patch):
     parallel = OfTorch(Apply(lambda self, x: seen.append(x[0].tolist()) or x * 1))
     assert_matches_one_device(quietly(patch, parallel), torch.arange(12.0).reshape(4, 3))
     assert seen == [[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [8.0, 7.0, 6.0]]
+    assert_matches_one_device(parallel, torch.ones(4, 3, requires_grad=True))
 
 
 def test_a_scatter_of_ones_own_cuts_another_dimension():

@@ -287,6 +287,12 @@ def test_nothing_is_left_behind(raised):
     assert everything() == before
 
 
+def test_a_scripted_model_gets_no_gradient_from_its_copies():
+    model = quietly(torch.jit.script, nn.Linear(3, 3))
+    assert_matches_one_device(model, VECTORS)
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+
+
 def test_a_check_warns_of_nothing_and_leaves_the_warnings_of_training_to_training():
     parallel = wrapped(nn.Sequential(nn.BatchNorm1d(3), nn.Flatten()))
     for _ in range(2):
