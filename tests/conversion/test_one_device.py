@@ -142,6 +142,12 @@ def test_a_gather_of_ones_own_takes_the_loss_of_each_replica(kind):
         assert_matches_one_device(parallel, VECTORS, loss=loss)
 
 
+def test_a_gather_of_ones_own_adds_up_sums():
+    parallel = wrapped(Apply(lambda self, x: x.square().sum(0)))
+    parallel.gather = lambda outputs, device: sum(outputs)
+    assert_matches_one_device(parallel, VECTORS)
+
+
 def test_a_gather_of_ones_own_lists_outputs_of_another_dimension():
     parallel = wrapped(nn.ReLU(), dim=1)
     parallel.gather = lambda outputs, device: outputs

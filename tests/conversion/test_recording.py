@@ -153,7 +153,7 @@ RIGHT = {
     "complex input": (lambda: Apply(in_complex_double), torch.complex(VECTORS, VECTORS)),
     "siamese": (Siamese, VECTORS, {"kwargs": {"right": VECTORS.roll(1, 0)}}),
     "thread": (lambda: Apply(in_thread, nn.Linear(3, 3)), VECTORS.clone().requires_grad_()),
-    "large values": (lambda: nn.Sequential(convert_model(nn.BatchNorm1d(3)), Apply(lambda self, x: x * 1e9)), VECTORS),
+    "large values": (lambda: nn.Sequential(convert_model(nn.BatchNorm2d(3)), Apply(lambda self, x: x * 1e9)), IMAGES),
     "values beside a tensor": (lambda: Apply(lambda self, x: {"x": x, "scale": 0.5, "name": "x", "is": True}), VECTORS),
     "experts": (lambda: Apply(experts, nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(16, 3)),
     "script": (lambda: nn.Sequential(quietly(torch.jit.script, nn.Linear(3, 3)), nn.ReLU()), VECTORS),

@@ -109,6 +109,20 @@ def test_moments_of_one_replica_are_computed_again_in_a_checkpoint(use_reentrant
     assert_equal(input.grad, *expected)
 
 
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_a_replica_that_computes_no_gradients_leaves_those_of_others(devices):
+    class Half(Whitening):
+        def forward(self, input):
+            has_gradients = not isinstance(self.pipe, SyncMaster)
+            with torch.set_grad_enabled(has_gradients):
+                found.append((has_gradients, sync_moments(input, self.pipe)[0].requires_grad))
+            return input
+
+    found = []
+    DataParallelWithCallback(Half(), devices)(doubles(6, 3, devices=devices).requires_grad_())
+    assert sorted(found) == [(False, False), (True, True)]
+
+
 def test_moments_of_a_vector_are_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"an input \(N, C, \+\), but got 1 dimensions; add one, as in input\[None\]"):
         sync_moments(torch.ones(3), None)
