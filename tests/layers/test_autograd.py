@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import FREE_THREADED, device_lists, usual_kernels
 from helpers import (
     FORMATS,
@@ -23,6 +24,7 @@ from helpers import (
     twins,
 )
 from torch import nn
+from torch.func import functional_call
 
 from sync_batchnorm import sync_moments
 
@@ -315,6 +317,29 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
     assert_equal(raw.grad(0, by=1).cpu(), raw.expected(0, by=1))
     with pytest.raises(RuntimeError, match=SECOND_TIME):  # as if each replica had a node of its own
         raw.grad(1)
+
+
+class Conditional(nn.Module):
+    """Takes the weight of its layer from the batch, so that each replica has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.BatchNorm1d(3).double()
+
+    def forward(self, input, weights):
+        return functional_call(self.layer, {"weight": weights[0]}, (input,))
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_each_replica_may_have_a_weight_of_its_own(devices):
+    model, parallel = twins(Conditional(), devices)
+    input, weights = (doubles(2 * len(devices), 3, devices=devices).requires_grad_() for _ in range(2))
+    output, grad = parallel(input, weights), doubles(2 * len(devices), 3, devices=devices)
+    expected = F.batch_norm(input, None, None, training=True) * weights[::2].repeat_interleave(2, 0) + model.layer.bias
+    assert_equal(output, expected)
+    actual, wanted = (torch.autograd.grad(result, (input, weights), grad) for result in (output, expected))
+    assert_equal(actual[0], wanted[0])
+    assert_equal(actual[1], wanted[1])
 
 
 def test_weight_that_changes_between_forward_and_backward_is_refused_as_by_torch():
