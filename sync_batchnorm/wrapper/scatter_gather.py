@@ -165,8 +165,6 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
     """
     check_structures(outputs)
     first = outputs[0]
-    if isinstance(first, Tensor):
-        return _join([outputs], device, dim, by_torch)[0]
     leaves: list[Any] = []
     groups = []
     for group in zip(*[leaves_of(output, like=first) for output in outputs], strict=True):

@@ -97,6 +97,8 @@ def test_rows_are_those_along_the_dimension_that_is_cut():
     call([X, list("ab")], {})
     with pytest.warns(UserWarning, match="cut along dimension 1, "):
         call([X, list("ab")], {}, dim=1)
+    with pytest.warns(UserWarning, match="cut along dimension -2, "):
+        call([X, list("abcd")], {}, dim=-2)
 
 
 def test_nothing_is_said_where_nothing_is_cut():

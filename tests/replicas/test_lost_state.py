@@ -55,6 +55,7 @@ def keep(net: Any, output: Tensor) -> None:
     net.seen[output.device] = output.shape
     net.count += 1  # in place
     net.step += 0
+    net.rate = float(str(net.rate))  # another object that is equal
     net.is_warm = bool(net.step)
     net.bn.training = True
     if net.size is None:
