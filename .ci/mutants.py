@@ -193,6 +193,39 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
     "wrapper/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
     "backends/cuda.py: _input_gradient: `not input.is_contiguous()` -> `True`": "torch makes it contiguous too",
+    "backends/base.py: per_channel: `like.dim() > 2` -> `True`": "a view of the same shape",
+    "backends/base.py: per_channel: `like.dim() > 2` -> `like.dim() >= 2`": "a view of the same shape",
+    "backends/base.py: BatchStatistics.divisor: `1` -> `2`": "no elements have sums of zero, one is refused",
+    "backends/base.py: Backend.merge: `1` -> `2`": "no elements have sums of zero, one is refused",
+    "backends/base.py: invstd_of: `var < eps` -> `var <= eps`": "at one value only",
+    "backends/cuda.py: module: `1e-30` -> `2e-30`": "any number does that is nearly zero",
+    "backends/cuda.py: _counts: `len(_made) >= 1024` -> `True`": "it only saves time",
+    "backends/cuda.py: _counts: `len(_made) >= 1024` -> `False`": "it only bounds the memory",
+    "backends/cuda.py: _counts: `len(_made) >= 1024` -> `len(_made) > 1024`": "any bound of the memory does",
+    "backends/cuda.py: _counts: `1024` -> `1025`": "any bound of the memory does",
+    "backends/cuda.py: _counts: `_made.clear()` -> `pass`": "it only bounds the memory",
+    "backends/streams.py: are_default: `other == device` -> `False`": "the same stream is asked for twice",
+    "meeting/coordinator.py: Coordinator.has_given_up: `monotonic() > self._end_of_patience` -> "
+    "`monotonic() >= self._end_of_patience`": "at one instant only",
+    "meeting/coordinator.py: Coordinator.abort: `sleep(0.01)` -> `pass`": "it only saves the processor",
+    "meeting/coordinator.py: Coordinator.abort: `0.01` -> `0.02`": "any short time does",
+    "meeting/coordinator.py: Coordinator._find_deadlock: `seen.add(peer)` -> "
+    "`pass`": "it only saves time, since the first cycle breaks the forward pass",
+    "wrapper/copies.py: _copy_attributes: `original.__dict__` -> `True`": "it only saves time",
+    "wrapper/copies.py: _build: `sys._is_gil_enabled()` -> `False`": "only Python 3.13 and later have it",
+    "wrapper/copies.py: _build: `children or bound` -> `True`": "it only saves time",
+    "wrapper/copies.py: _build: `hooks` -> `True`": "it only saves time",
+    'wrapper/copies.py: _copy: `getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel` -> '
+    "`True`": "torch does the same in more time",
+    "call/exchange.py: _exchange_on_default_streams: `are_default(here, master)` -> `False`": "it only saves time",
+    "call/exchange.py: _exchange_on_default_streams: `are_default(here, master)` -> "
+    "`are_default(master, here)`": "the same",
+    "layers/layer.py: _let_torch_check: "
+    "`tensor.dtype == dtype and tensor.device == device and tensor.shape == shape` -> "
+    "`False`": "it only saves time",
+    "layers/layer.py: _let_torch_check: `torch.no_grad()` -> "
+    '`__import__("contextlib").nullcontext()`': "nobody uses what is returned",
+    "layers/layer.py: _let_torch_check: `0.0` -> `1.0`": "a momentum of copies that nobody uses",
 }
 
 # The mutants.

@@ -139,7 +139,7 @@ def _input_gradient(replica: ReplicaBackward, terms: Sequence[Tensor], count: in
     mean, invstd = batch.mean_invstd[replica.device]
     if batch.weights_differ:
         weight = None
-    elif weight is not None and weight.dtype != mean.dtype:  # contiguous inputs need one dtype
+    elif weight is not None:  # Contiguous inputs need one dtype.
         weight = weight.to(mean.dtype)
     counts = _counts(replica.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)

@@ -189,7 +189,7 @@ def _bound_anew(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
     if not isinstance(layer, nn.Module) or type(layer) is former.get(layer, type(layer)):
         return value
     name = getattr(value.__func__, "__name__", "")  # a partial has none
-    return getattr(layer, name) if name and value.__func__ is getattr(former[layer], name, None) else value
+    return getattr(layer, name) if value.__func__ is getattr(former[layer], name, None) else value
 
 
 def _warn_of(reasons: Mapping[str, str | None], what: str, more: int = 0) -> None:
