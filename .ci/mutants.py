@@ -226,6 +226,19 @@ EQUIVALENT: dict[str, str] = {
     "layers/layer.py: _let_torch_check: `torch.no_grad()` -> "
     '`__import__("contextlib").nullcontext()`': "nobody uses what is returned",
     "layers/layer.py: _let_torch_check: `0.0` -> `1.0`": "a momentum of copies that nobody uses",
+    "__main__.py: check_parity: `0.5` -> `1.0`": "weights of any size do",
+    "__main__.py: check_parity: `torch.manual_seed(0)` -> `pass`": "any numbers do",
+    "__main__.py: check_parity: `nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16))` -> "
+    "`nn.Sequential(nn.SiLU(), nn.BatchNorm2d(16), nn.BatchNorm2d(16))`": "any net does",
+    "__main__.py: check_parity: `nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16))` -> "
+    "`nn.Sequential(nn.BatchNorm2d(16), nn.BatchNorm2d(16), nn.SiLU())`": "any net does",
+    "__main__.py: check_parity: `2 * len(devices) - 1` -> `2 * len(devices) + 1`": "chunks of any unequal sizes do",
+    "__main__.py: check_parity: `2` -> `3` (3)": "chunks of any unequal sizes do",
+    "__main__.py: check_parity: `2` -> `3`": "a step more",
+    "__main__.py: check_parity: `zip(in_replicas, on_one_device, strict=True)` -> "
+    "`zip(on_one_device, in_replicas, strict=True)`": "one divides by the other of two values that are nearly equal",
+    "__main__.py: check_parity: `1.0` -> `2.0`": "the least value to divide by is any that is not small",
+    "__main__.py: check_parity: `largest <= TOLERANCES[dtype]` -> `largest < TOLERANCES[dtype]`": "at one value only",
 }
 
 # The mutants.
