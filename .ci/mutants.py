@@ -239,6 +239,12 @@ EQUIVALENT: dict[str, str] = {
     "`zip(on_one_device, in_replicas, strict=True)`": "one divides by the other of two values that are nearly equal",
     "__main__.py: check_parity: `1.0` -> `2.0`": "the least value to divide by is any that is not small",
     "__main__.py: check_parity: `largest <= TOLERANCES[dtype]` -> `largest < TOLERANCES[dtype]`": "at one value only",
+    "call/processes.py: module: `0` -> `1`": "any number does to begin with",
+    "call/processes.py: Peers: `0` -> `1`": "any number that all processes share",
+    "call/processes.py: gather_statistics: `len(first) > 1` -> `True`": "one piece is merged to itself",
+    "call/processes.py: gather_statistics: `len(first) > 1` -> `len(first) >= 1`": "one piece is merged to itself",
+    "call/node.py: _SyncBatchNorm.backward: `3` -> "
+    "`4`": "autograd drops what it does not need, but for tensors that are None",
 }
 
 # The mutants.

@@ -83,7 +83,7 @@ def number_layer(layer: nn.Module, how: str) -> int:
     global _history
     number = _numbers[layer] = next(_next_number)
     kind = f"{how} {type(layer).__name__} {getattr(layer, 'num_features', None)}"
-    _history = crc32(kind.encode(), _history) % 2**24  # which float32 holds exactly
+    _history = crc32(kind.encode(), _history)  # which the float64 of the CPU holds exactly
     return number
 
 
