@@ -245,6 +245,14 @@ EQUIVALENT: dict[str, str] = {
     "call/processes.py: gather_statistics: `len(first) > 1` -> `len(first) >= 1`": "one piece is merged to itself",
     "call/node.py: _SyncBatchNorm.backward: `3` -> "
     "`4`": "autograd drops what it does not need, but for tensors that are None",
+    "wrapper/trees.py: leaves_of: `type(tree) is list and {*map(type, tree)} == {Tensor}` -> "
+    "`False`": "it only saves time",
+    "wrapper/trees.py: leaves_of: `return tree` -> `pass`": "it only saves time",
+    "wrapper/trees.py: _add_leaves: `tree is like` -> `False`": "the same children in the same order",
+    "wrapper/trees.py: _rebuilt_dataclass: `getattr(made, name) is not item` -> `True`": "it sets what is there",
+    "wrapper/scatter_gather.py: scatter: `leaves is tree` -> `False`": "it only saves time",
+    "wrapper/scatter_gather.py: _are_equal: `return False` -> `pass`": "None is as false",
+    "wrapper/scatter_gather.py: _differences: `_are_equal(first, other)` -> `_are_equal(other, first)`": "the same",
 }
 
 # The mutants.

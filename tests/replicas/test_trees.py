@@ -404,6 +404,15 @@ def test_arrays_that_replicas_return_must_be_the_same():
         parallel(x)
 
 
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan), ((1, 1), (1,))], ids=str)
+def test_values_of_which_one_is_nan_or_longer_differ(values):
+    numpy = pytest.importorskip("numpy")
+    values = [numpy.array(value) if isinstance(value, tuple) else value for value in values]
+    parallel = DataParallelWithCallback(Net(lambda net, x: {"value": values[int(x[0, 0]) // 2], "x": x}), ["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"must be equal in all replicas"):
+        parallel(torch.arange(4.0).view(4, 1))
+
+
 class ByAttribute(dict):
     """A dict whose attributes are its items."""
 
