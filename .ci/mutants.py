@@ -269,6 +269,16 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/devices.py: check_copies: `0` -> `1`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `mode` -> `True`": "it sets what is set",
     "wrapper/devices.py: check_copies: `mode` -> `True` (2)": "it sets what is set",
+    "wrapper/lost_state.py: _has_other_data: `parameter.data_ptr() != before.data_ptr()` -> "
+    "`True`": "it only saves time",
+    "meeting/records.py: ReplicaState: `True` -> `False`": "slots save memory and time",
+    "refusals.py: warn: `frame.f_back is not None` -> `True`": "no stack is of the package and torch alone",
+    "refusals.py: check_replicable: `0` -> `1`": "a tensor of any size does",
+    "refusals.py: check_replicable: `compiled_type` -> `True`": "it only saves time",
+    "layers/check.py: assert_synchronized: `1` -> `False`": "no number of replicas is less than either",
+    "wrapper/random_states.py: RandomStates.__init__: `seed + replica_id` -> `seed - replica_id`": "other seeds",
+    "wrapper/random_states.py: RandomStates.restore_caller: `map(torch.equal, states, self._at_first[i])` -> "
+    "`map(torch.equal, self._at_first[i], states)`": "the same",
 }
 
 # The mutants.
@@ -281,7 +291,7 @@ OPPOSITES: dict[type[ast.AST], type[Any]] = {
 }
 SPECIAL = ("__", "if TYPE_", "if sys.version_info")  # which are not run, or not by this Python
 SYMMETRIC = ("isinstance", "issubclass", "max", "min", "torch.mul")  # or refuse other arguments
-SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "_agree", "_differ")
+SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "suppress", "_agree", "_differ")
 NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler)
 DROPPED = (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break, ast.For)
 NO_LOCK = '__import__("contextlib").nullcontext()'

@@ -85,9 +85,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def has_older_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of `torch.nn.Module.register_backward_hook`; it has one kind only."""
-    state = vars(module)
-    return bool(state["_backward_hooks"]) and state.get("_is_full_backward_hook") is False
+    """Return whether the backward hooks of a module are those of `torch.nn.Module.register_backward_hook`."""
+    return vars(module).get("_is_full_backward_hook") is False
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
