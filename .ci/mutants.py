@@ -279,6 +279,10 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/random_states.py: RandomStates.__init__: `seed + replica_id` -> `seed - replica_id`": "other seeds",
     "wrapper/random_states.py: RandomStates.restore_caller: `map(torch.equal, states, self._at_first[i])` -> "
     "`map(torch.equal, self._at_first[i], states)`": "the same",
+    "backends/base.py: Backend.gradients: `torch.is_grad_enabled()` -> "
+    "`True`": "it only saves time: the statistics have the same values",
+    "backends/cpu.py: Cpu.statistics: `not is_precise(mean, var, eps)` -> "
+    "`True`": "it only saves time: pieces that are precise are so together",
 }
 
 # The mutants.
