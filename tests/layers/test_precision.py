@@ -296,3 +296,9 @@ def test_sums_of_gradients_do_not_depend_on_the_stride_of_a_single_row(dtype):
         total, dot = cpu.gradient_sums(grad, input, torch.zeros(3), torch.ones(3))
         assert_equal(total, grad.double().sum((0, 2, 3)).float())
         assert_equal(dot, (grad.double() * input.double()).sum((0, 2, 3)).float())
+
+
+@pytest.mark.parametrize(("ratio", "is_fast"), [(250.0, True), (260.0, False)])
+def test_fast_statistics_are_kept_up_to_the_ratio_that_was_measured(ratio, is_fast):
+    variance = torch.full((2,), 1 / ratio - 1e-5)
+    assert cpu.is_precise(torch.ones(2), variance, 1e-5) == is_fast
