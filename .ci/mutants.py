@@ -283,6 +283,8 @@ EQUIVALENT: dict[str, str] = {
     "`True`": "it only saves time: the statistics have the same values",
     "backends/cpu.py: Cpu.statistics: `not is_precise(mean, var, eps)` -> "
     "`True`": "it only saves time: pieces that are precise are so together",
+    "backends/cpu.py: gradient_sums: `grad_output.stride() != input.stride()` -> "
+    "`True`": "a copy that has the same strides again",
 }
 
 # The mutants.
@@ -295,7 +297,7 @@ OPPOSITES: dict[type[ast.AST], type[Any]] = {
 }
 SPECIAL = ("__", "if TYPE_", "if sys.version_info")  # which are not run, or not by this Python
 SYMMETRIC = ("isinstance", "issubclass", "max", "min", "torch.mul")  # or refuse other arguments
-SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "suppress", "_agree", "_differ")
+SYMMETRIC += ("torch.equal", "torch.promote_types", "math.isclose", "suppress", "_agree", "_differ", "_is_stale")
 NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler)
 DROPPED = (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break, ast.For)
 NO_LOCK = '__import__("contextlib").nullcontext()'
