@@ -285,6 +285,11 @@ EQUIVALENT: dict[str, str] = {
     "`True`": "it only saves time: pieces that are precise are so together",
     "backends/cpu.py: gradient_sums: `grad_output.stride() != input.stride()` -> "
     "`True`": "a copy that has the same strides again",
+    "wrapper/copies.py: _build: `has_lock` -> `False`": "it only saves objects",
+    "wrapper/data_parallel.py: _ReplicationMixin.replicate: `len(set(devices)) < len(devices)` -> "
+    "`True`": "only replicas that take turns ask for it",
+    "wrapper/data_parallel.py: _ReplicationMixin.replicate: `len(set(devices)) < len(devices)` -> "
+    "`len(set(devices)) <= len(devices)`": "only replicas that take turns ask for it",
 }
 
 # The mutants.

@@ -405,8 +405,10 @@ def test_stored_methods_in_partials_lists_and_dicts_are_those_of_the_new_class()
     net.norm = partial(partial(net.bn.forward), input=1)
     net.norms, net.by_name = [net.bn.forward, 2], {"norm": net.bn.forward, "eval": net.bn.eval}
     net.odd = MethodType(partial(lambda layer: layer), net.bn)  # whose function has no name
-    odd, evaluate = net.odd, net.by_name["eval"]
+    net.function = partial(max, 1)  # of no layer
+    odd, evaluate, function = net.odd, net.by_name["eval"], net.function
     convert_model(net)
+    assert net.function is function
     for method in (net.norm.func, net.norms[0], net.by_name["norm"]):
         assert method.__func__ is SynchronizedBatchNorm1d.forward
         assert method.__self__ is net.bn

@@ -304,6 +304,14 @@ def test_fast_statistics_are_kept_up_to_the_ratio_that_was_measured(ratio, is_fa
     assert cpu.is_precise(torch.ones(2), variance, 1e-3) == is_fast
 
 
+def test_equal_values_whose_sum_overflows_have_no_variance():
+    _, parallel = twins(nn.BatchNorm1d(2), ["cpu"] * 2)
+    mean, var = parallel.module.running_mean.clone(), parallel.module.running_var.clone()
+    parallel(torch.full((8, 2), 3e38))
+    assert torch.allclose(parallel.module.running_mean, 0.9 * mean + 3e37)
+    assert torch.allclose(parallel.module.running_var, 0.9 * var)
+
+
 @pytest.mark.parametrize(("rows", "channels", "pieces"), [(10, 700, 2), (12, 300, 6), (7, 1000, 1), (5, 4096, 1)])
 def test_rows_are_summed_side_by_side_as_far_as_they_fit(rows, channels, pieces):
     assert cpu._split(rows, channels) == pieces
