@@ -304,12 +304,12 @@ def test_fast_statistics_are_kept_up_to_the_ratio_that_was_measured(ratio, is_fa
     assert cpu.is_precise(torch.ones(2), variance, 1e-3) == is_fast
 
 
-def test_equal_values_whose_sum_overflows_have_no_variance():
-    _, parallel = twins(nn.BatchNorm1d(2), ["cpu"] * 2)
-    mean, var = parallel.module.running_mean.clone(), parallel.module.running_var.clone()
-    parallel(torch.full((8, 2), 3e38))
-    assert torch.allclose(parallel.module.running_mean, 0.9 * mean + 3e37)
-    assert torch.allclose(parallel.module.running_var, 0.9 * var)
+def test_variance_is_finite_if_only_the_sum_of_squares_overflows():
+    plain, parallel = twins(nn.BatchNorm2d(2), ["cpu"] * 2)
+    data = 3e18 * (torch.randn(8, 2, 16, 16) + 3)
+    parallel(data)
+    plain.double()(data.double())
+    assert_equal(parallel.module.running_var.double() / plain.running_var, torch.ones(2).double(), tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "channels", "pieces"), [(10, 700, 2), (12, 300, 6), (7, 1000, 1), (5, 4096, 1)])
