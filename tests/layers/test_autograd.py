@@ -1,5 +1,6 @@
 """The autograd node of a call: the graph around it, what that keeps alive, and its backward in all its forms."""
 
+import math
 import sys
 import threading
 import weakref
@@ -320,22 +321,27 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
 
 
 class Conditional(nn.Module):
-    """Takes the weight of its layer from the batch, so that each replica has another one."""
+    """Takes the weight of its layer from the batch, so that each replica has another one, unless it is NaN."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.BatchNorm1d(3).double()
 
     def forward(self, input, weights):
-        return functional_call(self.layer, {"weight": weights[0]}, (input,))
+        own = {} if weights[0].isnan().any() else {"weight": weights[0]}
+        return functional_call(self.layer, own, (input,))
 
 
+@pytest.mark.parametrize("without", [slice(0), slice(1), slice(1, None)], ids=["none", "first", "others"])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_each_replica_may_have_a_weight_of_its_own(devices):
+def test_each_replica_may_have_a_weight_of_its_own(devices, without):
     model, parallel = twins(Conditional(), devices)
-    input, weights = (doubles(2 * len(devices), 3, devices=devices).requires_grad_() for _ in range(2))
+    input, weights = (doubles(2 * len(devices), 3, devices=devices) for _ in range(2))
+    weights[::2][without] = math.nan
+    input.requires_grad_(), weights.requires_grad_()
     output, grad = parallel(input, weights), doubles(2 * len(devices), 3, devices=devices)
-    expected = F.batch_norm(input, None, None, training=True) * weights[::2].repeat_interleave(2, 0) + model.layer.bias
+    in_use = torch.where(weights[::2].isnan(), model.layer.weight, weights[::2]).repeat_interleave(2, 0)
+    expected = F.batch_norm(input, None, None, training=True) * in_use + model.layer.bias
     assert_equal(output, expected)
     actual, wanted = (torch.autograd.grad(result, (input, weights), grad) for result in (output, expected))
     assert_equal(actual[0], wanted[0])
