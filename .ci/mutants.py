@@ -298,6 +298,9 @@ EQUIVALENT: dict[str, str] = {
     "`True`": "equal weights may be taken for different ones, which takes longer",
     "call/node.py: make_node: `any([tensor is not None and tensor.requires_grad for tensor in tensors])` -> "
     "`True`": "it only saves time",
+    "meeting/coordinator.py: module: `300.0` -> `600.0`": "any long time does",
+    "meeting/coordinator.py: module: `1.0` -> `2.0` (2)": "any time does that is about a second",
+    "meeting/coordinator.py: Coordinator._wait: `0.0` -> `1.0`": "a second later",
 }
 
 # The mutants.

@@ -214,7 +214,7 @@ class Backend:
         all_means: list[Tensor] = []
         all_variances: list[Tensor] = []
         for pair in statistics:
-            mean, var = pair if len(pair) == 2 else as_pair(pair)
+            mean, var = as_pair(pair)
             all_means.append(mean)
             all_variances.append(var)
         means, variances = torch.cat(all_means), torch.cat(all_variances)  # (P, C)

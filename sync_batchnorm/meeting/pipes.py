@@ -110,7 +110,6 @@ class SyncMaster(_Member):
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
-        self.remembered = ()
 
     @property
     def nr_slaves(self) -> int:
