@@ -301,6 +301,7 @@ EQUIVALENT: dict[str, str] = {
     "meeting/coordinator.py: module: `300.0` -> `600.0`": "any long time does",
     "meeting/coordinator.py: module: `1.0` -> `2.0` (2)": "any time does that is about a second",
     "meeting/coordinator.py: Coordinator._wait: `0.0` -> `1.0`": "a second later",
+    "call/node.py: make_node: `tensor.requires_grad` -> `True`": "it only saves time",
 }
 
 # The mutants.

@@ -148,6 +148,13 @@ def test_a_gather_of_ones_own_adds_up_sums():
     assert_matches_one_device(parallel, VECTORS)
 
 
+def test_a_gather_of_ones_own_gets_fewer_outputs_of_replicas():
+    parallel = wrapped(Apply(lambda self, x: (x, x) if len(x) == 4 else (x,)))
+    parallel.gather = lambda outputs, device: tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+    with pytest.raises(AssertionError, match=r"shapes \[\(4, 3\), \(4, 3\)\] on one device, \[\(4, 3\)\] in replicas"):
+        assert_matches_one_device(parallel, VECTORS)
+
+
 def test_a_gather_of_ones_own_lists_outputs_of_another_dimension():
     parallel = wrapped(nn.ReLU(), dim=1)
     parallel.gather = lambda outputs, device: outputs

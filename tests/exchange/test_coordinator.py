@@ -277,3 +277,11 @@ def test_replica_begins_once_after_a_break_too_unless_the_caller_has_gone():
         coordinator.begin(1)
     with pytest.raises(RuntimeError, match="expected each replica to run once, but replica 0 on device cpu was called"):
         coordinator.begin(0)
+
+
+def test_nobody_waits_for_a_turn_after_a_break():
+    coordinator, begun = Coordinator(["cpu"] * 2, 0.5), []
+    coordinator.interrupt(0, OSError("the cause"))
+    coordinator.take_turns([0, 1], begun.append)
+    coordinator.begin(1)
+    assert begun == []

@@ -168,3 +168,11 @@ def test_numbers_that_are_nan_once_are_found(monkeypatch):
     monkeypatch.setattr(command, "DataParallelWithCallback", Failing)
     with pytest.raises(RuntimeError, match="largest difference nan"):
         check_parity(["cpu", "cpu"], "float32")
+
+
+def test_parity_is_that_of_chunks_of_unequal_size(monkeypatch):
+    rows, step = set(), command.step
+    monkeypatch.setattr(command, "step", lambda net, input, grad: rows.add(len(input)) or step(net, input, grad))
+    check_parity(["cpu"] * 3, "float64")
+    (number,) = rows
+    assert {len(chunk) for chunk in torch.empty(number).chunk(3)} == {1, 2}
