@@ -291,10 +291,7 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/data_parallel.py: _ReplicationMixin.replicate: `len(set(devices)) < len(devices)` -> "
     "`len(set(devices)) <= len(devices)`": "only replicas that take turns ask for it",
     "call/exchange.py: _exchange: `type(part.saved) is not Saved` -> `True`": "it only saves memory",
-    "call/exchange.py: _merge: `False` -> `True`": "equal weights may be taken for different ones, which takes longer",
     "call/exchange.py: _merge: `part.weight is not first.weight` -> "
-    "`True`": "equal weights may be taken for different ones, which takes longer",
-    "call/exchange.py: _merge: `not (part.weight_of_module and first.weight_of_module)` -> "
     "`True`": "equal weights may be taken for different ones, which takes longer",
     "call/node.py: make_node: `any([tensor is not None and tensor.requires_grad for tensor in tensors])` -> "
     "`True`": "it only saves time",
