@@ -161,10 +161,7 @@ EQUIVALENT: dict[str, str] = {
     "call/processes.py: module: `1` -> `2`": "any number does to begin with",
     "call/saved.py: graph_source: `0` -> `1`": "a tensor of any size does",
     "call/exchange.py: sync_batch_norm: `input.is_leaf` -> `True`": "an alias more",
-    "call/exchange.py: _measure: `device == part.master_device` -> `False`": "what is there is not sent",
-    "call/exchange.py: _measure: `device == part.master_device` -> `True`": "the master sends the rest, later",
     "call/exchange.py: _on_all: `device not in pairs` -> `True`": "the same numbers, in other memory of the master",
-    "call/exchange.py: _merge: `part.statistics[0].device == master` -> `False`": "what is there is not sent",
     "wrapper/random_states.py: _generators: `1` -> `2`": "the state of a neighbour, which nobody uses, goes along",
     "wrapper/data_parallel.py: _ReplicationMixin.replicate: `0.0` -> `1.0`": "no replica runs yet",
     "wrapper/random_states.py: _generators: `0` -> `False`": "the same number",
@@ -259,7 +256,6 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/arguments.py: number_of_chunks: `len(inputs) + len(kwargs)` -> "
     "`len(inputs) - len(kwargs)`": "it only saves time",
     "wrapper/arguments.py: module: `2` -> `3`": "any number does that no list is long",
-    "wrapper/replica.py: is_in_replica: `_current.get() is not None` -> `True`": "it only saves time",
     "wrapper/threads.py: _run_in_turns: `before != after` -> `True`": "it only saves time",
     "wrapper/threads.py: _versions: `0` -> `1`": "any number does",
     "wrapper/devices.py: check_copies: `len(devices) < 2` -> "
@@ -299,6 +295,15 @@ EQUIVALENT: dict[str, str] = {
     "meeting/coordinator.py: module: `1.0` -> `2.0` (2)": "any time does that is about a second",
     "meeting/coordinator.py: Coordinator._wait: `0.0` -> `1.0`": "a second later",
     "call/node.py: make_node: `tensor.requires_grad` -> `True`": "it only saves time",
+    'layers/conversion.py: _is_batch_norm: `{"num_features", "running_mean", "running_var"} <= names` -> '
+    "`{'num_features', 'running_mean', 'running_var'} < names`": "a module has other attributes, too",
+    'layers/conversion.py: unregistered: `attribute == "_modules"` -> `False`': "it only saves time",
+    'wrapper/copies.py: _set_hooks: `state["_backward_hooks"]` -> `True`': "it only saves time",
+    "wrapper/replica.py: _refuse_unless_its_own: `replica is None` -> `False`": "its caller has asked",
+    "backends/base.py: Backend.empty_statistics: `1` -> `2`": "no elements in one piece or in two",
+    "meeting/coordinator.py: Coordinator.failure: `self._lock` -> "
+    '`__import__("contextlib").nullcontext()`': "only if a replica that was taken for stuck ends at one instant",
+    "backends/streams.py: _record_on_current_streams: `value.is_cuda` -> `True`": "all tensors there are on GPUs",
 }
 
 # The mutants.

@@ -51,10 +51,10 @@ def single_value(shapes: Sequence[torch.Size]) -> ValueError:
 
 def format_of(input: Tensor) -> torch.memory_format:
     """Return the format in which the output and the gradient of `input` are: channels_last if it is, or contiguous."""
-    if input.is_contiguous() or input.dim() not in (4, 5):
+    if input.is_contiguous():
         return torch.contiguous_format
     channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
-    # This ignores the strides of size-1 dimensions.
+    # This ignores the strides of size-1 dimensions, and is False for other numbers of dimensions than four and five.
     return channels_last if input.is_contiguous(memory_format=channels_last) else torch.contiguous_format
 
 
@@ -217,9 +217,8 @@ class Backend:
             mean, var = as_pair(pair)
             all_means.append(mean)
             all_variances.append(var)
-        means, variances = torch.cat(all_means), torch.cat(all_variances)  # (P, C)
-        if self.merge_dtype is not None:
-            means, variances = means.to(self.merge_dtype), variances.to(self.merge_dtype)
+        means = torch.cat(all_means).to(dtype=self.merge_dtype)  # (P, C)
+        variances = torch.cat(all_variances).to(dtype=self.merge_dtype)
         if isinstance(counts, Tensor):
             fractions: Tensor | None = (counts / counts.sum().clamp(min=1))[:, None]
         else:

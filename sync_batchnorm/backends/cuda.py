@@ -79,7 +79,7 @@ class Cuda(Backend):
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(replica, replica.grad_output, batch)
-                sums += pair if replica.device == batch.master else sent_to(pair, batch.master)
+                sums += sent_to(pair, batch.master)
                 of_parameters.append((grad_weight, grad_bias))
         if not any([replica.wants_input for replica in replicas]):
             return [(None, *grads) for grads in of_parameters]

@@ -106,7 +106,7 @@ def _measure(part: Part) -> None:
     else:
         statistics = backend.empty_statistics(input)
     part.output = memory_for_output(input) if memory is None else memory
-    part.statistics = statistics if device == part.master_device else sent_to(statistics, part.master_device)
+    part.statistics = sent_to(statistics, part.master_device)
     part.kind = Kind(
         backend=backend,
         dtype=input.dtype,
@@ -146,7 +146,7 @@ def _merge(parts: Sequence[Part]) -> BatchStatistics:
     weights_differ = False
     for part in parts:
         devices[part.input.device] = None
-        statistics.append(part.statistics if part.statistics[0].device == master else sent_to(part.statistics, master))
+        statistics.append(sent_to(part.statistics, master))
         elements.append(part.elements)
         if part.weight is not first.weight and not (part.weight_of_module and first.weight_of_module):
             weights_differ = True

@@ -197,7 +197,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
 
     def _active_group(self) -> processes.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
-        group = processes.active_group(None if self.group_size is not None else self.process_group)
+        group = processes.active_group(self.process_group)
         if group is None or (self._sync_connection is None and getattr(self, "_is_replica", False)):
             return None  # Without connections, all replicas would call collectives, in any order.
         if self.group_size is None:

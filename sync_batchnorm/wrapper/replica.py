@@ -134,7 +134,7 @@ def current_replica() -> Replica | None:
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return _current.get() is not None and current_replica() is not None
+    return current_replica() is not None
 
 
 # As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and

@@ -186,6 +186,10 @@ LEFT = {
         _ours(_net()).eval(),
         [f"module.1 (SynchronizedBatchNorm1d): {EVAL}", f"module.2.0 (SynchronizedBatchNorm2d): {EVAL}"],
     ),
+    "eval without wrapper and running statistics": (
+        SynchronizedBatchNorm1d(4, track_running_stats=False).eval(),
+        [f"the model itself (SynchronizedBatchNorm1d): {EVAL}"],
+    ),
 }
 
 
@@ -243,6 +247,8 @@ def test_stock_wrapper_warns_with_the_fix_once():
     assert re.match(WARNING % "such as a SynchronizedBatchNorm1d", text)
     assert not _caught(TorchStyle(copy.deepcopy(model), 3))
     assert [set(vars(layer)) for layer in model] == before
+    (text,) = _caught(TorchStyle(convert_model(_plain_net()), 3))
+    assert re.match(WARNING % "2, first: '1'", text)
 
 
 # Models that nobody has converted

@@ -310,6 +310,18 @@ def test_a_converted_subclass_keeps_what_it_overrides():
         convert_model(AnyShape(3))(torch.randn(2, 3))
 
 
+def test_class_of_timm_is_synchronized_with_its_activation():
+    """A class with the name and the parts of timm's; the models of timm are in `test_timm.py`."""
+    forward = {"forward": lambda self, input: self.act(self.drop(nn.BatchNorm2d.forward(self, input)))}
+    kind = type("BatchNormAct2d", (nn.BatchNorm2d,), {"__module__": "timm.layers.norm_act", **forward})
+    plain = nn.Sequential(randomize(kind(3)).double())
+    plain[0].drop, plain[0].act = nn.Hardtanh(), nn.Tanh()
+    net = convert_model(copy.deepcopy(plain))
+    assert isinstance(net[0], kind)
+    synchronized_step(net, plain, 3, 4, 4)
+    assert type(revert_model(net)[0]) is kind
+
+
 def test_layer_whose_class_has_an_attribute_in_place_of_the_object_can_be_printed():
     layer = SynchronizedBatchNorm2d(3, group_size=2)
     del layer.track_running_stats
@@ -468,6 +480,7 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: OfBase(2), "OfBase has a forward of its own; write class SynchronizedOfBase(OfBase, SynchronizedBatch"),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
+    (lambda: layer_with(process_group="mine"), "BatchNorm2d has a process_group of its own"),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
     (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model in eval mode"),
@@ -501,6 +514,12 @@ def frozen() -> nn.Module:
 @pytest.mark.parametrize("make", [lambda: nn.InstanceNorm2d(2, track_running_stats=True), frozen])
 def test_layers_with_running_statistics_that_never_normalize_with_the_batch_are_not_named(make):
     convert_model(nn.Sequential(make()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_other_compiled_modules_are_not_named():
+    net = convert_model(nn.Sequential(torch.jit.script(nn.ReLU()), nn.BatchNorm2d(2)))
+    assert type(net[1]) is SynchronizedBatchNorm2d
 
 
 LAZY = "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"

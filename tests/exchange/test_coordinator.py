@@ -285,3 +285,71 @@ def test_nobody_waits_for_a_turn_after_a_break():
     coordinator.take_turns([0, 1], begun.append)
     coordinator.begin(1)
     assert begun == []
+
+
+def give_answer(coordinator):
+    layer = layer_of()
+    waiting = Waiting(coordinator, layer, 1)
+    coordinator.send(layer, MASTER, None)
+    coordinator.answer(layer, {1: "the answer"})
+    assert waiting.outcome() == "the answer"
+
+
+def give_way(coordinator):
+    coordinator.take_turns([0, 1], lambda replica: None)
+    coordinator.begin(0)
+    with coordinator._pause(coordinator._replicas[0]):
+        assert not coordinator._replicas[1].mailbox.empty()
+        coordinator.leave(1)
+
+
+def wait_in_vain(coordinator):
+    with pytest.raises(TimeoutError):
+        call(coordinator, layer_of(), 0)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda coordinator: coordinator.take_turns([0, 1], lambda replica: None),
+        lambda coordinator: coordinator.leave(0, OSError()),
+        lambda coordinator: coordinator.interrupt(0, OSError()),
+        lambda coordinator: coordinator.abort(OSError(), 0.0),
+        give_answer,
+        give_way,
+        wait_in_vain,
+    ],
+    ids=["take_turns", "leave", "interrupt", "abort", "answer", "pause", "timeout"],
+)
+def test_records_change_only_with_the_lock_held(monkeypatch, act):
+    changes = []
+    for name in ("_begin_wait", "_deliver", "_next_turn", "_break"):
+        method = getattr(Coordinator, name)
+
+        def checked(self, *args, method=method, **kwargs):
+            changes.append(self._lock.locked())
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(Coordinator, name, checked)
+    act(Coordinator(["cpu"] * 2, timeout=0.01 if act is wait_in_vain else 5.0))
+    assert changes
+    assert all(changes)
+
+
+def test_item_that_comes_when_a_wait_ends_is_no_timeout():
+    coordinator = Coordinator(["cpu"] * 2)
+    replica = coordinator._replicas[0]
+    replica.mailbox.put((True, "the answer"))
+    coordinator._waited(replica, time.monotonic() - coordinator.timeout)
+    assert coordinator._broken is None
+    assert coordinator._wait(replica) == "the answer"
+
+
+def test_pause_that_outlasts_the_turns_ends_at_once():
+    coordinator = Coordinator(["cpu"] * 2, timeout=0.5)
+    coordinator.take_turns([0, 1], lambda replica: None)
+    coordinator.begin(0)
+    with coordinator._pause(coordinator._replicas[0]):
+        coordinator.leave(1, ValueError())
+    with pytest.raises(ReplicaSyncError, match="got ValueError in replica 1"):
+        call(coordinator, layer_of(), 0)

@@ -217,3 +217,14 @@ def test_kept_master_serves_replicas_that_the_user_runs():
         execute_replication_callbacks(replicas)
         results = together(*[lambda r=r, i=i: float(r(tensor(float(i)))) for i, r in enumerate(replicas)])
         assert results == [(number - 1) / 2] * number
+
+
+def test_kept_master_that_no_replica_has_called_serves_the_user_after_the_forward():
+    class Idle(KeepsMasters):
+        def forward(self, x):
+            return x
+
+    keeps = Idle(2)
+    DataParallelWithCallback(keeps, ["cpu"] * 2)(tensor([[1.0], [10.0]]))
+    slave = keeps.masters[0].register_slave(1)
+    assert together(lambda: slave.run(tensor(1.0)), lambda: keeps.masters[0].run(tensor(3.0))) == [2.0, 2.0]

@@ -106,6 +106,7 @@ def test_layer_without_running_statistics_synchronizes_in_eval_too(devs, exchang
 CHANGES = {
     "untracked": {"track_running_stats": False},
     "no counter": {"num_batches_tracked": None},
+    "nothing to average by": {"momentum": None, "num_batches_tracked": None},
     "no statistics": {"running_mean": None, "running_var": None},
     "no mean": {"running_mean": None},
     "nothing to track": {"running_mean": None, "running_var": None, "num_batches_tracked": None},

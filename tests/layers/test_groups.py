@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import device_lists, usual_kernels
-from helpers import as_devices, assert_equal, doubles, randomize, run_parts
+from helpers import Net, as_devices, assert_equal, doubles, randomize, run_parts
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
@@ -69,3 +69,17 @@ def test_failure_in_one_group_reaches_the_caller_and_releases_the_other(group):
     with pytest.raises((RuntimeError, ValueError), match="4"):
         run_parts(parallel, parts)
     assert parallel(doubles(8, 3)).shape == (8, 3)
+
+
+def means_after(net, input):
+    net.bn(input)
+    return net.bn.running_mean.expand(len(input), -1)
+
+
+def test_replicas_of_other_groups_see_the_buffers_from_before_the_forward():
+    _, parallel = grouped(Net(means_after, bn=nn.BatchNorm1d(3)).double(), ["cpu"] * 4, 2)
+    before = parallel.module.bn.running_mean.clone()
+    means = parallel(doubles(8, 3))
+    assert_equal(means[:2], parallel.module.bn.running_mean.expand(2, -1))
+    assert_equal(means[2:], before.expand(6, -1))
+    assert not torch.equal(means[0], means[2])

@@ -580,6 +580,7 @@ def group_size_counts_replicas_of_one_process() -> None:
         output = DataParallelWithCallback(layer, ["cpu"] * 5)(batch)
         with pytest.warns(UserWarning, match=r"process_group=torch\.distributed\.new_subgroups\(2\)\[0\]"):
             layer(batch)
+        assert_equal(SynchronizedBatchNorm2d(3, group_size=1)(batch), nn.BatchNorm2d(3)(batch))  # without a warning
         replica, other = replicate(SynchronizedBatchNorm2d(3), [torch.device("cpu")] * 2, False)
         with pytest.warns(UserWarning, match="replicas that are not connected"):
             other(batch)

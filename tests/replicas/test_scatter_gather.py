@@ -158,8 +158,8 @@ def test_replicas_that_return_no_tensors_are_told(devices, output):
 
 ALIKE = {
     "sequences": (lambda x: (x, None), lambda x: [x, None]),
-    "named": (lambda x: Pair(x, x), lambda x: (x, x)),
-    "order of keys": (lambda x: {"b": x, "a": (x,)}, lambda x: OrderedDict(a=[x], b=x)),
+    "named": (lambda x: Pair(x, -x), lambda x: (x, -x)),
+    "order of keys": (lambda x: {"b": x, "a": (-x,)}, lambda x: OrderedDict(a=[-x], b=x)),
 }
 
 
