@@ -95,8 +95,7 @@ class Coordinator:
 
     def runs_here(self, replica_id: int) -> bool:
         """Return whether this thread runs a replica; one that inherits the context of a replica need not."""
-        replica = self._replicas.get(replica_id)
-        return replica is not None and replica.thread == get_ident()
+        return self._listed[replica_id].thread == get_ident()
 
     # How a forward pass begins and ends.
 

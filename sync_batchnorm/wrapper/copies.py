@@ -237,5 +237,5 @@ def _bind(value: Any, copy_of: Copies) -> Any:
         return value
     keywords = {name: _bind(argument, copy_of) for name, argument in value.keywords.items()}
     made = partial(_bind(value.func, copy_of), *[_bind(argument, copy_of) for argument in value.args], **keywords)
-    made.__dict__.update(value.__dict__)
+    made.__dict__.update({name: _bind(item, copy_of) for name, item in value.__dict__.items()})
     return made

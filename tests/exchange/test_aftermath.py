@@ -149,6 +149,17 @@ def test_error_of_the_caller_releases_the_replicas(error):
     assert parallel.released
 
 
+def test_interrupt_of_the_caller_is_raised_even_if_a_replica_has_failed():
+    class Interrupted(TorchStyle):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            with contextlib.suppress(OSError, ReplicaSyncError):
+                super().parallel_apply(replicas, inputs, kwargs)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patch_replication_callback(Interrupted(scripted((1, "before", raising(OSError()))), R))(*batch())
+
+
 def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
     monkeypatch.setattr("sync_batchnorm.wrapper.data_parallel.PATIENCE", 0.01)  # In vain: one replica is later.
     late = threading.Event()

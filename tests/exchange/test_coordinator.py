@@ -5,6 +5,7 @@ Every order of threads is tried in `test_interleavings.py`.
 
 import itertools
 import linecache
+import re
 import sys
 import threading
 import time
@@ -120,6 +121,22 @@ def test_timeout_names_a_replica_that_waits_elsewhere():
     assert isinstance(waiting.outcome(), TimeoutError)
 
 
+def test_timeout_of_a_wait_for_a_turn_names_those_who_wait_in_a_layer_first():
+    coordinator = Coordinator(["cpu"] * 3)
+    coordinator.take_turns(range(3), lambda replica: None)
+    coordinator.begin(0)
+    waiting = Waiting(coordinator, layer_of("stem", (0, 1, 2)), 0)
+    coordinator.begin(1)
+    coordinator.timeout = 0.01
+    text = (
+        "but replica 0 on device cpu waits for replica 1 on device cpu, which is still running and replica 2 on device "
+        "cpu, which waits for its turn (stem, call 1)"
+    )
+    with pytest.raises(TimeoutError, match=re.escape(text)):
+        coordinator.begin(2)
+    assert text in str(waiting.outcome())
+
+
 def test_wait_that_ends_late_because_the_process_was_suspended_goes_on(monkeypatch):
     """The clock of the first wait jumps to an hour later; then the peer comes."""
     clock = iter([0.0, 0.0, 3600.0])
@@ -158,6 +175,7 @@ def test_replica_that_runs_on_is_given_up_after_the_timeout_or_a_second_after_it
     for clock[0] in (0.5, 1.5, 4.5, 5.5):
         given_up.append((late.has_given_up, failed.has_given_up))
     assert given_up == [(False, False), (True, False), (True, False), (True, True)]
+    assert [coordinator.failure()[0] for coordinator in (late, failed)] == ["replica 0", "replica 0"]
 
 
 def test_break_that_was_interrupted_is_finished_by_the_next():

@@ -346,6 +346,13 @@ def a_process_that_gets_no_gradient_takes_part_in_the_exchange() -> None:
 
 
 @check
+def parameters_of_an_output_that_gets_no_gradient_in_any_process_have_zeros() -> None:
+    _, model = twins(nn.BatchNorm2d(3))
+    NoGradient.apply(model(cut(images()))).sum().backward()
+    assert [parameter.grad.count_nonzero() for parameter in model.parameters()] == [0, 0]
+
+
+@check
 def sync_moments_spans_processes() -> None:
     batch = images()
     a, b = torch.randn(2, 3, dtype=torch.float64)

@@ -141,12 +141,19 @@ def as_wrapping_libraries_do(module, function):
     return functools.update_wrapper(new, module._old_forward)
 
 
+def as_wrapped(module, function):
+    """Set a partial that calls what was the forward, which is an attribute of the partial."""
+    new = functools.partial(lambda module, *args: 2 * module.forward.__wrapped__(*args), module)
+    return functools.update_wrapper(new, types.MethodType(function, module))
+
+
 BINDINGS = {
     "method": lambda module, function: types.MethodType(function, module),
     "partial": lambda module, function: functools.partial(function, module),
     "keyword": lambda module, function: functools.partial(lambda input, me: function(me, input), me=module),
     "nested": lambda module, function: functools.partial(types.MethodType(function, module)),
     "library": as_wrapping_libraries_do,
+    "wrapped": as_wrapped,
 }
 
 
@@ -186,6 +193,26 @@ def test_hooks_of_parameters_are_called_once_and_not_for_those_that_no_replica_u
         calls.clear()
         plain.zero_grad()
         parallel.zero_grad()
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # zeros, if there is none
+        return grad
+
+
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_no_gradient_goes_on_from_a_buffer_that_no_replica_uses(devices):
+    source = doubles(3, devices=devices).requires_grad_()
+    module = Net(lambda net, input: input * net.weight, weight=nn.Parameter(doubles(3, devices=devices)))
+    module.register_buffer("unused", Identity.apply(source))
+    DataParallelWithCallback(module, devices)(doubles(4, 3, devices=devices)).sum().backward()
+    assert module.weight.grad is not None
+    assert source.grad is None
 
 
 def used_in_part(net, input):
