@@ -238,8 +238,6 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `largest <= TOLERANCES[dtype]` -> `largest < TOLERANCES[dtype]`": "at one value only",
     "call/processes.py: module: `0` -> `1`": "any number does to begin with",
     "call/processes.py: Peers: `0` -> `1`": "any number that all processes share",
-    "call/processes.py: gather_statistics: `len(first) > 1` -> `True`": "one piece is merged to itself",
-    "call/processes.py: gather_statistics: `len(first) > 1` -> `len(first) >= 1`": "one piece is merged to itself",
     "call/node.py: _SyncBatchNorm.backward: `3` -> "
     "`4`": "autograd drops what it does not need, but for tensors that are None",
     "wrapper/trees.py: leaves_of: `type(tree) is list and {*map(type, tree)} == {Tensor}` -> "

@@ -50,9 +50,9 @@ def parsed_devices(text: str) -> list[str]:
     names = [f"cuda:{name}" if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
     try:
         devices = [torch.device(name) for name in names]
-        wrong = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
     except RuntimeError:  # One of the names is no device.
-        devices, wrong = [], True
+        devices = []
+    wrong = any(device.type == "cuda" and (device.index or 0) >= count for device in devices)
     if wrong or len(devices) < 2 or len({device.type for device in devices}) > 1:
         raise argparse.ArgumentTypeError(
             f"expected at least two replicas, all on GPUs of this machine as in 0,0 or all on the CPU as in cpu,cpu, "

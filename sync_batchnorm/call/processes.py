@@ -122,10 +122,8 @@ def gather_statistics(
     The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then the
     caller has to check that it is more than 1.
     """
-    first, second = as_pair(statistics)
-    if dtype is not None:
-        first, second = first.to(dtype), second.to(dtype)
-    if first.dim() > 1 and len(first) > 1:  # several parts of one input
+    first, second = (tensor.to(dtype=dtype) for tensor in as_pair(statistics))
+    if first.dim() > 1:  # in pieces
         first, second = merge_moments(first, second, None)
     size = dist.get_world_size(peers.group)
     packed = torch.cat((*_head(first, count, peers), first.flatten(), second.flatten()))

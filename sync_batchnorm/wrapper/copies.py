@@ -155,7 +155,7 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
     for child in modules:
         for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
             copy_of[child] = _copy(child, tensor_of, flags_of)
-    # A bound method of the model may be a stored `forward`, or a hook.
+    # A bound method of the model may be a stored `forward`, or a hook; a submodule may be a hook, too.
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
@@ -165,7 +165,7 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
                 replica._modules[name] = copy_of[grandchild]
             for name, value in bound:
                 replica.__dict__[name] = _bind(value, copy_of)
-        hooks = [(name, key) for name in HOOKS for key, hook in child.__dict__[name].items() if type(hook) in _BOUND]
+        hooks = [(name, key) for name in HOOKS for key in child.__dict__[name]]
         for copy_of in copies if hooks else ():
             for name, key in hooks:
                 of_replica = copy_of[child].__dict__[name]

@@ -103,7 +103,7 @@ def _structure(tree: Any, is_entry: bool = False) -> str:
     if isinstance(tree, Tensor):
         return "Tensor" if tree.dim() else "scalar Tensor"
     children = cut_children_of(tree)
-    if isinstance(tree, Mapping) and (children or isinstance(tree, dict)):
+    if isinstance(tree, Mapping):
         return "{" + ", ".join(sorted([f"{key!r}: {_structure(value, True)}" for key, value in tree.items()])) + "}"
     if children and fields_of(tree):
         values = [f"{name}={_structure(getattr(tree, name), True)}" for name in fields_of(tree)]

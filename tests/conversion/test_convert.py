@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import time
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -329,6 +330,20 @@ def test_layer_whose_class_has_an_attribute_in_place_of_the_object_can_be_printe
     assert repr(layer) == "Own(3, group_size=2)"
 
 
+def test_a_copy_of_another_class_keeps_its_class():
+    kind = type("Vanishes", (nn.BatchNorm2d,), {"__deepcopy__": lambda self, memo: nn.Identity()})
+    net = convert_model(nn.Sequential(kind(3)))
+    assert isinstance(net[0], SynchronizedBatchNorm2d)
+    assert type(copy.deepcopy(net)[0]) is nn.Identity
+
+
+def test_a_layer_whose_weight_is_a_buffer_is_synchronized():
+    layer = nn.BatchNorm2d(3)
+    del layer.weight
+    layer.register_buffer("weight", torch.ones(3))
+    assert type(convert_model(layer)) is SynchronizedBatchNorm2d
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle])
 def test_a_converted_subclass_survives_copy_and_pickle(clone):
     layer = convert_model(Tagged("a", 3), group_size=2)
@@ -418,9 +433,10 @@ def test_stored_methods_in_partials_lists_and_dicts_are_those_of_the_new_class()
     net.norms, net.by_name = [net.bn.forward, 2], {"norm": net.bn.forward, "eval": net.bn.eval}
     net.odd = MethodType(partial(lambda layer: layer), net.bn)  # whose function has no name
     net.function = partial(max, 1)  # of no layer
-    odd, evaluate, function = net.odd, net.by_name["eval"], net.function
+    net.update = UserDict().update  # of an object without a hash
+    odd, evaluate, others = net.odd, net.by_name["eval"], (net.function, net.update)
     convert_model(net)
-    assert net.function is function
+    assert (net.function, net.update) == others
     for method in (net.norm.func, net.norms[0], net.by_name["norm"]):
         assert method.__func__ is SynchronizedBatchNorm1d.forward
         assert method.__self__ is net.bn

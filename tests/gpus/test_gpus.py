@@ -7,6 +7,7 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 import contextlib
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from helpers import (
     twins,
 )
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
@@ -340,11 +342,29 @@ def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkey
     parallel(torch.randn(4, 3, device="cuda"))
 
 
+@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+def test_replica_that_is_stuck_on_a_gpu_is_not_waited_for():
+    release = threading.Event()
+
+    def forward(net, input):
+        if input.device.index:
+            release.wait()
+        return net.bn(input)
+
+    parallel = DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 1], timeout=0.5)
+    with pytest.raises(TimeoutError, match="replica 1 on device cuda:1, which is still running"):
+        parallel(torch.randn(4, 3, device="cuda"))
+    release.set()
+
+
 def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_them(monkeypatch):
     monkeypatch.setattr(cuda, "_made", {})
     counts = functools.partial(cuda._counts, torch.device("cuda", 0), dtype=torch.float32)
     assert [counts((number,)).tolist() for number in range(1100)] == [[number] for number in range(1100)]
     assert len(cuda._made) < 1025
     assert counts((3, 4)) is counts((3, 4))
+    with FakeTensorMode():
+        counts((7, 8))
+    assert type(counts((7, 8))) is torch.Tensor
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert counts((5, 6)) is not counts((5, 6))

@@ -165,6 +165,13 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
         assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
 
 
+def test_method_of_a_module_without_submodules_is_bound_to_its_replica():
+    net = nn.Sequential(nn.ReLU())
+    net[0].forward = types.MethodType(nn.ReLU.forward, net[0])
+    for replica in copies.replicate(net, as_devices(["cpu"] * 2), False):
+        assert replica[0].forward.__self__ is replica[0]
+
+
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
 @pytest.mark.parametrize("net", [Unused, lists, Tied, recurrent, computing])
 def test_modules_of_any_kind_train_in_replicas(devs, net):

@@ -132,6 +132,26 @@ def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
+class Normalizes(nn.Module):
+    """A hook that is a submodule of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, module, args, output):
+        return self.bn(output)
+
+
+@on_devices
+def test_hook_that_is_a_submodule_is_that_of_the_replica(devices):
+    module = Net(lambda net, input: net.layer(input), layer=nn.Linear(3, 3), hook=Normalizes()).double()
+    module.layer.register_forward_hook(module.hook)
+    plain, parallel = twins(module, devices)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+
+
 class Keeping(nn.Module):
     """Keeps what a layer returns, by a hook that is a method of the model."""
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import MappingProxyType
@@ -135,6 +135,14 @@ class Table(Mapping):
         return len(self.columns)
 
 
+class Columns(Table, MutableMapping):
+    def __setitem__(self, key, value):
+        self.columns[key] = value
+
+    def __delitem__(self, key):
+        del self.columns[key]
+
+
 class Sized(list):
     """A list whose constructor takes more."""
 
@@ -166,6 +174,7 @@ TREES = {
     "Counter": lambda x: Counter({"a": x}),
     "Locked": lambda x: Locked(a=x),
     "Table": lambda x: Table({"a": x, "b": (x,)}),
+    "Columns": lambda x: Columns({"a": x, "b": (x,)}),
     "proxy": lambda x: MappingProxyType({"a": x}),
     "ChainMap": lambda x: ChainMap({"a": x}, {"b": x + 1}),
     "Sized": lambda x: Sized([x, x + 1], size=3),
@@ -490,7 +499,9 @@ def test_empty_containers_among_the_arguments_are_those_of_each_replica():
 def test_arrays_and_nan_that_are_equal_in_all_replicas_are_returned_as_they_are():
     numpy = pytest.importorskip("numpy")
     x = torch.arange(4.0).view(4, 1)
-    for make in (lambda: numpy.arange(2), lambda: math.nan, lambda: (1, numpy.ones((2, 2)), -math.inf)):
+    shared = numpy.array([math.nan])  # is not equal to itself
+    arrays = lambda: (1, numpy.ones((2, 2)), -math.inf)  # noqa: E731
+    for make in (lambda: numpy.arange(2), lambda: math.nan, arrays, lambda: shared):
         parallel = DataParallelWithCallback(Net(lambda net, x, make=make: {"value": make(), "x": x}), ["cpu"] * 2)
         assert repr(parallel(x)["value"]) == repr(make())
         parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
