@@ -13,6 +13,7 @@ from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
+from sync_batchnorm.wrapper.replica import current_replica
 
 on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
 
@@ -76,6 +77,15 @@ def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices
     assert (inner.step, inner.rate, inner.phase, inner.is_warm) == (0, 0.5, "a", False)
     assert not inner.ema.any()
     assert model[1].count == 3  # what a replica 0 changes in place stays
+
+
+@pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])
+@on_devices
+def test_what_replica_0_sets_is_named_alone(devices, replica, number):
+    def assign(net: Any, output: Tensor) -> None:
+        net.step += current_replica()._sync_id == replica
+
+    assert len(steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)) == number
 
 
 @on_devices

@@ -8,6 +8,7 @@ import torch
 from conftest import device_lists
 from helpers import Net, as_devices, doubles
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from sync_batchnorm import DataParallelWithCallback
 from sync_batchnorm.wrapper.scatter_gather import gather, scatter
@@ -153,6 +154,14 @@ def test_replicas_that_return_no_tensors_are_told(devices, output):
     with pytest.raises(
         TypeError, match=f"mappings and dataclasses of tensors, got {type(output).__name__}; return tensors"
     ):
+        parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
+
+
+@pytest.mark.parametrize("wrap", [lambda packed: packed, lambda packed: {"packed": packed}], ids=["alone", "in a dict"])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_packed_sequences_cannot_be_returned(devices, wrap):
+    parallel = DataParallelWithCallback(Net(lambda net, x: wrap(pack_sequence([x[0], x[1, :1]]))), devices)
+    with pytest.raises(TypeError, match="dataclasses of tensors, got PackedSequence; return tensors"):
         parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
 
 
