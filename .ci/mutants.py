@@ -44,12 +44,8 @@ EQUIVALENT: dict[str, str] = {
     "`self._turn_since >= since`": "at one instant only",
     'meeting/coordinator.py: Coordinator.begin: `self._lock` -> `__import__("contextlib").nullcontext()`': "a break "
     "just then",
-    "call/exchange.py: _measure: `memory is None` -> `True`": "memory of its own, not what the statistics have left",
-    "meeting/coordinator.py: Coordinator._begin_wait: `self._one_has_ended or len(self._waiting) != len(messages)` "
-    "-> `True`": "it only saves the search of a cycle where there is none",
     "meeting/coordinator.py: Coordinator._find_deadlock: `peer not in seen` -> `True`": "it only saves time, since the "
     "first cycle breaks the forward pass",
-    "meeting/coordinator.py: Coordinator.__init__: `False` -> `True`": "it only saves that search",
     "meeting/coordinator.py: Coordinator.leave: `other.waits_in is not None` -> `True`": "it never is None "
     "in those that wait",
     "meeting/coordinator.py: Coordinator.send: `self.span is None and pause is None` -> `False`": "it only saves time",
@@ -184,8 +180,6 @@ EQUIVALENT: dict[str, str] = {
     "wrapper/devices.py: check_copies: `65536` -> `65537`": "any number of them does",
     "wrapper/devices.py: check_copies: `65536 + i` -> `65536 - i`": "any number of them does",
     "wrapper/copies.py: _copies: `0` -> `1`": "any name of a group that is no id of a tensor",
-    "wrapper/copies.py: _Broadcast.backward: `not grads_of[i][0].is_complex()` -> "
-    "`grads_of[i][0].is_complex()`": "only NCCL refuses complex numbers",
     "wrapper/copies.py: _Broadcast.backward: `not grads_of[i][0].is_complex()` -> `True`": "only NCCL refuses them",
     "wrapper/copies.py: _Broadcast.backward: `not torch.is_grad_enabled()` -> `True`": "only NCCL's have no graph",
     "wrapper/copies.py: _Broadcast.backward: `0` -> `1`": "all gradients of a tensor are complex, or none is",
@@ -196,11 +190,9 @@ EQUIVALENT: dict[str, str] = {
     "backends/base.py: Backend.merge: `1` -> `2`": "no elements have sums of zero, one is refused",
     "backends/base.py: invstd_of: `var < eps` -> `var <= eps`": "at one value only",
     "backends/cuda.py: module: `1e-30` -> `2e-30`": "any number does that is nearly zero",
-    "backends/cuda.py: _counts: `len(_made) >= 1024` -> `True`": "it only saves time",
     "backends/cuda.py: _counts: `len(_made) >= 1024` -> `False`": "it only bounds the memory",
     "backends/cuda.py: _counts: `len(_made) >= 1024` -> `len(_made) > 1024`": "any bound of the memory does",
     "backends/cuda.py: _counts: `1024` -> `1025`": "any bound of the memory does",
-    "backends/cuda.py: _counts: `_made.clear()` -> `pass`": "it only bounds the memory",
     "backends/streams.py: are_default: `other == device` -> `False`": "the same stream is asked for twice",
     "meeting/coordinator.py: Coordinator.has_given_up: `monotonic() > self._end_of_patience` -> "
     "`monotonic() >= self._end_of_patience`": "at one instant only",
@@ -229,9 +221,6 @@ EQUIVALENT: dict[str, str] = {
     "`nn.Sequential(nn.SiLU(), nn.BatchNorm2d(16), nn.BatchNorm2d(16))`": "any net does",
     "__main__.py: check_parity: `nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16))` -> "
     "`nn.Sequential(nn.BatchNorm2d(16), nn.BatchNorm2d(16), nn.SiLU())`": "any net does",
-    "__main__.py: check_parity: `2 * len(devices) - 1` -> `2 * len(devices) + 1`": "chunks of any unequal sizes do",
-    "__main__.py: check_parity: `2` -> `3` (3)": "chunks of any unequal sizes do",
-    "__main__.py: check_parity: `2` -> `3`": "a step more",
     "__main__.py: check_parity: `zip(in_replicas, on_one_device, strict=True)` -> "
     "`zip(on_one_device, in_replicas, strict=True)`": "one divides by the other of two values that are nearly equal",
     "__main__.py: check_parity: `1.0` -> `2.0`": "the least value to divide by is any that is not small",
@@ -262,7 +251,6 @@ EQUIVALENT: dict[str, str] = {
     "`True`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `0` -> `1`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `mode` -> `True`": "it sets what is set",
-    "wrapper/devices.py: check_copies: `mode` -> `True` (2)": "it sets what is set",
     "wrapper/lost_state.py: _has_other_data: `parameter.data_ptr() != before.data_ptr()` -> "
     "`True`": "it only saves time",
     "meeting/records.py: ReplicaState: `True` -> `False`": "slots save memory and time",
@@ -303,6 +291,7 @@ EQUIVALENT: dict[str, str] = {
     '`__import__("contextlib").nullcontext()`': "only if a replica that was taken for stuck ends at one instant",
     "backends/streams.py: _record_on_current_streams: `value.is_cuda` -> `True`": "all tensors there are on GPUs",
     "wrapper/trees.py: rebuilt: `kind in (list, tuple)` -> `False`": "it only saves time",
+    "wrapper/data_parallel.py: _ReplicationMixin.parallel_apply: `0` -> `1` (4)": "all replicas are of one class",
 }
 
 # The mutants.
