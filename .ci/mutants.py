@@ -251,8 +251,6 @@ EQUIVALENT: dict[str, str] = {
     "`True`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `0` -> `1`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `mode` -> `True`": "it sets what is set",
-    "wrapper/lost_state.py: _has_other_data: `parameter.data_ptr() != before.data_ptr()` -> "
-    "`True`": "it only saves time",
     "meeting/records.py: ReplicaState: `True` -> `False`": "slots save memory and time",
     "refusals.py: warn: `frame.f_back is not None` -> `True`": "no stack is of the package and torch alone",
     "refusals.py: check_replicable: `0` -> `1`": "a tensor of any size does",

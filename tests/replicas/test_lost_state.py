@@ -186,5 +186,13 @@ def test_data_of_a_parameter_that_a_replica_loses_is_named(devices):
         "forward() of Counting set fc.weight of replica 0, which ends with the forward pass: the model"
     )
     assert torch.equal(model.fc.weight, before)
-    model.assign = move
+
+
+@pytest.mark.parametrize(("assign", "value"), [(move, 0.5), (lambda net, output: None, math.nan)], ids=["moved", "nan"])
+@on_devices
+def test_data_of_a_parameter_that_has_the_same_numbers_is_not_named(devices, assign, value):
+    """A test of its own: the warning is issued once, so none would come after another one. NaN is not equal to NaN."""
+    model = Counting(assign).to(as_devices(devices)[0])
+    model.fc = nn.Linear(2, 2, device=as_devices(devices)[0])
+    nn.init.constant_(model.fc.weight, value)
     assert steps(DataParallelWithCallback(model, devices), devices) == []
