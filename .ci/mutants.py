@@ -218,8 +218,6 @@ EQUIVALENT: dict[str, str] = {
     "__main__.py: check_parity: `0.5` -> `1.0`": "weights of any size do",
     "__main__.py: check_parity: `torch.manual_seed(0)` -> `pass`": "any numbers do",
     "__main__.py: check_parity: `nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16))` -> "
-    "`nn.Sequential(nn.SiLU(), nn.BatchNorm2d(16), nn.BatchNorm2d(16))`": "any net does",
-    "__main__.py: check_parity: `nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(), nn.BatchNorm2d(16))` -> "
     "`nn.Sequential(nn.BatchNorm2d(16), nn.BatchNorm2d(16), nn.SiLU())`": "any net does",
     "__main__.py: check_parity: `zip(in_replicas, on_one_device, strict=True)` -> "
     "`zip(on_one_device, in_replicas, strict=True)`": "one divides by the other of two values that are nearly equal",
@@ -250,7 +248,6 @@ EQUIVALENT: dict[str, str] = {
     'wrapper/devices.py: check_copies: `next(iter(devices)).type == "cuda"` -> '
     "`True`": "no other kind of accelerator is simulated",
     "wrapper/devices.py: check_copies: `0` -> `1`": "no other kind of accelerator is simulated",
-    "wrapper/devices.py: check_copies: `mode` -> `True`": "it sets what is set",
     "meeting/records.py: ReplicaState: `True` -> `False`": "slots save memory and time",
     "refusals.py: warn: `frame.f_back is not None` -> `True`": "no stack is of the package and torch alone",
     "refusals.py: check_replicable: `0` -> `1`": "a tensor of any size does",
