@@ -123,7 +123,7 @@ def merge_parts(messages: Messages) -> Messages:
     parts = [part for _, part in messages]
     for part in parts:
         if part.kind != parts[0].kind:
-            raise _different(messages)
+            raise _different(parts)
     _answer(parts)
     return messages
 
@@ -181,12 +181,13 @@ def _on_all(devices: Iterable[torch.device], mean: Tensor, invstd: Tensor) -> di
     return pairs
 
 
-def _different(messages: Messages) -> ValueError:
+def _different(parts: Sequence[Part]) -> ValueError:
     texts = []
-    for replica, part in messages:
+    for part in parts:
         kind, shape = part.kind, tuple(part.input.shape)
         modes = (", clamp" if kind.clamps else "") + (", in inference mode" if kind.is_inference else "")
-        texts.append(f"{shape} of {kind.dtype} (eps={kind.eps}{modes}) on {part.input.device} in replica {replica}")
+        where = f"on {part.input.device} in replica {part.replica_id}"
+        texts.append(f"{shape} of {kind.dtype} (eps={kind.eps}{modes}) {where}")
     return ValueError(
         "all replicas must get inputs with the same dtype, device type, number of channels and of dimensions, in "
         f"layers with the same eps and eps_mode, but got {', '.join(texts)}; give every replica the same kind of input "

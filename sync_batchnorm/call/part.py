@@ -35,6 +35,7 @@ class Part:
     """The part of one replica in one call of a layer."""
 
     # What the layer has, besides the input.
+    replica_id: int  # the number of the replica, for messages
     weight: Tensor | None
     bias: Tensor | None
     eps: float

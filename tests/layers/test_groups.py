@@ -1,6 +1,7 @@
 """`group_size`: replicas synchronize among themselves, and only that."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -50,6 +51,19 @@ def test_each_group_is_one_device_for_its_rows(devices, group_size):
             assert_equal(actual.cpu(), reference, "gradient of the parameters")
         for name, buffer in parallel.module.named_buffers():
             assert_equal(buffer.cpu(), groups[0].get_buffer(name), f"{name}, which is that of the group of replica 0")
+
+
+@pytest.mark.parametrize("other", [2, 3])
+def test_error_for_unlike_inputs_names_the_replicas_of_the_group(other):
+    def forward(net, input, number):
+        return net.bn(input.half() if number[0] == other else input)
+
+    model = convert_model(Net(forward, bn=nn.BatchNorm1d(3)), group_size=2)
+    parallel = DataParallelWithCallback(model, ["cpu"] * 4, timeout=5.0)
+    kinds = [f"(2, 3) of torch.{'float16' if number == other else 'float32'} (eps=1e-05)" for number in (2, 3)]
+    text = re.escape(f"but got {kinds[0]} on cpu in replica 2, {kinds[1]} on cpu in replica 3; give every")
+    with pytest.raises(ValueError, match=text):
+        parallel(torch.randn(8, 3), torch.arange(4).repeat_interleave(2))
 
 
 def test_fewer_chunks_than_devices_make_fewer_groups():
