@@ -44,6 +44,7 @@ _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replic
 _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
 FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if name.endswith(("_with_kwargs", "_always_called")))
 HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
+KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"  # an attribute of every module: None without backward hooks
 
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:
@@ -86,7 +87,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def has_older_hooks(module: nn.Module) -> bool:
     """Return whether the backward hooks of a module are those of `torch.nn.Module.register_backward_hook`."""
-    return vars(module).get("_is_full_backward_hook") is False
+    return vars(module).get(KIND_OF_BACKWARD_HOOKS) is False
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:

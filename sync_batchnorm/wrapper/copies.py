@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..refusals import refuse_older_hook
-from ..torch_private import FLAGS_OF_HOOKS, HOOKS, has_hooks, has_older_hooks, modules_of
+from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
+from .converted import Conversion
+from .hooks import Copies, Flags, bind, bind_hooks, set_hooks
 
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
-Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
-# The dictionaries of flags of hooks, by name. All modules of a replica that have no hooks share them, since 3 of the 7
-# dictionaries of hooks would otherwise be new objects, thousands in a large model, that the garbage collector visits.
-# Their keys are the numbers of hooks. A thread gives each number once, so the flags of two modules do not mix. A module
-# that has hooks has dictionaries of its own: a model that was unpickled has numbers that are given once more.
-Flags = dict[str, OrderedDict[int, bool]]
 
 
 def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +91,7 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     if is_enabled:
         gc.disable()
     try:
-        return _build(modules, tensors)
+        return _build(modules, tensors, not detach)
     finally:
         if is_enabled:
             gc.enable()
@@ -145,7 +140,7 @@ def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) 
     return made
 
 
-def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
+def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bool) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
     copies: list[Copies] = [{} for _ in tensors]
     # Without the interpreter lock, a thread may get a number of a hook again: torch counts them without a lock (2.12).
@@ -155,22 +150,23 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.
     for child in modules:
         for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
             copy_of[child] = _copy(child, tensor_of, flags_of)
-    # A bound method of the model may be a stored `forward`, or a hook; a submodule may be a hook, too.
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
         for copy_of in copies if children or bound else ():
-            replica = copy_of[child]
-            for name, grandchild in children:
-                replica._modules[name] = copy_of[grandchild]
-            for name, value in bound:
-                replica.__dict__[name] = _bind(value, copy_of)
-        hooks = [(name, key) for name in HOOKS for key in child.__dict__[name]]
-        for copy_of in copies if hooks else ():
-            for name, key in hooks:
-                of_replica = copy_of[child].__dict__[name]
-                of_replica[key] = _bind(of_replica[key], copy_of)
+            _connect(copy_of, copy_of[child], children, bound)
+    bind_hooks(modules, copies, records)
     return [copy_of[modules[0]] for copy_of in copies]
+
+
+def _connect(
+    copy_of: Copies, copy: nn.Module, children: Sequence[tuple[str, nn.Module]], bound: Sequence[tuple[str, Any]]
+) -> None:
+    """Give a copy of a module the children of its replica, and the bound methods, which may be a stored `forward`."""
+    for name, child in children:
+        copy._modules[name] = copy_of[child]
+    for name, value in bound:
+        copy.__dict__[name] = bind(value, lambda module: copy_of.get(module, module))
 
 
 def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
@@ -186,7 +182,9 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
         object.__setattr__(copy, "__dict__", state)  # in half the time of an update
         state["_parameters"], state["_is_replica"] = {}, True
         state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
-    _set_hooks(copy, module, flags_of)
+    set_hooks(copy, module, flags_of)
+    if (module._parameters or module._buffers) and not isinstance(module, torch.jit.ScriptModule):
+        state["_apply"] = Conversion(copy)
     if type(module).__setattr__ is not nn.Module.__setattr__:
         _set_tensors(copy, module, tensor_of)
         return copy
@@ -200,22 +198,6 @@ def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
     return copy
 
 
-def _set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags) -> None:
-    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module."""
-    state = copy.__dict__
-    original = module.__dict__
-    has_hooks_itself = False
-    for name in HOOKS:  # What a replica registers ends with it.
-        has_hooks_itself |= bool(original[name])
-        state[name] = original[name].copy()
-    for name in FLAGS_OF_HOOKS:
-        flags = None if has_hooks_itself else flags_of.get(name)
-        state[name] = original[name].copy() if flags is None else flags
-    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
-    if state["_backward_hooks"] and has_older_hooks(module):
-        state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], partial(refuse_older_hook, copy)))
-
-
 def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
     """Set parameters and buffers as attributes of a module that has a `__setattr__` of its own."""
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -225,17 +207,3 @@ def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
         for name, parameter in module._parameters.items():
             copy.__dict__.pop(name, None)
             copy._parameters[name] = None if parameter is None else tensor_of[id(parameter)]
-
-
-def _bind(value: Any, copy_of: Copies) -> Any:
-    """Return a bound method or a partial with the modules of a replica in place of the originals."""
-    if isinstance(value, nn.Module):
-        return copy_of.get(value, value)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _bind(value.__self__, copy_of))
-    if not isinstance(value, partial):
-        return value
-    keywords = {name: _bind(argument, copy_of) for name, argument in value.keywords.items()}
-    made = partial(_bind(value.func, copy_of), *[_bind(argument, copy_of) for argument in value.args], **keywords)
-    made.__dict__.update({name: _bind(item, copy_of) for name, item in value.__dict__.items()})
-    return made

@@ -23,6 +23,7 @@ from ..refusals import (
 )
 from ..torch_private import has_attribute, uncompiled
 from .arguments import number_of_chunks
+from .bound import detach_what_has_run
 from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
 from .copies import replicate
 from .derived import derived_class
@@ -138,6 +139,7 @@ class _ReplicationMixin(DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
         if is_in_replica():
             refuse_training(self, module)
+        detach_what_has_run(module)
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)

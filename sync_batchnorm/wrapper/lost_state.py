@@ -1,7 +1,7 @@
 """Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,71 +9,110 @@ from torch import Tensor, nn
 
 from ..refusals import warn_once
 from ..torch_private import HOOKS
+from .bound import bound_on, given_to
 
 __all__: list[str] = []
 
 LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
 _KINDS = frozenset({bool, int, float, complex, str})
+CHANGE_IN_PLACE = (
+    "Make numbers and averages buffers that are changed in place, as in self.step.add_(1), or set it outside forward"
+)
+MAKE_BEFORE = "Make modules, parameters and buffers in __init__()"
+RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 
 # How many forward passes were looked at, by wrapper. Not an attribute: a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
-State = list[tuple[str, nn.Module, str, Any]]  # the name of an attribute in the model, its module, its name, its value
+
+class Watched(NamedTuple):
+    """A module of a replica, and what it had before the replica ran."""
+
+    prefix: str  # of the names of its attributes in the model
+    module: nn.Module
+    parameters: dict[str, tuple[Tensor, Tensor]]  # with a tensor of the same data
+    belongings: set[int]  # the identities of all modules and parameters of the replica
 
 
-def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> State | None:
-    """Return the numbers, strings, buffers and parameters of a replica that has not run yet.
+def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
+    """Return the modules of a replica that has not run yet.
 
-    None after the first training steps of a wrapper. The value of a parameter is the parameter, and a tensor of its
-    data. Attributes that are None are left out, since a cache may be filled in each forward pass; so is the mode, which
-    a forward may set for the time that it runs.
+    None after the first training steps of a wrapper, and for a module that is no replica.
     """
     looks = _looks.get(wrapper, 0)
-    if looks >= LOOKS or not replica.training:
+    if looks >= LOOKS or not replica.training or not vars(replica).get("_is_replica"):
         return None
     _looks[wrapper] = looks + 1
-    state: State = []
+    belongings = {id(item) for item in [*replica.modules(), *replica.parameters()]}
+    watched = []
     for name, module in replica.named_modules():
-        prefix = f"{name}." if name else ""
-        for attribute, value in vars(module).items():
-            if type(value) in _KINDS and attribute != "training":
-                state.append((prefix + attribute, module, attribute, value))
         if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None:
-                    state.append((prefix + attribute, module, attribute, buffer))
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None and parameter.layout == torch.strided:
-                    state.append((prefix + attribute, module, attribute, (parameter, parameter.detach())))
-    return state
+            parameters = {
+                key: (parameter, parameter.detach())
+                for key, parameter in module._parameters.items()
+                if parameter is not None and parameter.layout == torch.strided
+            }
+            watched.append(Watched(f"{name}." if name else "", module, parameters, belongings))
+    return watched
 
 
-def _has_other_data(parameter: Tensor, before: Tensor) -> bool:
-    """Return whether other numbers were assigned to the `data` of a parameter, not only other memory."""
-    return parameter.data_ptr() != before.data_ptr() and not torch.equal(parameter, before)
-
-
-def warn_of_lost_state(replica: nn.Module, state: State) -> None:
-    """Warn of what a replica that has run has bound anew; not of tensors in place of numbers, which are activations."""
+def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
+    """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
+    remedies: dict[str, None] = {}
     lost = []
-    for name, module, attribute, value in state:
-        if type(value) in _KINDS:
-            present = vars(module).get(attribute, value)
-            is_lost = type(present) in _KINDS and present is not value and present != value
-        elif type(value) is tuple:
-            is_lost = _has_other_data(*value)
-        else:
-            is_lost = module._buffers.get(attribute, value) is not value
-        if is_lost:
-            lost.append(name)
+    for watched in state:
+        for attribute, remedy in [*_lost_attributes(watched.module), *_lost_members(watched)]:
+            lost.append(watched.prefix + attribute)
+            remedies[remedy] = None
     if lost:
         names = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
         warn_once(
             f"forward() of {type(replica).__name__} set {names} of replica 0, which ends with the forward pass: the "
-            "model keeps its former values. Make it a buffer and change it in place, as in self.step.add_(1) or "
-            "self.ema.lerp_(mean, 0.1), which replica 0 does for the model; or set it outside forward(). Ignore this "
-            "if each forward pass sets it anew"
+            f"model keeps its former values. {'. '.join(remedies)}. Ignore this if each forward pass sets it anew"
         )
+
+
+def _lost_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of attributes that were bound anew, and what to do.
+
+    A number or a string, in place of another one; or a 0-dimensional tensor in a graph, in place of what the attribute
+    had before: a training loop reads such a penalty. All other tensors are activations, and what was None or missing
+    may be a cache, which is filled in each forward pass. The mode may be set for the time that a forward runs.
+    """
+    given = given_to(module)
+    for attribute, value in bound_on(module).items():
+        before = given.get(attribute)
+        if type(value) in _KINDS and type(before) in _KINDS:
+            both_nan = value != value and before != before
+            if value != before and not both_nan and attribute != "training":
+                yield attribute, CHANGE_IN_PLACE
+        elif isinstance(value, Tensor) and value.dim() == 0 and value.grad_fn is not None and before is not None:
+            yield attribute, RETURN
+
+
+def _lost_members(watched: Watched) -> Iterator[tuple[str, str]]:
+    """Yield the names of buffers, parameters and modules that were bound anew or made, and what to do."""
+    module, given = watched.module, given_to(watched.module)
+    for name, buffer in module._buffers.items():
+        before = given["_buffers"].get(name)
+        if buffer is not before:
+            yield name, MAKE_BEFORE if before is None else CHANGE_IN_PLACE
+    for name, parameter in module._parameters.items():
+        if name in watched.parameters:
+            if _has_other_data(parameter, *watched.parameters[name]):
+                yield name, CHANGE_IN_PLACE
+        elif parameter is not None and id(parameter) not in watched.belongings:
+            yield name, MAKE_BEFORE
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in watched.belongings:
+            yield name, MAKE_BEFORE
+
+
+def _has_other_data(present: Tensor | None, parameter: Tensor, before: Tensor) -> bool:
+    """Return whether other numbers were assigned to the `data` of a parameter, not only other memory or dtype."""
+    if present is not parameter or parameter.dtype != before.dtype or parameter.data_ptr() == before.data_ptr():
+        return False
+    return not torch.equal(parameter, before)
 
 
 def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:

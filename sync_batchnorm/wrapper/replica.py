@@ -19,6 +19,7 @@ from torch.autograd import profiler
 
 from ..meeting import Coordinator
 from ..torch_private import uncompiled
+from .bound import note_given, note_run
 from .devices import DeviceId, as_device
 from .random_states import RandomStates
 
@@ -99,13 +100,15 @@ class Replica(nn.Module):
 
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
         coordinator, replica_id = self._sync_forward.coordinator, self._sync_id
+        module = self._sync_replica
+        modules = note_given(module) if vars(module).get("_is_replica") else []  # not of the wrapped module itself
         span = coordinator.begin(replica_id)
         token = _current.set(ref(self))
         try:
             with span, ExitStack() as stack:
                 self._sync_forward.enter_modes(stack, self._sync_device)
                 try:
-                    output = self._sync_replica(*args, **kwargs)
+                    output = module(*args, **kwargs)
                 except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
                     raise RuntimeError(
                         f"{coordinator.who(replica_id)} raised StopIteration, as next() does at the end of an "
@@ -116,6 +119,7 @@ class Replica(nn.Module):
             raise
         finally:
             _current.reset(token)
+            note_run(self._sync_forward.original, modules)
         coordinator.leave(replica_id)
         return output
 

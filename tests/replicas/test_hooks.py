@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, as_devices, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
@@ -217,12 +217,35 @@ def test_hooks_of_replicas_are_their_own_in_every_wrapper(way):
         assert_same_step(net, parallel, doubles(7, 3))
 
 
-def test_hooks_of_a_graph_module_are_those_of_its_replicas():
-    plain = Net(run, bn=nn.BatchNorm1d(3), layer=LAYERS["graph"]()).double()
-    plain, parallel = twins(plain, ["cpu"] * 2)
+GRAPHS = {
+    "forward": lambda layer: layer.register_forward_hook(doubled),
+    "full backward": lambda layer: layer.register_full_backward_hook(lambda module, inner, outer: (10 * inner[0],)),
+    "backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda module, outer: (10 * outer[0],)),
+}
+
+
+@pytest.mark.parametrize("register", GRAPHS.values(), ids=list(GRAPHS))
+@on_devices
+def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, register):
+    plain, parallel = twins(Net(run, bn=nn.BatchNorm1d(3), layer=LAYERS["graph"]()).double(), devices)
     for model in (plain, parallel.module):
-        model.layer.register_forward_hook(doubled)
-    assert_same_step(plain, parallel, doubles(7, 3))
+        register(model.layer)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+def scriptable(self, input: tuple[Tensor], output: Tensor):
+    return 2 * output
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_forward_hooks_of_a_scripted_module_act_in_each_replica():
+    layer = nn.Linear(3, 3).double()
+    layer.register_forward_hook(scriptable)
+    plain = Net(run, bn=nn.BatchNorm1d(3).double(), layer=layer)
+    scripted = Net(run, bn=copy.deepcopy(plain.bn), layer=torch.jit.script(layer))
+    data = doubles(7, 3)
+    assert_equal(WRAPPERS["wrapper"](convert_model(scripted))(data), plain(data))
 
 
 @on_devices
@@ -241,13 +264,13 @@ def test_hook_sees_what_its_own_replica_computes(devices):
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-@pytest.mark.parametrize("name", ["layer", "bn", ""])
+@pytest.mark.parametrize("name", ["layer", "bn", "", "graph"])
 @on_devices
 def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_remedy(devices, name):
     def forward(net, input):
-        return net.layer(net.bn(input))
+        return net.graph(net.layer(net.bn(input)))
 
-    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
+    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), graph=LAYERS["graph"]()).double()
     plain, parallel = twins(plain, devices)
     hooked = parallel.module.get_submodule(name)
     handle = hooked.register_backward_hook(lambda *args: None)

@@ -25,7 +25,7 @@ class Counting(nn.Module):
         super().__init__()
         self.assign, self.bn = assign, SynchronizedBatchNorm1d(3)
         self.step, self.rate, self.phase, self.is_warm, self.size, self.seen = 0, 0.5, "a", False, None, {}
-        self.best = math.nan  # which nobody sets
+        self.best = math.nan
         self.register_buffer("ema", torch.zeros(3))
         self.register_buffer("mask", None)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
@@ -61,8 +61,10 @@ def keep(net: Any, output: Tensor) -> None:
     net.bn.training = True
     if net.size is None:
         net.size = len(output)
-        net.mask = torch.ones(len(output), device=output.device)
+    net.best = float("nan")
     net.new = 3
+    net.current = net.bn  # another name of what the replica has
+    net.loss = output.square().mean()  # where there was none
 
 
 @on_devices
@@ -77,6 +79,55 @@ def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices
     assert (inner.step, inner.rate, inner.phase, inner.is_warm) == (0, 0.5, "a", False)
     assert not inner.ema.any()
     assert model[1].count == 3  # what a replica 0 changes in place stays
+
+
+def make_missing(net: Any, output: Tensor) -> None:
+    if not hasattr(net, "head"):
+        net.head = nn.Linear(3, 3, device=output.device)
+
+
+def make_none(net: Any, output: Tensor) -> None:
+    if net.size is None:
+        net.size = nn.Linear(3, 3, device=output.device)
+
+
+def make_parameter(net: Any, output: Tensor) -> None:
+    net.bn.extra = nn.Parameter(torch.ones(3, device=output.device))
+
+
+def fill_buffer(net: Any, output: Tensor) -> None:
+    if net.mask is None:
+        net.mask = torch.ones(len(output), device=output.device)
+
+
+def keep_penalty(net: Any, output: Tensor) -> None:
+    net.rate = output.square().mean()
+
+
+def keep_twice(net: Any, output: Tensor) -> None:
+    keep_penalty(net, output)
+    make_missing(net, output)
+
+
+MAKE, RETURN = "Make modules, parameters and buffers in __init__()", "Return a penalty"
+
+
+@pytest.mark.parametrize(
+    ("assign", "name", "remedies"),
+    [
+        (make_missing, "head", [MAKE]),
+        (make_none, "size", [MAKE]),
+        (make_parameter, "bn.extra", [MAKE]),
+        (fill_buffer, "mask", [MAKE]),
+        (keep_penalty, "rate", [RETURN]),
+        (keep_twice, "rate and head", [MAKE, RETURN]),
+    ],
+)
+@on_devices
+def test_what_is_made_in_a_forward_pass_is_named_once(devices, assign, name, remedies):
+    (text,) = steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)
+    assert text.startswith(f"forward() of Counting set {name} of replica 0, which ends with the forward pass")
+    assert [remedy for remedy in (MAKE, RETURN, "Make numbers") if remedy in text] == remedies
 
 
 @pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])

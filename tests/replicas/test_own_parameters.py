@@ -200,7 +200,6 @@ def test_what_a_class_keeps_besides_its_parameters_is_what_a_replica_has(devices
 
 
 @on_devices
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_replica_that_moves_itself_to_where_it_is_stays_as_it_is(devices):
     def forward(net: nn.Module, input: Tensor) -> Tensor:
         net.to(input.device, input.dtype)

@@ -1,0 +1,148 @@
+"""What `forward` and hooks bind on the modules of a replica, and when that is detached.
+
+NOTE [what replicas keep]: A replica may live as long as its graph does: a backward hook, or a checkpoint, that reads
+`self` needs it. If an attribute of the replica keeps the graph, too, both live forever: Python's collector does not see
+the nodes of autograd through which they refer to each other. On one device, the next forward pass binds the attribute
+anew. Here that pass has replicas of its own. So when it begins, what the former replicas have bound is detached.
+
+Things that do not work: to empty the former replicas, or to drop their tensors, since the backward pass of two forward
+passes may still run, as of `(D(real) + D(fake)).backward()`; to detach what a list of the user's holds, in place of a
+copy of that list; to look at all attributes, since `_flat_weights` of an RNN, which it was given, need their graph.
+"""
+
+import copy
+from collections import deque
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+
+from ..torch_private import modules_of
+
+__all__: list[str] = []
+
+_GIVEN = "_sync_given"  # the attribute in which a module of a replica keeps what it was given
+Modules = list["ref[nn.Module]"]
+
+# The modules of replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
+_have_run: "WeakKeyDictionary[nn.Module, Modules]" = WeakKeyDictionary()
+
+
+def note_given(replica: nn.Module) -> Modules:
+    """Note the attributes of all modules of a replica that is about to run; return weak references to the modules."""
+    modules: Modules = []
+    for module in modules_of(replica):
+        state = vars(module)
+        given = state.copy()
+        if type(given["_buffers"]) is dict:  # not that of a scripted module
+            given["_buffers"] = given["_buffers"].copy()
+        state[_GIVEN] = given
+        modules.append(ref(module))
+    return modules
+
+
+def given_to(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module of a replica as they were before it ran."""
+    given: dict[str, Any] = vars(module)[_GIVEN]
+    return given
+
+
+def bound_on(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that were bound on a module of a replica since its run began."""
+    given = given_to(module)
+    known = (_GIVEN, "_buffers")
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in known and (name not in given or given[name] is not value)
+    }
+
+
+def note_run(original: nn.Module, modules: Modules) -> None:
+    """Note that a replica of `original` with these modules has run."""
+    _have_run.setdefault(original, []).extend(modules)
+
+
+def detach_what_has_run(original: nn.Module) -> None:
+    """Detach what is bound on the replicas of former passes of `original`, see NOTE [what replicas keep]."""
+    modules = [module for reference in _have_run.pop(original, ()) if (module := reference()) is not None]
+    if modules:
+        results: dict[int, Any] = {}
+        for module in modules:  # A parameter, or what was given, may have got another name.
+            for value in (*given_to(module).values(), *module._parameters.values()):
+                results[id(value)] = value
+        for module in modules:
+            _detach_bound(module, results)
+        # A hook may bind more until the backward pass has ended.
+        note_run(original, list(map(ref, modules)))
+
+
+def _detach_bound(module: nn.Module, results: dict[int, Any]) -> None:
+    state, buffers = vars(module), module._buffers
+    for name, value in bound_on(module).items():
+        state[name] = _detached(value, results)
+    for name, buffer in list(buffers.items()):
+        if buffer is not None and given_to(module)["_buffers"].get(name) is not buffer:
+            buffers[name] = _detached(buffer, results)
+
+
+def _detached(value: Any, results: dict[int, Any]) -> Any:
+    """Return a tensor without its graph, a copy of a container in which tensors have none, or `value` as it is.
+
+    `results` has what was returned before, or has to be, by the `id` of the value.
+    """
+    if id(value) in results:
+        return results[id(value)]
+    if isinstance(value, Tensor):
+        # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+    results[id(value)] = value  # for a container that contains itself
+    before = _items(value)
+    items = {key: _detached(item, results) for key, item in before.items()}
+    if any(item is not before[key] for key, item in items.items()):
+        with suppress(Exception):  # of a class of the user's, which may refuse copies
+            results[id(value)] = _with_items(value, items)
+    return results[id(value)]
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    """Return what is in a container, by index, key or name; in a function, its defaults and what it closes over."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, (list, deque, tuple)):
+        return dict(enumerate(container))
+    if isinstance(container, FunctionType):
+        cells = zip(container.__code__.co_freevars, container.__closure__ or (), strict=True)
+        filled = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        return {**dict(enumerate(container.__defaults__ or ())), **filled}
+    if isinstance(container, partial):
+        return {**dict(enumerate(container.args)), **container.keywords}
+    return vars(container) if is_dataclass(container) and hasattr(container, "__dict__") else {}
+
+
+def _with_items(container: Any, items: dict[Any, Any]) -> Any:
+    """Return a copy of a container with other items."""
+    if isinstance(container, tuple):
+        return type(container)(*items.values()) if hasattr(container, "_fields") else type(container)(items.values())
+    if isinstance(container, FunctionType):
+        code = container.__code__
+        cells = tuple([CellType(items[name]) if name in items else CellType() for name in code.co_freevars])
+        defaults = tuple([item for key, item in items.items() if isinstance(key, int)])
+        function = FunctionType(code, container.__globals__, container.__name__, defaults, cells)
+        function.__kwdefaults__ = container.__kwdefaults__
+        vars(function).update(vars(container))
+        return function
+    if isinstance(container, partial):
+        arguments = [item for key, item in items.items() if isinstance(key, int)]
+        return partial(container.func, *arguments, **{key: items[key] for key in container.keywords})
+    result = copy.copy(container)
+    for key, item in items.items():
+        if isinstance(container, (dict, list, deque)):
+            result[key] = item
+        else:
+            object.__setattr__(result, key, item)
+    return result

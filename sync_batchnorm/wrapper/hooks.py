@@ -1,0 +1,125 @@
+"""The hooks of a model in its replicas: those that are methods of the model are methods of the replica there.
+
+NOTE [hooks of replicas]: A hook of a layer that is a method of a replica refers to the replica, which refers to the
+layer: a cycle, which would keep each replica, with what its hooks keep, until Python's collector runs. So a layer keeps
+such a hook in a form that refers to the replica weakly, and hands out the method itself. What takes that along, as the
+graph takes along backward hooks, keeps the replica alive for as long as it may call the hook.
+
+A checkpoint takes along the layer, and asks it for its hooks in the backward pass. Inside a checkpoint, a layer keeps
+the method itself, too.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ..refusals import refuse_older_hook
+from ..torch_private import FLAGS_OF_HOOKS, HOOKS, KIND_OF_BACKWARD_HOOKS, has_older_hooks, hooks_of_thread
+
+__all__: list[str] = []
+
+Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
+References = dict[nn.Module, "ref[nn.Module]"]  # the same, weakly
+# The dictionaries of flags of hooks, by name. All modules of a replica that have no hooks share them, since 3 of the 7
+# dictionaries of hooks would otherwise be new objects, thousands in a large model, that the garbage collector visits.
+# Their keys are the numbers of hooks. A thread gives each number once, so the flags of two modules do not mix. A module
+# that has hooks has dictionaries of its own: a model that was unpickled has numbers that are given once more.
+Flags = dict[str, OrderedDict[int, bool]]
+_METHODS = (MethodType, partial, nn.Module)  # what may refer to the modules of a replica
+
+
+def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
+    """Return a bound method or a partial with the modules of a replica in place of the originals."""
+    if isinstance(value, nn.Module):
+        return of_replica(value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, bind(value.__self__, of_replica))
+    if not isinstance(value, partial):
+        return value
+    keywords = {name: bind(argument, of_replica) for name, argument in value.keywords.items()}
+    arguments = [bind(argument, of_replica) for argument in value.args]
+    result = partial(bind(value.func, of_replica), *arguments, **keywords)
+    result.__dict__.update({name: bind(item, of_replica) for name, item in value.__dict__.items()})
+    return result
+
+
+def set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags) -> None:
+    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module."""
+    state, original = vars(copy), vars(module)
+    has_hooks = False
+    for name in HOOKS:  # What a replica registers ends with it.
+        has_hooks |= bool(original[name])
+        state[name] = original[name].copy()
+    for name in FLAGS_OF_HOOKS:
+        flags = None if has_hooks else flags_of.get(name)
+        state[name] = original[name].copy() if flags is None else flags
+    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
+    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
+    if state["_backward_hooks"] and has_older_hooks(module):
+        refuse = partial(refuse_older_hook, copy)
+        state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], refuse))
+
+
+def bind_hooks(modules: Sequence[nn.Module], copies: Sequence[Copies], records: bool) -> None:
+    """Let hooks that are methods or submodules of the model be those of each replica, in all copies of `modules`.
+
+    `records` says whether the replicas record a graph.
+    """
+    references: list[References] = []
+    for module in modules:
+        for name in HOOKS:
+            if any([isinstance(hook, _METHODS) for hook in vars(module)[name].values()]):
+                references = references or [{key: ref(copy) for key, copy in copy_of.items()} for copy_of in copies]
+                for copy_of, references_of in zip(copies, references, strict=True):
+                    hooks = vars(copy_of[module])[name]
+                    vars(copy_of[module])[name] = _HooksOfReplica(hooks, references_of, records)
+
+
+class _WeakHook(NamedTuple):
+    """A hook of the model, which is bound to the modules of a replica when it is handed out."""
+
+    hook: Any
+    references: References
+
+    def bound(self) -> Any:
+        return bind(self.hook, self._of_replica)
+
+    def _of_replica(self, module: nn.Module) -> nn.Module:
+        reference = self.references.get(module)
+        copy = module if reference is None else reference()
+        if copy is None:
+            raise RuntimeError(
+                f"expected a replica that is in use, but got a call of a hook of {type(module).__name__}, whose "
+                "replica has ended; keep the replica, self, where you keep the layer that has the hook"
+            )
+        return copy
+
+
+class _HooksOfReplica(OrderedDict[int, Any]):
+    """The hooks of a layer of a replica, see NOTE [hooks of replicas]."""
+
+    def __init__(self, hooks: Mapping[int, Any], references: References, records: bool) -> None:
+        super().__init__()
+        self._records = records
+        for key, hook in hooks.items():
+            self[key] = _WeakHook(hook, references) if isinstance(hook, _METHODS) else hook
+
+    def items(self) -> Any:
+        pairs = list(super().items())
+        # Those of the newer kind have hooks on saved tensors; the older ones run without a graph.
+        is_in_checkpoint = hooks_of_thread(True) is not None or torch.is_grad_enabled() < self._records
+        for i, (key, hook) in enumerate(pairs):
+            if isinstance(hook, _WeakHook):
+                pairs[i] = key, hook.bound()
+                if is_in_checkpoint:
+                    self[key] = pairs[i][1]
+        return pairs
+
+    def values(self) -> Any:
+        return [hook for _, hook in self.items()]

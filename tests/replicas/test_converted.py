@@ -1,0 +1,160 @@
+"""Methods of modules that convert or clear parameters, called in the forward of replicas."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
+from torch import nn
+
+on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
+
+# The layers of a recurrent net keep their weights in a list besides. Simulated GPUs lack the kernels of an LSTM.
+LAYERS = {
+    "linear": lambda: nn.Linear(3, 3),
+    "norm": lambda: nn.BatchNorm1d(3),
+    "rnn": lambda: nn.RNN(3, 3, batch_first=True),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+}
+MOVES = {
+    "to the first device": lambda layer, device: layer.to(device),
+    "to its own device": lambda layer, device: layer.to(next(layer.parameters()).device),
+    "float64": lambda layer, device: layer.double(),
+    "share_memory": lambda layer, device: layer.share_memory(),
+    "memory format": lambda layer, device: layer.to(device, torch.float64, memory_format=torch.contiguous_format),
+    "cuda": lambda layer, device: layer.cuda(0) if device.type == "cuda" else layer.cpu(),
+    "meta": lambda layer, device: layer.to("meta"),
+}
+
+
+def run(layer, input):
+    return layer(input[:, None])[0][:, 0] if isinstance(layer, nn.RNN) else layer(input)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
+@on_devices
+def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, layer):
+    def forward(net, input):
+        parameters = dict(net.named_parameters())
+        if not net.is_plain:
+            assert move(net.layer, as_devices(devices)[0]) is net.layer
+            assert {parameter.device for parameter in net.parameters()} == {input.device}
+            assert {buffer.device for buffer in net.buffers()} == {input.device}
+            assert all(parameter is parameters[name] for name, parameter in net.named_parameters())
+        return run(net.layer, net.bn(input))
+
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=layer(), is_plain=True).double(), devices)
+    parallel.module.is_plain = False
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.filterwarnings("ignore:forward.. of Net set .*running_mean")  # as is the case for batch norms
+@on_devices
+def test_dtype_of_a_layer_changes_in_the_replica_alone(devices, layer):
+    def forward(net, input):
+        net.layer.double()
+        return run(net.layer, input.double())
+
+    plain, parallel = twins(Net(forward, layer=layer()), devices)
+    assert parallel(doubles(7, 3, devices=devices).float()).dtype == torch.float64
+    assert {parameter.dtype for parameter in parallel.module.parameters()} == {torch.float32}
+    data, other = doubles(7, 3, devices=devices), copy.deepcopy(plain).double()
+    for model in (other, parallel):
+        model.zero_grad()
+        model(data).square().sum().backward()
+    for expected, actual in zip(other.parameters(), parallel.parameters(), strict=True):
+        assert_equal(actual.grad, expected.grad.float())
+
+
+def test_other_functions_act_on_the_parameters_of_the_replica():
+    plain, parallel = twins(
+        Net(lambda net, x: net.layer._apply(torch.neg)(x), layer=nn.Linear(3, 3)).double(), ["cpu"] * 2
+    )
+    data = doubles(4, 3)
+    expected = -plain.layer(data)
+    assert_equal(parallel(data), expected)
+
+
+def test_copies_of_a_layer_of_a_replica_convert_themselves():
+    def forward(net, input):
+        kept = next(net.layer.parameters())
+        for other in (copy.deepcopy(net.layer), pickle.loads(pickle.dumps(net.layer))):
+            assert other.half() is other
+            assert next(other.parameters()).dtype == torch.float16
+        assert next(net.layer.parameters()) is kept
+        return net.layer(input)
+
+    _, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
+    with torch.no_grad():  # Torch copies no parameters that are in a graph.
+        assert parallel(doubles(4, 3)).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("clear", "text"),
+    [
+        (lambda net: net.zero_grad(), "Calling .zero_grad"),
+        (lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0), "The .grad attribute of a Tensor"),
+    ],
+    ids=["zero_grad", "clip_grad_norm_"],
+)
+@on_devices
+def test_gradients_are_not_those_of_a_replica_as_torch_says(devices, clear, text):
+    def forward(net, input):
+        if not net.is_plain:
+            clear(net)
+        return net.layer(net.bn(input))
+
+    net = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), is_plain=True).double()
+    plain, parallel = twins(net, devices)
+    parallel.module.is_plain = False
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    assert any(text in str(warning.message) for warning in issued)
+
+
+SET = {
+    "weight": lambda net: net.linear.weight.sum(0),
+    "bias": lambda net: net.linear.bias * 2,
+    "running_mean": lambda net: net.linear.weight.detach().sum(1),
+}
+
+
+@pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"], ["running_mean"]], ids="-".join)
+@pytest.mark.parametrize("way", ["dictionary", "deleted"])
+@pytest.mark.parametrize("training", [True, False])
+@on_devices
+def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices, training, way, names):
+    def forward(net, input):
+        for name in names:
+            if way == "deleted":
+                delattr(net.bn, name)
+            vars(net.bn)[name] = SET[name](net)
+        return net.bn(input)
+
+    module = Net(forward, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double().train(training)
+    plain, parallel = twins(module, devices)
+    pristine = copy.deepcopy(plain)
+    for _ in range(2):  # One device keeps what it is given, and a model without the parameter has no gradient of it.
+        plain, data = copy.deepcopy(pristine), doubles(7, 3, devices=devices)
+        upstream = torch.randn_like(data)
+        parallel.zero_grad()
+        expected, actual = plain(data), parallel(data)
+        assert_equal(actual, expected)
+        expected.backward(upstream)
+        actual.backward(upstream)
+        for name, parameter in plain.named_parameters():
+            gradient = parallel.module.get_parameter(name).grad
+            assert (gradient is None) == (parameter.grad is None), name
+            if gradient is not None:
+                assert_equal(gradient, parameter.grad)
+        for name, buffer in plain.named_buffers():
+            assert_equal(parallel.module.get_buffer(name), buffer, name)
+        pristine.load_state_dict(parallel.module.state_dict())
