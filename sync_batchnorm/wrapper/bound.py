@@ -29,7 +29,7 @@ _GIVEN = "_sync_given"  # the attribute in which a module of a replica keeps wha
 Modules = list["ref[nn.Module]"]
 
 # The modules of replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
-_have_run: "WeakKeyDictionary[nn.Module, Modules]" = WeakKeyDictionary()
+_have_run: "WeakKeyDictionary[nn.Module, deque[ref[nn.Module]]]" = WeakKeyDictionary()
 
 
 def note_given(replica: nn.Module) -> Modules:
@@ -64,12 +64,17 @@ def bound_on(module: nn.Module) -> dict[str, Any]:
 
 def note_run(original: nn.Module, modules: Modules) -> None:
     """Note that a replica of `original` with these modules has run."""
-    _have_run.setdefault(original, []).extend(modules)
+    _have_run.setdefault(original, deque()).extend(modules)
 
 
 def detach_what_has_run(original: nn.Module) -> None:
     """Detach what is bound on the replicas of former passes of `original`, see NOTE [what replicas keep]."""
-    modules = [module for reference in _have_run.pop(original, ()) if (module := reference()) is not None]
+    modules: list[nn.Module] = []
+    with suppress(IndexError):  # Other threads may add some, or take some.
+        while have_run := _have_run.get(original):
+            module = have_run.popleft()()
+            if module is not None:
+                modules.append(module)
     if modules:
         results: dict[int, Any] = {}
         for module in modules:  # A parameter, or what was given, may have got another name.
