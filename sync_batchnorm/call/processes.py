@@ -7,15 +7,14 @@ All processes of a group must have the same weights, and make the same calls in 
 is the order of the autograd engine. `DistributedDataParallel` guarantees the former, and relies on the latter as well.
 """
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.base import Pair, Statistics, as_pair, merge_moments
@@ -28,15 +27,35 @@ ONE_PROCESS_A_DEVICE = (
     "of this wrapper"
 )
 
-ITSELF = "the module itself"  # the name of a layer that is the whole model
-_HEAD = 4  # numbers in front of the statistics that travel
+_HEAD = 4  # numbers in front of the statistics, see `_head`
+_ROOM = _HEAD + 1 + 2 * 2048  # numbers in the first gather, see `_gather_checked`: enough for 2048 channels
+_TEXT = 512  # bytes that describe a layer
 
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
-# Not on the layers: a copy or pickle of a layer is another layer.
-_numbers: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
-_next_number = itertools.count(1)
-_history = 0  # a checksum of how all layers of this process were made, in order
+
+class _Numbers(WeakKeyDictionary[nn.Module, int]):
+    """The layers that have exchanged in a group, with their numbers: the order of their first exchanges.
+
+    These are equal in all processes that call the same layers in the same order, regardless of how and when each
+    process has made its layers. They are not stored on the layers, because a copy of a layer is another layer.
+    """
+
+    last = 0  # also counts layers that are gone
+
+    def of(self, layer: nn.Module) -> int:
+        """Return the number of a layer: its own, or the next one, which it keeps once an exchange has agreed."""
+        return self.get(layer, self.last + 1)
+
+    def keep(self, layer: nn.Module, number: int) -> None:
+        """Give a layer its number, after an exchange that agreed."""
+        self[layer] = number
+        self.last = max(self.last, number)
+
+
+# A group that was destroyed and made anew is another object, and begins at 1; ranks that are threads have groups of
+# their own. Only the thread that exchanges in a group uses its numbers.
+_numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 _inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
 
@@ -45,57 +64,73 @@ if hasattr(os, "register_at_fork"):  # which Windows does not have
 
 
 class Peers(NamedTuple):
-    """The processes that a layer exchanges with, and which of the layers of its model and of its process it is."""
+    """The processes that a layer exchanges with, and which layer that is."""
 
     group: Group
-    position: int  # among the layers of its model
-    names: Sequence[str]  # of these layers
-    number: int = 0  # among all layers of this process
-
-    @property
-    def name(self) -> str:
-        """The name of the layer."""
-        return self.names[self.position] if self.position < len(self.names) else "a layer without a name"
+    name: str  # of the layer in its model
+    # A weak reference, since the graph of a call has this object, and would keep the model alive. None: `sync_moments`.
+    layer: Any = None
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
-        if type(tensors[-1]) is not Tensor:
-            raise RuntimeError(
-                f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
-                f"{self.name}; pass the to_local() of a DTensor, and export or trace in eval mode"
-            )
+        self.check(tensors[-1])
         try:
             collective(*tensors, group=self.group)
         except Exception as error:
             error.add_note(f"Raised in the exchange of {self.name} between processes.")
             raise
 
+    def check(self, tensor: Tensor) -> None:
+        """Raise an error for a tensor that no process has, or not one alone."""
+        if type(tensor) is not Tensor:
+            raise RuntimeError(
+                f"expected a tensor of this process, but got a {type(tensor).__name__} in the exchange of {self.name}; "
+                "pass the to_local() of a DTensor, and export or trace in eval mode"
+            )
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return the vectors of all processes, one a row."""
+        size = dist.get_world_size(self.group)
+        result = tensor.new_empty(size * len(tensor))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        self.call(gather, result, tensor)
+        return result.view(size, -1)
+
     def all_reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all processes, recorded in the graph if one is recorded."""
         return _AllReduce.apply(tensor, self)  # type: ignore
 
 
-def number_layer(layer: nn.Module, how: str) -> int:
-    """Give a layer the next number of this process, by which processes tell layers apart; return it.
+def check_group(process_group: Any) -> None:
+    """Raise an error for what is no process group, or for one that was destroyed."""
+    if process_group is None or not dist.is_available():
+        return
+    is_group = isinstance(process_group, dist.ProcessGroup)
+    if not is_group and not _is_of_others(process_group):
+        raise TypeError(
+            f"process_group must be a group of torch.distributed, got {process_group!r}; pass the result of "
+            "torch.distributed.new_group(ranks), the get_group() of a DeviceMesh, or None for all processes"
+        )
+    if is_group and dist.is_initialized():
+        try:
+            dist.get_rank(process_group)
+        except ValueError as error:
+            raise ValueError(
+                "process_group must be a group that exists, got one that torch.distributed does not know, such as "
+                "one that was destroyed; pass the result of torch.distributed.new_group(ranks) of this program"
+            ) from error
 
-    `how` says how the layer was made.
-    """
-    global _history
-    number = _numbers[layer] = next(_next_number)
-    kind = f"{how} {type(layer).__name__} {getattr(layer, 'num_features', None)}"
-    _history = crc32(kind.encode(), _history)  # which the float64 of the CPU holds exactly
-    return number
 
-
-def number_of(layer: nn.Module) -> int:
-    """Return the number of a layer; one that was made without its constructor has none, and gets the next."""
-    return _numbers.get(layer) or number_layer(layer, "called")
+def _is_of_others(process_group: Any) -> bool:
+    """Return whether this is what `new_group` returns in processes that the group does not have."""
+    return isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def active_group(process_group: Group | None) -> Group | None:
     """Return the group to exchange over, by default of all processes; None where there is no other process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
+    check_group(process_group)
     group = dist.group.WORLD if process_group is None else process_group
     if dist.get_rank(group) < 0:
         raise ValueError(
@@ -125,55 +160,63 @@ def gather_statistics(
     first, second = (tensor.to(dtype=dtype) for tensor in as_pair(statistics))
     if first.dim() > 1:  # in pieces
         first, second = merge_moments(first, second, None)
-    size = dist.get_world_size(peers.group)
-    packed = torch.cat((*_head(first, count, peers), first.flatten(), second.flatten()))
-    gathered = packed.new_empty(size * len(packed))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    peers.call(gather, gathered, packed)
-    gathered = gathered.view(size, -1)
-    if gathered.device.type == "cpu":  # elsewhere the host would have to wait
-        _check_same_layer(gathered[:, 1:_HEAD].tolist(), peers)
+    packed = torch.cat((first.new_full((1,), count), first.flatten(), second.flatten()))
+    gathered = _gather_checked(packed, peers)
     counts, total = gathered[:, 0], gathered[:, 0].sum()
-    return [gathered[:, _HEAD:].chunk(2, 1)], counts, total if count > 1 else int(total)
+    return [gathered[:, 1:].chunk(2, 1)], counts, total if count > 1 else int(total)
 
 
-def _head(like: Tensor, count: int, peers: Peers) -> Sequence[Tensor]:
-    """Return what travels in front of statistics: their count, and what `_check_same_layer` compares."""
-    if like.device.type == "cpu":
-        return [like.new_full((1,), number) for number in (count, peers.position, peers.number, _history)]
-    # Two launches in place of four: the position also fills the places of number and checksum. Only a process on the
-    # CPU compares; it then finds different checksums, and compares positions only.
-    return like.new_full((1,), count), like.new_full((_HEAD - 1,), peers.position)
+def _gather_checked(packed: Tensor, peers: Peers) -> Tensor:
+    """Gather a vector of all processes, after a check that all call one layer, on one kind of device.
 
-
-def _check_same_layer(called: Sequence[Sequence[float]], peers: Peers) -> None:
-    """Raise an error unless all processes have called one layer: `called` has position, number and history of each.
-
-    Numbers tell layers apart if all processes have made the same layers in the same way. One that has made others
-    besides, such as a copy of the model to evaluate, or has unpickled its model, has other numbers for the same layers.
+    The check is a gather of its own, because vectors of different lengths, or on a CPU and on a GPU, cannot be gathered
+    at all. It has the same length for every layer, and takes the vector along where that fits and is on the CPU.
+    Elsewhere the host has to wait for the check, so only the first exchange of a layer in its group has one.
     """
-    positions, numbers, histories = map(set, zip(*called, strict=True))
-    if len(positions) == 1 and (len(numbers) == 1 or len(histories) > 1):
-        return
-    layers = {number: layer for layer, number in _numbers.items()} if len(histories) == 1 else {}
-    names = []
-    for position, number, _ in called:
-        layer = layers.get(int(number))
-        names.append(peers._replace(position=int(position)).name if layer is None else _name_of(layer, int(number)))
-    if len(set(names)) == 1:  # of several models
-        names = [f"{name} (number {number:.0f})" for name, (_, number, _) in zip(names, called, strict=True)]
-    found = [f"{name} in rank {rank}" for rank, name in enumerate(names)]
-    raise RuntimeError(
-        f"expected all processes to call the same synchronized batch norm, but got {', '.join(found)}; make every "
-        "process call the same layers in the same order"
+    peers.check(packed)
+    numbers, layer = _numbers.setdefault(peers.group, _Numbers()), peers.layer()
+    if packed.device.type != "cpu" and layer in numbers:
+        return peers.gathered(packed)
+    device = _device_of_checks(packed, peers)
+    number = numbers.of(layer)
+    head = _head(number, packed)
+    message = torch.tensor(head, dtype=torch.float64, device=device)
+    takes_along = packed.device.type == device.type == "cpu" and _HEAD + len(packed) <= _ROOM
+    if takes_along:
+        message = torch.cat((message, packed))
+    gathered = peers.gathered(F.pad(message, (0, _ROOM - len(message))))
+    if any([other != head for other in gathered[:, :_HEAD].tolist()]):
+        raise _different_layers(number, packed, device, peers)
+    numbers.keep(layer, number)
+    return gathered[:, _HEAD : len(message)] if takes_along else peers.gathered(packed)
+
+
+def _device_of_checks(packed: Tensor, peers: Peers) -> torch.device:
+    """Return where all processes of a group can exchange, even if some have their vectors on a CPU, some on a GPU."""
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(peers.group).split(",")]  # "cpu:gloo,cuda:nccl"
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return packed.device if packed.device.type in kinds else torch.device(kinds[0])
+
+
+def _head(number: int, packed: Tensor) -> list[int]:
+    """Return what must be equal in all processes: the layer, and the length, dtype and kind of device of its vector."""
+    letters = packed.device.type[:6].encode()  # as many as float64 holds
+    return [number, len(packed), packed.element_size(), int.from_bytes(letters)]
+
+
+def _different_layers(number: int, packed: Tensor, device: Any, peers: Peers) -> RuntimeError:
+    """Return the error that names the layers of all processes, which each process gets from the others."""
+    text = (
+        f"{peers.name} (number {number}, {len(packed) // 2} channels, {packed.dtype} statistics on {packed.device}) "
+        f"in rank {dist.get_rank()}"
     )
-
-
-def _name_of(layer: Any, number: int) -> str:
-    """Return the name of a layer in its model, or what tells one that was made by itself from others."""
-    position, names = layer._sync_layer
-    has_name = names and names != (ITSELF,)
-    return names[position] if has_name else f"{type(layer).__name__} number {number}"
+    written = torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8, device=device)
+    texts = [bytes(row).decode(errors="replace").strip() for row in peers.gathered(written).tolist()]
+    return RuntimeError(
+        f"expected all processes to call the same synchronized batch norm, but got {', '.join(texts)}; make every "
+        "process call the same layers in the same order, on the same kind of device"
+    )
 
 
 class _AllReduce(torch.autograd.Function):

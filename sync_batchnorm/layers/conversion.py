@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..call import processes
 from ..refusals import check_module, warn
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
@@ -98,7 +97,7 @@ def convert_model(
     former = {child: type(child) for _, child in modules}
     reasons = {name: _convert(child, classes, options) for name, child in modules}
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
-    names = tuple(name or processes.ITSELF for name in layers)
+    names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
     _bind_anew(modules, former)
@@ -250,7 +249,6 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
     synced = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", synced)
-    processes.number_layer(layer, "converted")
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
     if cls in classes:

@@ -1,5 +1,6 @@
 """The layers: their options, when they synchronize, and what they refuse."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
     if eps_mode is not None:
         _check_eps_mode("eps_mode", eps_mode)
     check_number("group_size", group_size)
+    processes.check_group(process_group)
     if group_size is not None and process_group is not None:
         raise ValueError(
             f"expected group_size or process_group, but got {group_size} and {process_group}; group_size divides the "
@@ -118,7 +120,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
         without_bias = {} if bias else {"bias": False}  # An older torch raises its own error.
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         self.__dict__.update(sync_options(eps_mode, group_size, process_group))
-        processes.number_layer(self, "constructed")
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         """Connect this copy to its peers: the first of each group makes the `SyncMaster`, the others register."""
@@ -192,7 +193,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
             return [getattr(self, name) for name in names]
 
     def _peers(self) -> processes.Peers:
-        return processes.Peers(self._active_group(), *self._sync_layer, processes.number_of(self))
+        position, names = self._sync_layer
+        name = names[position] if names else f"a {type(self).__name__} without a name"
+        return processes.Peers(self._active_group(), name, weakref.ref(self))
 
     def _active_group(self) -> processes.Group | None:
         """Return the group of processes to synchronize with, or None for this process alone."""
@@ -218,7 +221,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
         # The pickle of a layer of the older library holds a `SyncMaster`, a shallow copy of a replica its connection.
         state = {name: value for name, value in state.items() if not isinstance(value, (SyncMaster, Connection))}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        processes.number_layer(self, "copied")
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("eps_mode", "group_size", "process_group")}

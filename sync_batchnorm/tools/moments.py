@@ -71,7 +71,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
     values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input)
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Then all processes together, in the graph.
-        peers = processes.Peers(group, 0, ("sync_moments",))
+        peers = processes.Peers(group, "sync_moments")
         sums = peers.all_reduced(torch.cat((mean * count, mean.new_full((1,), count))))
         total = sums[-1].clamp(min=1)
         deviations = mean - sums[:-1] / total

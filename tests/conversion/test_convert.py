@@ -38,7 +38,8 @@ KINDS = [
     (nn.BatchNorm3d, SynchronizedBatchNorm3d),
     (nn.SyncBatchNorm, SynchronizedBatchNorm),
 ]
-OPTIONS: list[dict[str, Any]] = [{}, {"eps_mode": "clamp", "group_size": 2}, {"process_group": "a group"}]
+GROUP = torch.distributed.ProcessGroup(0, 1)
+OPTIONS: list[dict[str, Any]] = [{}, {"eps_mode": "clamp", "group_size": 2}, {"process_group": GROUP}]
 
 
 class Tagged(nn.BatchNorm2d):
@@ -203,7 +204,8 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
         ({"eps_mode": 3}, TypeError, "eps_mode must be 'plus' or 'clamp', got 3"),
         ({"group_size": 0}, ValueError, "expected group_size of at least 1"),
         ({"group_size": True}, TypeError, "expected group_size as a number of replicas"),
-        ({"group_size": 2, "process_group": "a group"}, ValueError, "expected group_size or process_group, but got 2 "),
+        ({"process_group": [0, 1]}, TypeError, r"process_group must be a group of torch.distributed, got \[0, 1\]"),
+        ({"group_size": 2, "process_group": GROUP}, ValueError, "expected group_size or process_group, but got 2 "),
     ],
 )
 def test_bad_options_are_refused_before_anything_changes(options, error, text):
@@ -276,10 +278,10 @@ def test_a_sync_batch_norm_keeps_its_group_unless_one_is_given():
     layer = nn.SyncBatchNorm(3, process_group="its own")
     assert convert_model(layer).process_group == "its own"
     assert revert_model(layer).process_group == "its own"
-    assert convert_model(layer, process_group="given").process_group == "given"
+    assert convert_model(layer, process_group=GROUP).process_group is GROUP
     assert revert_model(layer).process_group == "its own"
     assert set(vars(layer)) == set(vars(nn.SyncBatchNorm(3)))
-    assert revert_model(SynchronizedBatchNorm(3, process_group="a group")).process_group == "a group"
+    assert revert_model(SynchronizedBatchNorm(3, process_group=GROUP)).process_group is GROUP
 
 
 # Subclasses

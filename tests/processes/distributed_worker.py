@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,7 @@ from sync_batchnorm.call.processes import Peers
 from sync_batchnorm.wrapper.copies import replicate
 
 CHECKS: dict[str, Callable[[], None]] = {}
+CHECKS_ON_GPUS: dict[str, Callable[[], None]] = {}  # that need some, and run in a world of two
 SLOW = {"compiled_ddp_equals_one_process", "fsdp2_equals_one_process", "block_of_the_page_compiles_to_two_graphs"}
 ON_GPUS = [
     "steps_of_a_net_are_those_of_one_process",
@@ -69,6 +71,11 @@ SECONDS = 60.0  # the timeout of the world; starting takes long where many proce
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
     CHECKS[function.__name__] = function
+    return function
+
+
+def check_on_gpus(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS_ON_GPUS[function.__name__] = function
     return function
 
 
@@ -450,6 +457,22 @@ def sub_groups_synchronize_among_themselves() -> None:
 
 
 @check
+def what_is_no_group_is_refused() -> None:
+    text = r"process_group must be a group of torch.distributed, got .*; pass the result of torch.distributed.new_group"
+    for wrong in (3, "gloo", [0, 1], init_device_mesh(DEVICE, (SIZE,))):
+        layer = SynchronizedBatchNorm2d(3)
+        layer.process_group = wrong
+        for refuse in (
+            lambda wrong=wrong: SynchronizedBatchNorm2d(3, process_group=wrong),
+            lambda wrong=wrong: convert_model(nn.BatchNorm2d(3), process_group=wrong),
+            lambda wrong=wrong: sync_moments(torch.randn(2, 3), None, process_group=wrong),
+            lambda layer=layer: layer(torch.randn(2, 3, 4, 4)),
+        ):
+            with pytest.raises(TypeError, match=text):
+                refuse()
+
+
+@check
 def a_group_without_this_process_is_refused() -> None:
     model = SynchronizedBatchNorm2d(3, process_group=dist.new_group([0]))
     text = f"expected a process_group that this process belongs to, but got one without rank {RANK}"
@@ -458,15 +481,47 @@ def a_group_without_this_process_is_refused() -> None:
     model.eval()(torch.randn(2, 3, 4, 4))
 
 
-@check
-def processes_that_call_different_layers_are_told_which() -> None:
-    model = convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
-    called = ", ".join(f"{min(rank, 1)} in rank {rank}" for rank in range(SIZE))
-    with pytest.raises(RuntimeError, match=f"expected all processes to call the same .* but got {called}; make every"):
-        model[min(RANK, 1)](torch.randn(2, 3, 4, 4))
-    for layer in model:
-        assert layer.num_batches_tracked == 0
-        layer(torch.randn(2, 3, 4, 4))
+# Which layer processes call together, and where.
+
+
+def each_kind_of_group(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the group of all be one that takes tensors of the CPU too, and one for GPUs alone."""
+    yield
+    patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    yield
+
+
+@check_on_gpus
+def a_process_on_the_cpu_and_one_on_a_gpu_are_told() -> None:
+    device = ["cpu", "cuda:0"][RANK]
+    text = r"torch.float64 statistics on cpu\) in rank 0, .* on cuda:0\) in rank 1; make every process call"
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in each_kind_of_group(patch):
+            for dtype in (torch.float32, torch.float64):
+                layer = SynchronizedBatchNorm2d(3, device=device, dtype=dtype)
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match=text):
+                        layer(torch.ones(2, 3, 4, 4, device=device, dtype=dtype))
+                    assert layer.num_batches_tracked == 0
+                assert_same_step(nn.BatchNorm2d(3).to(DEVICE).double(), layer.to(DEVICE).double(), images())
+
+
+@check_on_gpus
+def the_first_exchange_of_a_layer_on_a_gpu_is_checked_and_no_other_one() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in each_kind_of_group(patch):
+            for widths, dtypes in (((3, 4), [torch.float32] * 2), ((3, 3), [torch.float32, torch.float64])):
+                layer = SynchronizedBatchNorm2d(widths[RANK], device=DEVICE, dtype=dtypes[RANK])
+                with pytest.raises(
+                    RuntimeError, match=rf"{dtypes[0]} .* in rank 0, .* {widths[1]} channels, {dtypes[1]}"
+                ):
+                    layer(torch.randn(2, widths[RANK], 4, 4, device=DEVICE, dtype=dtypes[RANK]))
+                assert layer.num_batches_tracked == 0
+            _, model = twins(nn.BatchNorm2d(3))
+            for gathers in (2, 1, 1):
+                with Collectives() as collectives:
+                    model(cut(images()))
+                assert collectives.found == [GATHER] * gathers
 
 
 def patched_layers() -> list[nn.Module]:
@@ -484,56 +539,145 @@ def swapped_layers() -> list[nn.Module]:
     layers = [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
     for layer in layers:
         layer.__class__ = SynchronizedBatchNorm2d
-        layer(torch.randn(2, 3, 4, 4))  # which gives it a number
-        layer.reset_running_stats()
     return layers
 
 
-PAIRS: dict[str, Callable[[], Sequence[nn.Module]]] = {
-    "constructed": lambda: [SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)],
-    "patched": patched_layers,
-    "converted one by one": lambda: [convert_model(nn.BatchNorm2d(3)) for _ in range(2)],
-    "converted in two models": named_layers,
-    "of one name in two models": lambda: named_layers(("stem", "stem")),
-    "converted twice": lambda: [convert_model(layer) for layer in named_layers()],
-    "copied": lambda: [copy.deepcopy(layer) for layer in [SynchronizedBatchNorm2d(3)] * 2],
-    "original and copy": lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)],
-    "pickled": lambda: [pickle.loads(pickle.dumps(layer)) for layer in [SynchronizedBatchNorm2d(3)] * 2],
-    "swapped": swapped_layers,
+def with_more_copies() -> list[nn.Module]:
+    """Make layers of which one process has copies besides, such as an average that it evaluates."""
+    layers = named_layers()
+    more = copy.deepcopy(layers) if RANK == 0 else []
+    for layer in more:
+        layer.eval()(torch.ones(2, 3, 4, 4))
+    return layers
+
+
+WITHOUT_NAMES = ["a SynchronizedBatchNorm2d without a name"] * 2
+PAIRS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Sequence[str]]] = {
+    "converted together": (lambda: convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))), ["0", "1"]),
+    "constructed": (lambda: [SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)], WITHOUT_NAMES),
+    "patched": (patched_layers, WITHOUT_NAMES),
+    "converted one by one": (lambda: [convert_model(nn.BatchNorm2d(3)) for _ in range(2)], ["the module itself"] * 2),
+    "converted in two models": (named_layers, ["stem", "head"]),
+    "of one name in two models": (lambda: named_layers(("stem", "stem")), ["stem", "stem"]),
+    "copied": (lambda: [copy.deepcopy(layer) for layer in named_layers()], ["stem", "head"]),
+    "original and copy": (lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)], WITHOUT_NAMES),
+    "swapped": (swapped_layers, WITHOUT_NAMES),
+    "copied by one process": (with_more_copies, ["stem", "head"]),
+    "unpickled by one process": (
+        lambda: [pickle.loads(pickle.dumps(layer)) if RANK == 1 else layer for layer in named_layers()],
+        ["stem", "head"],
+    ),
 }
 
 
+def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Call the first layer in rank 0 and the second in the others; return the numbers and channels that they tell."""
+    called = layers[min(RANK, 1)]
+    before = copy.deepcopy(called.state_dict())
+    each = [
+        rf"{names[min(rank, 1)]} \(number (\d+), (\d+) channels, .* on cpu\) in rank {rank}" for rank in range(SIZE)
+    ]
+    text = f"expected all processes to call the same synchronized batch norm, but got {', '.join(each)}; make every"
+    with pytest.raises(RuntimeError, match=text) as caught:
+        called(torch.randn(2, called.num_features, 4, 4))
+    for name, value in called.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    found = re.search(text, str(caught.value))
+    return list(zip(found.groups()[::2], found.groups()[1::2], strict=True))
+
+
 @check
-def processes_that_call_different_layers_that_were_not_converted_together_are_told_which() -> None:
-    for name, make in PAIRS.items():
+def processes_that_call_different_layers_after_a_right_call_are_told_which() -> None:
+    for make, names in PAIRS.values():
         layers = make()
-        names = {
-            "converted in two models": ["stem", "head"],
-            "of one name in two models": [r"stem \(number \d+\)"] * 2,
-        }.get(name, [r"SynchronizedBatchNorm2d number \d+"] * 2)
-        called = ", ".join(f"{names[min(rank, 1)]} in rank {rank}" for rank in range(SIZE))
-        text = f"expected all processes to call the same synchronized batch norm, but got {called}; make every"
-        with pytest.raises(RuntimeError, match=text) as caught:
-            layers[min(RANK, 1)](torch.randn(2, 3, 4, 4))
-        numbers = re.findall(r"number (\d+)", str(caught.value))
-        assert len(set(numbers)) == (0 if names[0] == "stem" else 2)
         for layer in layers:
-            assert layer.num_batches_tracked == 0
+            layer(torch.randn(2, 3, 4, 4))
+        (one, _), (other, _), *_ = assert_all_are_told(layers, names)
+        assert int(other) == int(one) + 1
+        for layer in layers:
+            layer.reset_running_stats()
             assert_same_step(nn.BatchNorm2d(3).double(), layer.double(), images())
 
 
 @check
-def process_that_makes_more_layers_than_others_is_no_error() -> None:
-    first = SynchronizedBatchNorm2d(3)
-    if RANK == 0:  # such as a copy of the model that one process evaluates
-        more = [copy.deepcopy(first).eval(), SynchronizedBatchNorm2d(3)]
-        more[0](torch.randn(2, 3, 4, 4))
-    second = convert_model(nn.BatchNorm2d(3))
-    for layer in (second, first, second):
-        layer(torch.randn(2, 3, 4, 4))
-    model = convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
-    with pytest.raises(RuntimeError, match=r"but got 0 in rank 0, 1 in rank 1"):  # Layers of one model have names.
-        model[min(RANK, 1)](torch.randn(2, 3, 4, 4))
+def processes_that_call_layers_of_other_widths_are_told_even_at_a_first_call() -> None:
+    for narrow, wide in ((3, 4), (3, 3000), (3000, 3001)):  # of which the last are longer than the first gather
+        layers = [SynchronizedBatchNorm2d(width) for width in (narrow, wide)]
+        for called in ([], *[[layer] for layer in layers]):
+            for layer in called:
+                layer(torch.randn(2, layer.num_features, 4, 4))
+            told = assert_all_are_told(layers, WITHOUT_NAMES)
+            assert [int(channels) for _, channels in told[:2]] == [narrow, wide]
+            assert (told[0][0] == told[1][0]) == (not called)  # a first call of both has the same number
+
+
+def beside_an_average(net: nn.Module) -> nn.Module:
+    """Convert a net, in one process in a container that has an average of it in front."""
+    return convert_model(nn.ModuleList([copy.deepcopy(net).eval(), net] if RANK == 0 else [net]))[-1]
+
+
+def copied_in_threads(net: nn.Module) -> nn.Module:
+    copies: dict[int, nn.Module] = {}
+    threads = [threading.Thread(target=lambda i=i: copies.update({i: copy.deepcopy(net)})) for i in range(2)]
+    for thread in threads[:: 1 if RANK else -1]:  # one after the other, in an order of each process
+        thread.start()
+        thread.join()
+    return copies[0]
+
+
+def first_in_eval(*nets: nn.Module) -> nn.Module:
+    """Return the first of some nets, after each process has evaluated all, in an order of its own."""
+    for net in nets[:: 1 if RANK else -1]:
+        copy.deepcopy(net).eval()(images())
+        net.eval()(images())
+    return nets[0].train()
+
+
+def in_an_order_of_each_process(make: Callable[[], nn.Module]) -> nn.Module:
+    nets = {name: make() for name in ["photo", "sketch"][:: 1 if RANK else -1]}
+    return nets["photo"]
+
+
+# Programs in which each process makes its layers in a way of its own, from a plain net.
+PROGRAMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "one of several models": lambda net: [convert_model(copy.deepcopy(net)) for _ in range(SIZE)][RANK],
+    "another order": lambda net: in_an_order_of_each_process(lambda: convert_model(copy.deepcopy(net))),
+    "copies in threads": lambda net: copied_in_threads(convert_model(net)),
+    "first used in eval": lambda net: first_in_eval(*[convert_model(copy.deepcopy(net)) for _ in range(2)]),
+    "one of a list": lambda net: convert_model(nn.ModuleList(copy.deepcopy(net) for _ in range(SIZE)))[RANK],
+    "one of a dict": lambda net: convert_model(nn.ModuleDict({str(i): copy.deepcopy(net) for i in range(SIZE)}))[
+        str(SIZE - 1 - RANK)
+    ],
+    "an average in one process": beside_an_average,
+}
+
+
+@check
+def processes_that_make_their_layers_in_ways_of_their_own_equal_one_process() -> None:
+    for make in PROGRAMS.values():
+        plain = randomize(conv_net()).double()
+        model = make(copy.deepcopy(plain))
+        for step in range(4):
+            if step == RANK + 1:
+                copy.deepcopy(model)  # in the middle of a training, and at another step in each process
+            assert_same_step(plain, model, images())
+
+
+@check
+def numbers_begin_anew_in_a_group_that_was_made_anew() -> None:
+    layers = named_layers()
+    for order in (layers, layers[::-1]):
+        group = dist.new_group()
+        for layer in order:
+            layer.process_group = group
+            layer(torch.randn(2, 3, 4, 4))
+        told = assert_all_are_told(order, ["stem", "head"] if order is layers else ["head", "stem"])
+        assert [number for number, _ in told[:2]] == ["1", "2"]
+        dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="process_group must be a group that exists, got one that"):
+        layers[0](torch.randn(2, 3, 4, 4))
+    with pytest.raises(ValueError, match="process_group must be a group that exists"):
+        convert_model(nn.BatchNorm2d(3), process_group=group)
 
 
 @check
@@ -565,9 +709,9 @@ def what_other_processes_cannot_take_is_refused() -> None:
     layer, batch = SynchronizedBatchNorm2d(3), images([1] * SIZE).float()
     whole = distribute_tensor(batch, init_device_mesh(DEVICE, (SIZE,)), [Shard(0)])
     text = "expected a tensor of this process, but got a %s in the exchange of %s; pass the to_local"
-    with pytest.raises(RuntimeError, match=text % ("DTensor", "a layer without a name") + "|sharding strategy"):
+    with pytest.raises(RuntimeError, match=text % ("DTensor", WITHOUT_NAMES[0]) + "|sharding strategy"):
         layer(whole)
-    for norm, name in ((layer, "a layer without a name"), (lambda input: sync_moments(input, None), "sync_moments")):
+    for norm, name in ((layer, WITHOUT_NAMES[0]), (lambda input: sync_moments(input, None), "sync_moments")):
         refused = pytest.raises(RuntimeError, match=text % ("FakeTensor", name))
         with FakeTensorMode(allow_non_fake_inputs=True), refused:
             norm(torch.randn(2, 3, 4, 4))
@@ -848,7 +992,7 @@ def run_checks(rank: int, size: int, folder: Path, names: Sequence[str]) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
     for name in names:
         torch.manual_seed(sum(name.encode()))  # the same in every process
-        CHECKS[name]()
+        (CHECKS | CHECKS_ON_GPUS)[name]()
         (folder / f"{name}.{rank}").touch()
 
 
@@ -872,4 +1016,4 @@ if __name__ == "__main__":
     DEVICE = "cuda"
     for function in {"all_gather_into_tensor", "all_gather_single", "all_reduce"} & set(dir(dist)):
         setattr(dist, function, on_the_host(getattr(dist, function)))
-    print(run_world(2, Path(sys.argv[1]), ON_GPUS))
+    print(run_world(2, Path(sys.argv[1]), [*ON_GPUS, *CHECKS_ON_GPUS]))

@@ -5,6 +5,7 @@ The checks themselves are in `distributed_worker.py`. Each world of processes is
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import os
@@ -13,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,10 +23,10 @@ import torch
 import torch.distributed as dist
 from distributed_worker import CHECKS, SLOW, run_world
 from forks import forked, needs_fork
-from helpers import assert_same_step, blocks_of, twins
+from helpers import assert_equal, assert_same_step, blocks_of, twins
 from torch import nn
 
-from sync_batchnorm import SynchronizedBatchNorm2d
+from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 
 ROOT = Path(__file__).parents[2]
 # In which a world must have ended. Some workers wait for that of another, and look idle to the watchdog meanwhile; a
@@ -104,6 +106,39 @@ def test_layer_of_a_world_that_is_gone_is_alone():
     dist.destroy_process_group()
     batch = torch.randn(4, 3, 2, 2)
     assert torch.equal(layer(batch), nn.BatchNorm2d(3)(batch))
+
+
+def train_ranks_in_threads() -> None:
+    """Train a net in a world of two ranks that are threads of this process, and compare with one rank."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # Each thread has groups of its own.
+    plain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Tanh(), nn.BatchNorm2d(3)).double()
+    models = convert_model(nn.ModuleList(copy.deepcopy(plain) for _ in range(2)))
+    batch, store = torch.randn(6, 3, 4, 4).double(), dist.HashStore()
+    outputs: dict[int, torch.Tensor] = {}
+
+    def train(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+        for _ in range(2):
+            outputs[rank] = models[rank](batch[3 * rank :][:3])
+            outputs[rank].square().mean().backward()
+
+    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert_equal(torch.cat([outputs[0], outputs[1]]), plain(batch))
+
+
+@needs_fork
+@pytest.mark.watchdog(60.0)
+def test_ranks_that_are_threads_of_one_process_equal_one_rank():
+    ended = forked(train_ranks_in_threads)
+    assert ended.status == 0, ended.output
 
 
 def test_torch_without_distributed_has_no_peers(monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sync_batchnorm import SynchronizedBatchNorm1d
 from sync_batchnorm.call import processes
 
 __all__ = ["main"]
@@ -42,7 +44,8 @@ def measure(rank: int, size: int, folder: str, channels: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{size}", size), rank=rank, world_size=size)
     for width in channels:
         statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
-        peers = processes.Peers(dist.group.WORLD, 0, ("layer",))
+        layer = SynchronizedBatchNorm1d(width)
+        peers = processes.Peers(dist.group.WORLD, "layer", weakref.ref(layer))
         forward = minimum(partial(processes.gather_statistics, statistics, 512, peers, None))
         backward = minimum(partial(peers.all_reduced, sums))
         if rank == 0:
