@@ -1,7 +1,8 @@
 """The exchange between processes, over `torch.distributed`: batch statistics and their gradients.
 
-One collective of one packed vector makes the statistics of all processes, and another one in the backward makes their
-gradients. Timeouts and lost processes are left to `torch.distributed`.
+One collective of one packed vector makes the statistics of all processes, and another one in the backward pass makes
+their gradients; `_gather_checked` says when there are two in the forward pass. Timeouts and lost processes are left to
+`torch.distributed`.
 
 All processes of a group must have the same weights, and make the same calls in the same order; in a backward pass, that
 is the order of the autograd engine. `DistributedDataParallel` guarantees the former, and relies on the latter as well.
