@@ -123,7 +123,7 @@ def check_group(process_group: Any) -> None:
 
 
 def _is_of_others(process_group: Any) -> bool:
-    """Return whether this is what `new_group` returns in processes that the group does not have."""
+    """Return whether this is what `torch.distributed.new_group` returns in processes that the group does not have."""
     return isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
 
 
