@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import logging
 import os
@@ -15,6 +16,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -678,6 +680,19 @@ def numbers_begin_anew_in_a_group_that_was_made_anew() -> None:
         layers[0](torch.randn(2, 3, 4, 4))
     with pytest.raises(ValueError, match="process_group must be a group that exists"):
         convert_model(nn.BatchNorm2d(3), process_group=group)
+
+
+@check
+def layer_that_is_gone_in_some_processes_keeps_its_number() -> None:
+    first, input = SynchronizedBatchNorm2d(3), torch.randn(2, 3, 4, 4, requires_grad=True)
+    output, gone = first(input), weakref.ref(first)
+    kept = first if RANK else None
+    del first
+    gc.collect()
+    assert gone() is kept  # the graph keeps no layer alive
+    output.sum().backward()
+    for _ in range(2):
+        assert_same_step(nn.BatchNorm2d(3).double(), SynchronizedBatchNorm2d(3).double(), images())
 
 
 @check
