@@ -57,6 +57,15 @@ def library_at(folder: Path) -> ModuleType:
         sys.modules.update(hidden)
 
 
+def libraries_at(other: Path | None, existing: Path | None) -> dict[str, ModuleType | None]:
+    """Import this library and others, where their folders are given; None stands for plain layers."""
+    libraries: dict[str, ModuleType | None] = {PLAIN: None, OURS: library_at(ROOT)}
+    for name, folder in ((OTHER, other), (EXISTING, existing)):
+        if folder is not None:
+            libraries[name] = library_at(folder)
+    return libraries
+
+
 def wrap(library: ModuleType | None, net: nn.Module, devices: list[int]) -> Any:
     """Return `net`, whose layers are converted, in the wrapper of a library; or as it is, in that of torch."""
     if library is None:
@@ -288,10 +297,7 @@ def main() -> None:
     if options.one_core:
         take_core(0)  # and so do the threads that will be started
     print(environment() + ", one core" * options.one_core)
-    libraries = {PLAIN: None, OURS: library_at(ROOT)}
-    for name, folder in ((OTHER, options.other), (EXISTING, options.existing)):
-        if folder is not None:
-            libraries[name] = library_at(folder)
+    libraries = libraries_at(options.other, options.existing)
     for part in options.parts:
         title, run = PARTS[part]
         print(f"\n{title}")
