@@ -164,6 +164,16 @@ class BatchStatistics(NamedTuple):
         return total
 
 
+class ReplicaForward(NamedTuple):
+    """What one replica brings into a forward pass, and the statistics of the batch."""
+
+    input: Tensor  # with elements
+    mean_invstd: Pair
+    weight: Tensor | None
+    bias: Tensor | None
+    memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
+
+
 class ReplicaBackward(NamedTuple):
     """What one replica brings into a backward pass."""
 
@@ -229,17 +239,19 @@ class Backend:
         invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(
-        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        """Write ``(input - mean) * invstd * weight + bias`` into `out`. The input has elements."""
-        mean, invstd = mean_invstd
-        factor = per_channel(invstd if weight is None else invstd * weight, input)
-        centered = input - per_channel(mean, input)
-        if bias is None:
-            torch.mul(centered, factor, out=out)
-        else:
-            torch.addcmul(per_channel(bias, input), centered, factor, out=out)
+    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+        """Return the output ``(input - mean) * invstd * weight + bias`` of each replica."""
+        outputs: list[Tensor] = []
+        for input, (mean, invstd), weight, bias, memory in replicas:
+            out = memory_for_output(input) if memory is None else memory
+            factor = per_channel(invstd if weight is None else invstd * weight, input)
+            centered = input - per_channel(mean, input)
+            if bias is None:
+                torch.mul(centered, factor, out=out)
+            else:
+                torch.addcmul(per_channel(bias, input), centered, factor, out=out)
+            outputs.append(out)
+        return outputs
 
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.

@@ -20,7 +20,9 @@ from .base import (
     Gradients,
     Pair,
     ReplicaBackward,
+    ReplicaForward,
     format_of,
+    memory_for_output,
     merge_moments,
     per_channel,
     reduced_dims,
@@ -53,14 +55,17 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
 
-    def normalize(
-        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        # The offset is made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
-        mean, invstd = mean_invstd
-        slope = _factor(invstd, weight, statistics_dtype(input.dtype))
-        offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-        affine(input, slope, offset.to(slope.dtype), out)
+    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        for input, (mean, invstd), weight, bias, memory in replicas:
+            if not outputs or parameters_differ:  # Otherwise slope and offset are those of the replica before.
+                slope = _factor(invstd, weight, statistics_dtype(input.dtype))
+                # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
+                offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
+                offset = offset.to(slope.dtype)
+            # Into memory, since torch then refuses tangents of forward mode, which would be lost.
+            outputs.append(affine(input, slope, offset, memory_for_output(input) if memory is None else memory))
+        return outputs
 
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         if not replicas:

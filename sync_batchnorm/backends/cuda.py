@@ -12,11 +12,13 @@ from .base import (
     Gradients,
     Pair,
     ReplicaBackward,
+    ReplicaForward,
     RunningStatistics,
     Statistics,
     as_pair,
     format_of,
     invstd_of,
+    memory_for_output,
     per_channel,
     sent_to,
 )
@@ -65,11 +67,16 @@ class Cuda(Backend):
             invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(
-        self, input: Tensor, mean_invstd: Pair, weight: Tensor | None, bias: Tensor | None, out: Tensor
-    ) -> None:
-        mean, invstd = mean_invstd
-        torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=out)
+    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        for input, (mean, invstd), weight, bias, _ in replicas:
+            if input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
+                output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
+            else:
+                output = memory_for_output(input)
+                torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=output)
+            outputs.append(output)
+        return outputs
 
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Tensor] = []

@@ -18,14 +18,13 @@ from ..backends.base import (
     BatchStatistics,
     Pair,
     Statistics,
-    memory_for_output,
     sent_to,
     single_value,
 )
 from ..backends.streams import are_default, on_default_streams
 from ..torch_private import any_autocast, graph_task_id, set_grad_enabled, without_modes
 from .node import make_node
-from .part import Kind, Part
+from .part import Kind, Part, normalize
 from .processes import gather_statistics
 from .recomputation import remember, repeat
 from .saved import Saved, SavedByHooks, save
@@ -80,7 +79,7 @@ def _exchange_on_default_streams(part: Part, pipe: Any) -> Tensor:
 
 
 def _exchange(part: Part, pipe: Any) -> Tensor:
-    """Measure, get the answer of the master, or of the call that is repeated, and normalize."""
+    """Measure, and get the answer of the master, or of the call that is repeated."""
     _measure(part)
     if pipe is None:
         _answer([part])
@@ -90,22 +89,19 @@ def _exchange(part: Part, pipe: Any) -> Tensor:
         pipe.run(part)
         if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
             remember(part, pipe)
-    if part.elements:
-        part.kind.backend.normalize(part.input, part.mean_invstd, part.weight, part.bias, part.output)
     return part.output
 
 
 def _measure(part: Part) -> None:
-    """Compute the statistics of the input, and send them to the master's device; allocate the output."""
-    input, memory = part.input, None
+    """Compute the statistics of the input, and send them to the master's device."""
+    input = part.input
     device, channels = input.device, input.shape[1]
     backend = backends.BACKENDS.get(device.type, GENERAL)
     part.elements = input.numel() // max(channels, 1)
     if part.elements:
-        statistics, memory = backend.statistics(input, part.eps)
+        statistics, part.memory = backend.statistics(input, part.eps)
     else:
         statistics = backend.empty_statistics(input)
-    part.output = memory_for_output(input) if memory is None else memory
     part.statistics = sent_to(statistics, part.master_device)
     part.kind = Kind(
         backend=backend,
@@ -129,10 +125,11 @@ def merge_parts(messages: Messages) -> Messages:
 
 
 def _answer(parts: Sequence[Part]) -> None:
-    """Add mean and inverse standard deviation of the batch to all parts, and make the node of the call."""
+    """Add mean and inverse standard deviation of the batch to all parts, and the outputs, of the node of the call."""
     batch = _merge(parts)
     for part in parts:
         part.mean_invstd = batch.mean_invstd[part.input.device]
+    normalize(parts)
     make_node(batch, parts)
 
 

@@ -4,9 +4,6 @@ So no thread waits for another replica in a backward pass: the engine runs this 
 outputs. The node computes the two sums of each replica, adds them up, and computes the gradients of all inputs. What it
 reads of a replica is in its `Saved`.
 
-NOTE [memory of the outputs]: The node returns its outputs before they are filled in. Each replica allocates its own
-output, and fills it after the exchange.
-
 NOTE [gradients of gradients]: With `create_graph`, `Backend.gradients` computes the statistics once more from the saved
 inputs, in operators that autograd records. So a second backward pass needs nothing of this node.
 

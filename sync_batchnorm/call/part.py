@@ -1,5 +1,6 @@
 """The part of one replica in one call of a layer: what it brings, what the master adds, and the output."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,8 +10,10 @@ from torch import Tensor
 from ..backends.base import (
     Backend,
     Pair,
+    ReplicaForward,
     RunningStatistics,
     Statistics,
+    memory_for_output,
 )
 from .processes import Peers
 from .saved import Saved
@@ -43,6 +46,7 @@ class Part:
     peers: Peers | None  # the processes to exchange with
     running: RunningStatistics | None  # the buffers that this call of the replica updates
     weight_of_module: bool  # whether the weight is that of the wrapped module, equal in all replicas
+    bias_of_module: bool
     master_device: torch.device  # where the master merges, if that is known: statistics are sent there
     # What the call has.
     input: Tensor = field(init=False)
@@ -51,6 +55,20 @@ class Part:
     kind: Kind = field(init=False)
     statistics: Statistics = field(init=False)  # of the input, see `Backend.statistics`
     elements: int = field(init=False)  # per channel
-    output: Tensor = field(init=False)  # see NOTE [memory of the outputs] in `node.py`
-    # What the master adds: mean and inverse standard deviation of the batch, on the device of the replica.
+    memory: Tensor | None = None  # for the output, if the backend has some
+    # What the master adds: mean and inverse standard deviation of the batch, on the device of the replica; the output.
     mean_invstd: Pair = field(init=False)
+    output: Tensor = field(init=False)
+
+
+def normalize(parts: Sequence[Part]) -> None:
+    """Add the outputs of parts, which have mean and inverse standard deviation of the batch."""
+    replicas: list[ReplicaForward] = []
+    differ = False
+    for part in parts:
+        if part.elements:
+            replicas.append(ReplicaForward(part.input, part.mean_invstd, part.weight, part.bias, part.memory))
+            differ = differ or not (part.weight_of_module and part.bias_of_module)
+    outputs = iter(parts[0].kind.backend.normalize(replicas, differ))
+    for part in parts:
+        part.output = next(outputs) if part.elements else memory_for_output(part.input)

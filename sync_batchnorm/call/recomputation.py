@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .part import Part
+from .part import Part, normalize
 from .saved import graph_source
 
 __all__: list[str] = []
@@ -46,9 +46,10 @@ def remember(part: Part, pipe: Any) -> None:
 
 
 def repeat(part: Part, pipe: Any) -> None:
-    """Give a part the answer that its pipe remembers."""
+    """Normalize the input of a part with the answer that its pipe remembers."""
     call = _recall(pipe.remembered, part.statistics, pipe.where)
     part.mean_invstd = call.mean_invstd
+    normalize([part])
     if part.saved is not None and not call.is_constant:  # None under `no_grad`, as in the forward
         part.output = _refuse_gradient(part.output, part.input)
 

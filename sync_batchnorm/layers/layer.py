@@ -77,7 +77,8 @@ class Connection(NamedTuple):
     pipe: SyncMaster | SlavePipe | None
     copy_id: int  # the number of the replica; the buffers of the first one are those of the wrapped module
     master_device: torch.device | None = None  # where the master merges, if that is known
-    weight: Tensor | None = None  # that the replica got from its module
+    weight: Tensor | None = None  # that the replica got from its module, as the next
+    bias: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # A copy of a replica's layer is not connected.
@@ -128,11 +129,13 @@ class _SynchronizedBatchNorm(BatchNormBase):
             # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
             vars(ctx)["sync_master"] = SyncMaster(merge_parts)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
+        of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         self.__dict__["_sync_connection"] = Connection(
             pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
             copy_id=copy_id,
             master_device=ctx.master_device,
-            weight=self._parameters.get("weight") if self.__dict__.get("_is_replica") else None,
+            weight=of_replica.get("weight"),
+            bias=of_replica.get("bias"),
         )
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
@@ -175,6 +178,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             peers=self._peers() if connection is ALONE else None,
             running=running,
             weight_of_module=weight is connection.weight,  # A module may compute one in its forward.
+            bias_of_module=bias is connection.bias,
             master_device=connection.master_device or input.device,
         )
         return sync_batch_norm(input, part, connection.pipe)

@@ -321,29 +321,31 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
 
 
 class Conditional(nn.Module):
-    """Takes the weight of its layer from the batch, so that each replica has another one, unless it is NaN."""
+    """Takes a parameter of its layer from the batch, so that each replica has another one, unless it is NaN."""
 
-    def __init__(self):
+    def __init__(self, name):
         super().__init__()
-        self.layer = nn.BatchNorm1d(3).double()
+        self.layer, self.name = nn.BatchNorm1d(3).double(), name
 
-    def forward(self, input, weights):
-        own = {} if weights[0].isnan().any() else {"weight": weights[0]}
-        return functional_call(self.layer, own, (input,))
+    def forward(self, input, values):
+        of_replica = {} if values[0].isnan().any() else {self.name: values[0]}
+        return functional_call(self.layer, of_replica, (input,))
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("without", [slice(0), slice(1), slice(1, None)], ids=["none", "first", "others"])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_each_replica_may_have_a_weight_of_its_own(devices, without):
-    model, parallel = twins(Conditional(), devices)
-    input, weights = (doubles(2 * len(devices), 3, devices=devices) for _ in range(2))
-    weights[::2][without] = math.nan
-    input.requires_grad_(), weights.requires_grad_()
-    output, grad = parallel(input, weights), doubles(2 * len(devices), 3, devices=devices)
-    in_use = torch.where(weights[::2].isnan(), model.layer.weight, weights[::2]).repeat_interleave(2, 0)
-    expected = F.batch_norm(input, None, None, training=True) * in_use + model.layer.bias
+def test_each_replica_may_have_a_weight_or_a_bias_of_its_own(devices, without, name):
+    model, parallel = twins(Conditional(name), devices)
+    input, values = (doubles(2 * len(devices), 3, devices=devices) for _ in range(2))
+    values[::2][without] = math.nan
+    input.requires_grad_(), values.requires_grad_()
+    output, grad = parallel(input, values), doubles(2 * len(devices), 3, devices=devices)
+    in_use = dict(model.layer.named_parameters())
+    in_use[name] = torch.where(values[::2].isnan(), in_use[name], values[::2]).repeat_interleave(2, 0)
+    expected = F.batch_norm(input, None, None, training=True) * in_use["weight"] + in_use["bias"]
     assert_equal(output, expected)
-    actual, wanted = (torch.autograd.grad(result, (input, weights), grad) for result in (output, expected))
+    actual, wanted = (torch.autograd.grad(result, (input, values), grad) for result in (output, expected))
     assert_equal(actual[0], wanted[0])
     assert_equal(actual[1], wanted[1])
 
