@@ -7,7 +7,7 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,16 @@ def as_pair(statistics: Statistics) -> Pair:
     return statistics if len(statistics) == 2 else statistics[0].chunk(2)
 
 
+def on_devices(stacked: Tensor, devices: Iterable[torch.device]) -> dict[torch.device, Pair]:
+    """Return the two vectors of `stacked`, ``(2, C)``, on each of `devices`."""
+    pairs: dict[torch.device, Pair] = {}
+    for device in devices:
+        # A `to` that does nothing takes time, too.
+        there = stacked if stacked.device == device else stacked.to(device, non_blocking=True)
+        pairs[device] = there.unbind()
+    return pairs
+
+
 class RunningStatistics(NamedTuple):
     """The buffers of a layer, and the momentum with which a call updates them."""
 
@@ -116,7 +126,7 @@ class RunningStatistics(NamedTuple):
     def count_call(self) -> float:
         """Count a call; return the momentum, or zero for a cumulative average."""
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.data.add_(1)
+            self.num_batches_tracked.add_(1)  # as torch does it, which changes the version
         return self.momentum or 0.0
 
     def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:

@@ -19,6 +19,7 @@ from .base import (
     format_of,
     invstd_of,
     memory_for_output,
+    on_devices,
     per_channel,
     sent_to,
 )
@@ -94,7 +95,7 @@ class Cuda(Backend):
         totals, count = batch.totals(sums), batch.elements
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = {device: totals.to(device).unbind() for device in batch.mean_invstd}
+        terms = on_devices(totals, batch.mean_invstd)
         results: list[Gradients] = []
         for replica, grads in zip(replicas, of_parameters, strict=True):
             grad_input = None
@@ -146,7 +147,7 @@ def _input_gradient(replica: ReplicaBackward, terms: Sequence[Tensor], count: in
     mean, invstd = batch.mean_invstd[replica.device]
     if batch.weights_differ:
         weight = None
-    elif weight is not None:  # Contiguous inputs need one dtype.
+    elif weight is not None and weight.dtype != mean.dtype:  # Contiguous inputs need one dtype.
         weight = weight.to(mean.dtype)
     counts = _counts(replica.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)

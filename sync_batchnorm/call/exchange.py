@@ -4,7 +4,7 @@ Each replica measures its input, in its own thread; the master merges what all h
 call; each replica normalizes its input. What travels is the `Part` of each replica.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..backends.base import (
     BatchStatistics,
     Pair,
     Statistics,
+    on_devices,
     sent_to,
     single_value,
 )
@@ -137,12 +138,11 @@ def _merge(parts: Sequence[Part]) -> BatchStatistics:
     """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first = parts[0]
     backend, master = first.kind.backend, first.input.device
+    devices = list(dict.fromkeys([part.input.device for part in parts]))
     statistics: list[Statistics] = []
     elements: list[int] = []
-    devices: dict[torch.device, None] = {}
     weights_differ = False
     for part in parts:
-        devices[part.input.device] = None
         statistics.append(sent_to(part.statistics, master))
         elements.append(part.elements)
         if part.weight is not first.weight and not (part.weight_of_module and first.weight_of_module):
@@ -157,25 +157,18 @@ def _merge(parts: Sequence[Part]) -> BatchStatistics:
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
     running = first.running if graph_task_id() == -1 else None
     mean, invstd, clamped = backend.merge(merged, counts, total, first.eps, first.clamps, running)
+    mean_invstd: dict[torch.device, Pair] = {master: (mean, invstd)}
+    if len(devices) > 1:
+        mean_invstd |= on_devices(torch.stack((mean, invstd)), devices[1:])
     return BatchStatistics(
         backend=backend,
         master=master,
-        mean_invstd={master: (mean, invstd)} if len(devices) == 1 else _on_all(devices, mean, invstd),
+        mean_invstd=mean_invstd,
         elements=total,
         clamped=clamped,
         weights_differ=weights_differ,
         reduce=None if first.peers is None else first.peers.all_reduced,
     )
-
-
-def _on_all(devices: Iterable[torch.device], mean: Tensor, invstd: Tensor) -> dict[torch.device, Pair]:
-    """Return mean and inverse standard deviation on each of several devices, that of the master first."""
-    both = torch.cat((mean, invstd))
-    pairs: dict[torch.device, Pair] = {mean.device: (mean, invstd)}
-    for device in devices:
-        if device not in pairs:
-            pairs[device] = both.to(device, non_blocking=True).chunk(2)
-    return pairs
 
 
 def _different(parts: Sequence[Part]) -> ValueError:
