@@ -10,6 +10,7 @@ the square of a mean of means is at most the mean of their squares, and the vari
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,23 @@ batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
+class Line(NamedTuple):
+    """The function ``x * slope + offset`` of each channel, as a batch norm with a mean of zeros and a variance of ones.
+
+    Slope and offset take the places of weight and bias. All replicas of a call use the same tensors, ``(C,)`` each.
+    """
+
+    slope: Tensor
+    offset: Tensor
+    zeros: Tensor
+    ones: Tensor
+    none: Tensor  # without elements, into which the operator returns what it has not computed
+
+    @staticmethod
+    def of(slope: Tensor, offset: Tensor) -> "Line":
+        return Line(slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0))
+
+
 class Cpu(Backend):
     merge_dtype = torch.float64
 
@@ -62,9 +80,9 @@ class Cpu(Backend):
                 slope = _factor(invstd, weight, statistics_dtype(input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
-                offset = offset.to(slope.dtype)
+                line = Line.of(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
-            outputs.append(affine(input, slope, offset, memory_for_output(input) if memory is None else memory))
+            outputs.append(affine(input, line, memory_for_output(input) if memory is None else memory))
         return outputs
 
     def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
@@ -81,14 +99,14 @@ class Cpu(Backend):
                     pair.mul_(replicas[i].weight)
         common_factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
         if any([replica.wants_input for replica in replicas]):
-            slope, offset = _common_terms(sums, batch, common_factor, dtype)
+            line = _common_terms(sums, batch, common_factor, dtype)
         results: list[Gradients] = []
         for i, replica in enumerate(replicas):
             grad_bias, grad_weight = of_parameters.get(i, (None, None))
             grad_input = None
             if replica.wants_input:
                 factor = _factor(invstd, replica.weight, dtype) if common_factor is None else common_factor
-                grad_input = _input_gradient(replica, slope, offset, factor)
+                grad_input = _input_gradient(replica, line, factor)
             results.append((grad_input, grad_weight, grad_bias))
         return results
 
@@ -106,39 +124,37 @@ def _sums(replicas: Sequence[ReplicaBackward], batch: BatchStatistics, dtype: to
     return sums
 
 
-def _common_terms(
-    sums: Sequence[Tensor], batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return slope and offset of ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)``.
+def _common_terms(sums: Sequence[Tensor], batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype) -> Line:
+    """Return ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)``.
 
-    All replicas add this function of their inputs to their gradients. A `factor` of None stands for `invstd`.
+    All replicas add this function of their inputs x to their gradients. A `factor` of None stands for `invstd`.
     """
     mean, invstd = batch.mean_invstd[batch.master]
     terms = batch.totals(sums) * (invstd if factor is None else factor)
     offset, of_normalized = terms.div_(-batch.elements).unbind()
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (of_normalized * invstd).to(dtype)
-    return slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype)
+    return Line.of(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
 
 
-def _input_gradient(replica: ReplicaBackward, slope: Tensor, offset: Tensor, factor: Tensor) -> Tensor:
+def _input_gradient(replica: ReplicaBackward, line: Line, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: the common terms, and `factor` times that of its output."""
-    grad_input = affine(replica.input.to(slope.dtype), slope, offset)
-    if replica.grad_output is not None:
-        grad_input.addcmul_(replica.grad_output.to(slope.dtype), per_channel(factor, replica.input))
-    return grad_input.to(replica.input.dtype)
+    input, dy, dtype = replica.input, replica.grad_output, line.slope.dtype
+    is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
+    grad_input = affine(input.to(dtype) if is_half else input, line)
+    if dy is not None:
+        grad_input.addcmul_(dy.to(dtype) if is_half else dy, per_channel(factor, input))
+    return grad_input.to(input.dtype) if is_half else grad_input
 
 
-def affine(input: Tensor, slope: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``input * slope + offset``, vectors ``(C,)``, in the dtype and memory format of `input`, in one pass."""
+def affine(input: Tensor, line: Line, out: Tensor | None = None) -> Tensor:
+    """Return ``input * slope + offset`` in the dtype and memory format of `input`, in one pass."""
+    slope, offset, zeros, ones, none = line
     if input.dtype == slope.dtype and not input.is_contiguous():
         return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input), out=out)
-    # Batch norm with a mean of zeros and a variance of ones: slope and offset take the places of weight and bias.
-    zeros, ones = torch.zeros_like(slope), torch.ones_like(slope)
     if out is None:  # Batched gradients have no rule for the operator below.
         out, _, _ = torch.native_batch_norm(input, slope, offset, zeros, ones, False, ANY, 0.0)
     else:
-        none = slope.new_empty(0)
         _normalize_into(input, slope, offset, zeros, ones, False, ANY, 0.0, out=out, save_mean=none, save_invstd=none)
     return out
 

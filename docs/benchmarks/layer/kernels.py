@@ -14,7 +14,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import environment, keep_freed_memory
 
-from sync_batchnorm.backends.cpu import Cpu, affine, gradient_sums
+from sync_batchnorm.backends.cpu import Cpu, Line, affine, gradient_sums
 
 SHAPE, ROUNDS = (4, 64, 56, 56), 60
 
@@ -25,6 +25,7 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
     channels = SHAPE[1]
     zeros, ones = torch.zeros(channels), torch.ones(channels)
     vector = torch.rand(channels)
+    line = Line.of(vector, vector)
     spread = vector.view(1, -1, 1, 1)
     backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -35,7 +36,7 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
             dy, x, vector, None, None, zeros, ones, True, 0.0, [True, True, True]
         ),
         "ours: statistics": lambda: Cpu().statistics(x, 0.0),
-        "ours: normalize, and the linear part of the input gradient": lambda: affine(x, vector, vector),
+        "ours: normalize, and the linear part of the input gradient": lambda: affine(x, line),
         "ours: both sums of the backward": lambda: gradient_sums(dy, x, zeros, ones),
         "ours: add the scaled gradient": lambda: other.addcmul_(dy, spread),
         "not used: `batch_norm_update_stats`": lambda: torch.batch_norm_update_stats(x, None, None, 0.0),
