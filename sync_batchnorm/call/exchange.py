@@ -1,7 +1,18 @@
 """One call of a layer, read downwards.
 
-Each replica measures its input, in its own thread; the master merges what all have measured, and makes the node of the
-call; each replica normalizes its input. What travels is the `Part` of each replica.
+Each replica measures its input, in its own thread; the master merges what all have measured, normalizes all inputs, and
+makes the node of the call. What travels is the `Part` of each replica.
+
+NOTE [tried]: Shares of the processor time of a training step of ResNet-50, on one core.
+
+- Each replica normalizes its own input, into memory that the node has returned before it was filled: 1 % more, since
+  this takes one operator more for each replica. On the CPU, replicas cannot share slope and offset.
+- The last replica that arrives merges, not the master: 1 % less on two GPUs, and errors of all in any replica.
+- A replica wakes up without the interpreter lock, by a file descriptor: 2 % less on two GPUs and 4 % on four, where all
+  threads share a core, because the kernel then switches threads twice in place of six times. It needs descriptors for
+  each replica, outside of the lock of the coordinator, and Linux.
+- Operators without the autograd keys of the dispatcher: nothing on two and four GPUs, 1 % less on eight. Tangents of
+  forward mode, which operators refuse, would be lost.
 """
 
 from collections.abc import Hashable, Sequence
