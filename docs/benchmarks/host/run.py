@@ -224,7 +224,7 @@ def time_merges(libraries: dict[str, ModuleType | None], rounds: int) -> None:
                 merge.counting = True
                 running[name].step()
                 cells = [f"{several[-1]:.0f}" for several in times[name].values()]
-                print_row(number, name, *cells, f"{merge.launches / LAYERS:g}", number + 3)
+                print_row(number, name, *cells, f"{merge.launches / LAYERS:g}", 2 * number + 3)  # with the outputs
     print_growth("contender", times)
 
 
