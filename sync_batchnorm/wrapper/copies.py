@@ -15,7 +15,7 @@ from torch.nn.parallel import comm
 
 from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
 from .converted import Conversion
-from .hooks import Copies, Flags, bind, bind_hooks, set_hooks
+from .hooks import Copies, Flags, bind, bind_hooks, hooks_of, set_hooks
 
 __all__: list[str] = []
 
@@ -148,8 +148,8 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     shared = FLAGS_OF_HOOKS if has_lock else ()
     flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
     for child in modules:
-        for copy_of, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
-            copy_of[child] = _copy(child, tensor_of, flags_of)
+        for copy_of, copy in zip(copies, _copies_of(child, tensors, flags), strict=True):
+            copy_of[child] = copy
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
@@ -169,33 +169,47 @@ def _connect(
         copy.__dict__[name] = bind(value, lambda module: copy_of.get(module, module))
 
 
-def _copy(module: nn.Module, tensor_of: Tensors, flags_of: Flags) -> nn.Module:
-    """Return a copy of a module for a replica, with its parameters and buffers, and submodules of the original."""
-    # RNNs, lazy and scripted modules override this hook of torch. For all others, this does the same in less time.
+def _copies_of(module: nn.Module, tensors: Sequence[Tensors], flags: Sequence[Flags]) -> list[nn.Module]:
+    """Return a copy of a module for each replica, with its parameters and buffers, and submodules of the original."""
+    # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same in less time.
     replicate: Any = module._replicate_for_data_parallel
-    copy: nn.Module
-    if getattr(replicate, "__func__", None) is not nn.Module._replicate_for_data_parallel:
-        copy = replicate()
-        state = copy.__dict__
-    else:
-        copy, state = module.__new__(type(module)), module.__dict__.copy()
-        object.__setattr__(copy, "__dict__", state)  # in half the time of an update
-        state["_parameters"], state["_is_replica"] = {}, True
-        state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
-    set_hooks(copy, module, flags_of)
-    if (module._parameters or module._buffers) and not isinstance(module, torch.jit.ScriptModule):
-        state["_apply"] = Conversion(copy)
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        _set_tensors(copy, module, tensor_of)
-        return copy
-    # Setting hundreds of attributes through `nn.Module.__setattr__` takes longer than all the rest.
-    parameters, buffers = state["_parameters"], state["_buffers"]
-    for name, parameter in module._parameters.items():
-        parameters[name] = None if parameter is None else tensor_of[id(parameter)]
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            buffers[name] = tensor_of[id(buffer)]
+    is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
+    copies: list[nn.Module] = [_shell(module) if is_usual else replicate() for _ in tensors]
+    # What is the same for all replicas is looked up once.
+    has_hooks = any(hooks_of(module))
+    converts = bool(module._parameters or module._buffers) and not isinstance(module, torch.jit.ScriptModule)
+    sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
+    for copy, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
+        set_hooks(copy, module, flags_of, has_hooks)
+        if converts:
+            vars(copy)["_apply"] = Conversion(copy)
+        if sets_itself:
+            _set_tensors(copy, module, tensor_of)
+        else:
+            _register_tensors(copy, module, tensor_of)
+    return copies
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that has no parameters, and the buffers and submodules of the original."""
+    copy, state = module.__new__(type(module)), module.__dict__.copy()
+    object.__setattr__(copy, "__dict__", state)  # in half the time of an update
+    state["_parameters"], state["_is_replica"] = {}, True
+    state["_buffers"], state["_modules"] = state["_buffers"].copy(), state["_modules"].copy()
     return copy
+
+
+def _register_tensors(copy: nn.Module, module: nn.Module, tensor_of: Tensors) -> None:
+    """Set parameters and buffers where `nn.Module.__setattr__` would, which takes longer than all the rest."""
+    if module._parameters:
+        parameters = copy._parameters
+        for name, parameter in module._parameters.items():
+            parameters[name] = None if parameter is None else tensor_of[id(parameter)]  # type: ignore[assignment]
+    if module._buffers:
+        buffers = copy._buffers
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers[name] = tensor_of[id(buffer)]
 
 
 def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:

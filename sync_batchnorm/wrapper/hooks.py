@@ -12,6 +12,7 @@ the method itself, too.
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -34,6 +35,15 @@ Flags = dict[str, OrderedDict[int, bool]]
 _METHODS = (MethodType, partial, nn.Module)  # what may refer to the modules of a replica
 
 
+_hooks_in = itemgetter(*HOOKS)
+
+
+def hooks_of(module: nn.Module) -> Sequence[Mapping[int, Any]]:
+    """Return the dictionaries of hooks of a module."""
+    hooks: Sequence[Mapping[int, Any]] = _hooks_in(vars(module))
+    return hooks
+
+
 def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
     """Return a bound method or a partial with the modules of a replica in place of the originals."""
     if isinstance(value, nn.Module):
@@ -49,17 +59,17 @@ def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
     return result
 
 
-def set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags) -> None:
-    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module."""
+def set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags, has_hooks: bool) -> None:
+    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module, if it `has_hooks`."""
     state, original = vars(copy), vars(module)
-    has_hooks = False
+    state.update(flags_of)
     for name in HOOKS:  # What a replica registers ends with it.
-        has_hooks |= bool(original[name])
         state[name] = original[name].copy()
-    for name in FLAGS_OF_HOOKS:
-        flags = None if has_hooks else flags_of.get(name)
-        state[name] = original[name].copy() if flags is None else flags
     state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
+    if flags_of and not has_hooks:
+        return
+    for name in FLAGS_OF_HOOKS:
+        state[name] = original[name].copy()
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
     if state["_backward_hooks"] and has_older_hooks(module):
         refuse = partial(refuse_older_hook, copy)
