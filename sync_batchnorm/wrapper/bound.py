@@ -70,8 +70,9 @@ def note_run(original: nn.Module, modules: Modules) -> None:
 def detach_what_has_run(original: nn.Module) -> None:
     """Detach what is bound on the replicas of former passes of `original`, see NOTE [what replicas keep]."""
     modules: list[nn.Module] = []
+    have_run = _have_run.get(original, deque())
     with suppress(IndexError):  # Other threads may add some, or take some.
-        while have_run := _have_run.get(original):
+        while have_run:
             module = have_run.popleft()()
             if module is not None:
                 modules.append(module)
