@@ -1,6 +1,6 @@
 """Batch normalization on CUDA, with the operators that `torch.nn.SyncBatchNorm` uses.
 
-NOTE [tried]: The host's time of a step is the number of operators and of launches. These do not pay:
+NOTE [tried on CUDA]: The host's time of a step is the number of operators and of launches. These do not pay:
 
 - torch's own gather and scatter of vectors, instead of one copy for each device: 4 to 8 % of a step more;
 - both vectors sent one by one, without `cat`: as many launches on two GPUs, more on others;

@@ -3,7 +3,7 @@
 Each replica measures its input, in its own thread; the master merges what all have measured, normalizes all inputs, and
 makes the node of the call. What travels is the `Part` of each replica.
 
-NOTE [tried]: Shares of the processor time of a training step of ResNet-50, on one core.
+NOTE [tried in a call]: Shares of the processor time of a training step of ResNet-50, on one core.
 
 - Each replica normalizes its own input, into memory that the node has returned before it was filled: 1 % more, since
   this takes one operator more for each replica. On the CPU, replicas cannot share slope and offset.
