@@ -12,6 +12,7 @@ copy of that list; to look at all attributes, since `_flat_weights` of an RNN, w
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
@@ -21,78 +22,76 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from ..torch_private import modules_of
+from ..torch_private import FLAGS_OF_HOOKS, HOOKS
 
 __all__: list[str] = []
 
-_GIVEN = "_sync_given"  # the attribute in which a module of a replica keeps what it was given
-Modules = list["ref[nn.Module]"]
-
-# The modules of replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
-_have_run: "WeakKeyDictionary[nn.Module, deque[ref[nn.Module]]]" = WeakKeyDictionary()
-
-
-def note_given(replica: nn.Module) -> Modules:
-    """Note the attributes of all modules of a replica that is about to run; return weak references to the modules."""
-    modules: Modules = []
-    for module in modules_of(replica):
-        state = vars(module)
-        given = state.copy()
-        if type(given["_buffers"]) is dict:  # not that of a scripted module
-            given["_buffers"] = given["_buffers"].copy()
-        state[_GIVEN] = given
-        modules.append(ref(module))
-    return modules
+# In the dictionary of each module of a replica: what the original had there when the replica was made, and the `Kept`.
+GIVEN, KEPT = "_sync_given", "_sync_kept"
+# What a replica has of its own from the beginning.
+_OWN = frozenset({GIVEN, KEPT, "_is_replica", "_apply", "_parameters", "_buffers", "_modules", *HOOKS, *FLAGS_OF_HOOKS})
 
 
-def given_to(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module of a replica as they were before it ran."""
-    given: dict[str, Any] = vars(module)[_GIVEN]
-    return given
+class Kept:
+    """Belongs to all modules of a replica, and knows them weakly: it is alive while one of them is."""
+
+    __slots__ = ("__weakref__", "modules")
+
+    def __init__(self) -> None:
+        self.modules: list[ref[nn.Module]] = []
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()  # A copy of a module belongs to no replica.
 
 
-def bound_on(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that were bound on a module of a replica since its run began."""
-    given = given_to(module)
-    known = (_GIVEN, "_buffers")
+# The replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
+_have_run: "WeakKeyDictionary[nn.Module, deque[ref[Kept]]]" = WeakKeyDictionary()
+
+
+def bound_on(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that were bound on a module of a replica: those that are not what it was `given`."""
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in known and (name not in given or given[name] is not value)
+        if name not in _OWN and (name not in given or given[name] is not value)
     }
 
 
-def note_run(original: nn.Module, modules: Modules) -> None:
-    """Note that a replica of `original` with these modules has run."""
-    _have_run.setdefault(original, deque()).extend(modules)
+def note_run(original: nn.Module, replica: nn.Module) -> None:
+    """Note that a replica of `original` has run."""
+    kept = vars(replica).get(KEPT)
+    if kept is not None:  # as the wrapped module itself has none
+        _have_run.setdefault(original, deque()).append(ref(kept))
 
 
 def detach_what_has_run(original: nn.Module) -> None:
     """Detach what is bound on the replicas of former passes of `original`, see NOTE [what replicas keep]."""
-    modules: list[nn.Module] = []
+    alive: list[Kept] = []
     have_run = _have_run.get(original, deque())
     with suppress(IndexError):  # Other threads may add some, or take some.
         while have_run:
-            module = have_run.popleft()()
-            if module is not None:
-                modules.append(module)
-    if modules:
-        results: dict[int, Any] = {}
-        for module in modules:  # A parameter, or what was given, may have got another name.
-            for value in (*given_to(module).values(), *module._parameters.values()):
-                results[id(value)] = value
-        for module in modules:
-            _detach_bound(module, results)
-        # A hook may bind more until the backward pass has ended.
-        note_run(original, list(map(ref, modules)))
+            kept = have_run.popleft()()
+            if kept is not None:
+                alive.append(kept)
+    modules = [module for kept in alive for reference in kept.modules if (module := reference()) is not None]
+    results: dict[int, Any] = {}
+    for module in modules:  # A parameter, or what was given, may have got another name.
+        for value in (*vars(module)[GIVEN].values(), *module._parameters.values()):
+            results[id(value)] = value
+    for module in modules:
+        _detach_bound(module, results)
+    have_run.extend(map(ref, alive))  # A hook may bind more until the backward pass has ended.
 
 
 def _detach_bound(module: nn.Module, results: dict[int, Any]) -> None:
     state, buffers = vars(module), module._buffers
-    for name, value in bound_on(module).items():
+    given = state[GIVEN]
+    for name, value in bound_on(module, given).items():
         state[name] = _detached(value, results)
     for name, buffer in list(buffers.items()):
-        if buffer is not None and given_to(module)["_buffers"].get(name) is not buffer:
+        original = given["_buffers"].get(name)
+        # One of an original that requires a gradient is in the graph from the beginning.
+        if buffer is not None and (original is None or not original.requires_grad):
             buffers[name] = _detached(buffer, results)
 
 

@@ -8,12 +8,14 @@ from functools import partial, reduce
 from itertools import chain
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
+from .bound import GIVEN, KEPT, Kept
 from .converted import Conversion
 from .hooks import Copies, Flags, bind, bind_hooks, hooks_of, set_hooks
 
@@ -147,9 +149,14 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
     shared = FLAGS_OF_HOOKS if has_lock else ()
     flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
+    belongings = [Kept() for _ in tensors]
     for child in modules:
-        for copy_of, copy in zip(copies, _copies_of(child, tensors, flags), strict=True):
+        given = child.__dict__.copy()
+        for copy_of, copy, kept in zip(copies, _copies_of(child, tensors, flags), belongings, strict=True):
             copy_of[child] = copy
+            kept.modules.append(ref(copy))
+            state = copy.__dict__
+            state[GIVEN], state[KEPT] = given, kept
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]

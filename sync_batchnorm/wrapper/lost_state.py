@@ -1,7 +1,7 @@
 """Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..refusals import warn_once
 from ..torch_private import HOOKS
-from .bound import bound_on, given_to
+from .bound import bound_on
 
 __all__: list[str] = []
 
@@ -30,6 +30,7 @@ class Watched(NamedTuple):
 
     prefix: str  # of the names of its attributes in the model
     module: nn.Module
+    before: dict[str, Any]  # its attributes, and its buffers
     parameters: dict[str, tuple[Tensor, Tensor]]  # with a tensor of the same data
     belongings: set[int]  # the identities of all modules and parameters of the replica
 
@@ -52,7 +53,8 @@ def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | No
                 for key, parameter in module._parameters.items()
                 if parameter is not None and parameter.layout == torch.strided
             }
-            watched.append(Watched(f"{name}." if name else "", module, parameters, belongings))
+            before = {**vars(module), "_buffers": dict(module._buffers)}
+            watched.append(Watched(f"{name}." if name else "", module, before, parameters, belongings))
     return watched
 
 
@@ -61,7 +63,7 @@ def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
     remedies: dict[str, None] = {}
     lost = []
     for watched in state:
-        for attribute, remedy in [*_lost_attributes(watched.module), *_lost_members(watched)]:
+        for attribute, remedy in [*_lost_attributes(watched), *_lost_members(watched)]:
             lost.append(watched.prefix + attribute)
             remedies[remedy] = None
     if lost:
@@ -72,16 +74,15 @@ def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
         )
 
 
-def _lost_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _lost_attributes(watched: Watched) -> Iterator[tuple[str, str]]:
     """Yield the names of attributes that were bound anew, and what to do.
 
     A number or a string, in place of another one; or a 0-dimensional tensor in a graph, in place of what the attribute
     had before: a training loop reads such a penalty. All other tensors are activations, and what was None or missing
     may be a cache, which is filled in each forward pass. The mode may be set for the time that a forward runs.
     """
-    given = given_to(module)
-    for attribute, value in bound_on(module).items():
-        before = given.get(attribute)
+    for attribute, value in bound_on(watched.module, watched.before).items():
+        before = watched.before.get(attribute)
         if type(value) in _KINDS and type(before) in _KINDS:
             both_nan = value != value and before != before
             if value != before and not both_nan and attribute != "training":
@@ -92,9 +93,9 @@ def _lost_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _lost_members(watched: Watched) -> Iterator[tuple[str, str]]:
     """Yield the names of buffers, parameters and modules that were bound anew or made, and what to do."""
-    module, given = watched.module, given_to(watched.module)
+    module = watched.module
     for name, buffer in module._buffers.items():
-        before = given["_buffers"].get(name)
+        before = watched.before["_buffers"].get(name)
         if buffer is not before:
             yield name, MAKE_BEFORE if before is None else CHANGE_IN_PLACE
     for name, parameter in module._parameters.items():

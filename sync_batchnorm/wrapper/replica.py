@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from ..meeting import Coordinator
 from ..torch_private import uncompiled
-from .bound import note_given, note_run
+from .bound import note_run
 from .devices import DeviceId, as_device
 from .random_states import RandomStates
 
@@ -101,7 +101,6 @@ class Replica(nn.Module):
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
         coordinator, replica_id = self._sync_forward.coordinator, self._sync_id
         module = self._sync_replica
-        modules = note_given(module) if vars(module).get("_is_replica") else []  # not of the wrapped module itself
         span = coordinator.begin(replica_id)
         token = _current.set(ref(self))
         try:
@@ -119,7 +118,7 @@ class Replica(nn.Module):
             raise
         finally:
             _current.reset(token)
-            note_run(self._sync_forward.original, modules)
+            note_run(self._sync_forward.original, module)
         coordinator.leave(replica_id)
         return output
 
