@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from ..torch_private import FLAGS_OF_HOOKS, HOOKS
+from .converted import Conversion
 
 __all__: list[str] = []
 
@@ -38,7 +39,7 @@ class Kept:
     __slots__ = ("__weakref__", "modules")
 
     def __init__(self) -> None:
-        self.modules: list[ref[nn.Module]] = []
+        self.modules: list[Conversion] = []
 
     def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
         return Kept, ()  # A copy of a module belongs to no replica.
@@ -73,7 +74,7 @@ def detach_what_has_run(original: nn.Module) -> None:
             kept = have_run.popleft()()
             if kept is not None:
                 alive.append(kept)
-    modules = [module for kept in alive for reference in kept.modules if (module := reference()) is not None]
+    modules = [module for kept in alive for reference in kept.modules if (module := reference.module()) is not None]
     results: dict[int, Any] = {}
     for module in modules:  # A parameter, or what was given, may have got another name.
         for value in (*vars(module)[GIVEN].values(), *module._parameters.values()):

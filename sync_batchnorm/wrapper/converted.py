@@ -15,20 +15,21 @@ __all__: list[str] = []
 Function = Callable[[Tensor], Tensor]
 
 
-class Conversion:
-    """Replaces `_apply`, which all these methods call, in a module of a replica."""
+class Conversion(ref[nn.Module]):
+    """Replaces `_apply`, which all these methods call, in a module of a replica; a weak reference to that module."""
 
-    __slots__ = ("_module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = ref(module)  # which has this object in an attribute
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Conversion, (self._module(),)  # In a copy of the module, this is the copy.
+        return Conversion, (self.module(),)  # In a copy of the module, this is the copy.
 
-    def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def module(self) -> nn.Module | None:
+        """Return the module, or None if it has ended."""
+        return super().__call__()
+
+    def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Convert the tensors of the module with `function`, and return the module; the other arguments are torch's."""
-        module: Any = self._module()
+        module: Any = self.module()
 
         def on_its_device(tensor: Tensor) -> Tensor:
             result = function(tensor)

@@ -8,7 +8,6 @@ from functools import partial, reduce
 from itertools import chain
 from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +153,11 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
         given = child.__dict__.copy()
         for copy_of, copy, kept in zip(copies, _copies_of(child, tensors, flags), belongings, strict=True):
             copy_of[child] = copy
-            kept.modules.append(ref(copy))
-            state = copy.__dict__
+            conversion, state = Conversion(copy), copy.__dict__
+            kept.modules.append(conversion)
             state[GIVEN], state[KEPT] = given, kept
+            if not isinstance(copy, torch.jit.ScriptModule):
+                state["_apply"] = conversion
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
@@ -184,12 +185,9 @@ def _copies_of(module: nn.Module, tensors: Sequence[Tensors], flags: Sequence[Fl
     copies: list[nn.Module] = [_shell(module) if is_usual else replicate() for _ in tensors]
     # What is the same for all replicas is looked up once.
     has_hooks = any(hooks_of(module))
-    converts = bool(module._parameters or module._buffers) and not isinstance(module, torch.jit.ScriptModule)
     sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
     for copy, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
         set_hooks(copy, module, flags_of, has_hooks)
-        if converts:
-            vars(copy)["_apply"] = Conversion(copy)
         if sets_itself:
             _set_tensors(copy, module, tensor_of)
         else:
