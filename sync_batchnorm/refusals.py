@@ -92,6 +92,16 @@ def tracing_error(wrapper: DataParallel[Any]) -> RuntimeError:
     )
 
 
+def unused_dims_error(wrapper: DataParallel[Any], step: str) -> RuntimeError:
+    """Return the error for dimensions that a `scatter` or `gather` of the user's own ignores."""
+    dims = "in_dims" if step == "scatter" else "out_dims"
+    return RuntimeError(
+        f"{dims} of a {type(wrapper).__name__} would be ignored, as its own {step} does not call that of "
+        f"DataParallelWithCallback; call super().{step} in a class derived from DataParallelWithCallback, or leave out "
+        f"{dims}"
+    )
+
+
 def mixed_packages_error(layer: str) -> RuntimeError:
     """Return the error for a layer of another package, which knows nothing of turns, in replicas that take turns."""
     return RuntimeError(

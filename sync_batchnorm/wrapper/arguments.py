@@ -1,154 +1,190 @@
-"""What a wrapper refuses or warns of among the arguments that it cuts, and how many chunks they make."""
+"""The arguments of a call, by the names that `forward` has for them: along which dimensions they are cut, and where."""
 
+import functools
+import inspect
 import math
-from collections import Counter, UserList, deque
-from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
 
 from ..refusals import warn_once
-from .trees import cut_children_of, nodes_of, tensors_in
+from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
 
-Span = tuple[Any, int, int]  # a list, and where its leaves begin and end among all leaves
-NO_ROWS, NOTHING = -1, -2  # in place of a number of rows: what is no tensor with such a dimension; None
+Kind = inspect._ParameterKind
+
+_kinds: WeakKeyDictionary[Any, dict[str, Kind]] = WeakKeyDictionary()  # of the parameters of a function, by name
 
 
-def number_of_chunks(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], dim: int, most: int
-) -> int:
-    """Return how many chunks along `dim` arguments with these leaves make, at most one for each of several devices.
+def parameters_of(module: nn.Module) -> dict[str, Kind]:
+    """Return the kinds of the parameters of a module's `forward`, by name.
 
-    Raises an error for arguments of which replicas cannot get their rows, and warns of lists that are not cut.
+    A `forward` whose signature Python cannot read counts as ``forward(*inputs, **kwargs)``.
     """
-    _check(inputs, kwargs, leaves, most)
-    if len(leaves) > len(inputs) + len(kwargs):  # Otherwise no argument has two leaves.
-        _warn_of_lists(inputs, kwargs, leaves, dim)
-    return _number_of_chunks([leaf for leaf in leaves if isinstance(leaf, Tensor)], dim, most)
+    while isinstance(module, DataParallel):  # whose own forward takes anything
+        module = module.module
+    forward: Any = module._modules.get("_orig_mod", module).forward  # of a compiled module, the original
+    function = getattr(forward, "__func__", forward)
+    try:
+        if function not in _kinds:
+            _kinds[function] = {name: item.kind for name, item in inspect.signature(forward).parameters.items()}
+        return _kinds[function]
+    except (TypeError, ValueError):
+        return {"inputs": Kind.VAR_POSITIONAL, "kwargs": Kind.VAR_KEYWORD}
 
 
-def _check(inputs: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], replicas: int) -> None:
-    has_tensors = False
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            has_tensors = True
-            if leaf.layout is not torch.strided or leaf.is_nested:
-                raise _uncut_error(inputs, kwargs, leaf)
-        elif isinstance(leaf, PackedSequence):
-            raise _uncut_error(inputs, kwargs, leaf)
-    if not has_tensors:
-        types = ", ".join(dict.fromkeys([type(leaf).__name__ for leaf in leaves]))
-        raise TypeError(
-            f"expected tensors to cut into chunks, but got arguments of {types} only, of which each of {replicas} "
-            "replicas would process the whole; pass tensors with a row for each sample (torch.from_numpy(array) for a "
-            "NumPy array, a dict or a dataclass of tensors for an object), or call the wrapped module itself"
-        )
-
-
-def _warn_of_lists(inputs: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any], dim: int) -> None:
-    """Warn once of a list or tuple that seems to have one entry for each sample: it is not cut by samples."""
-    spans: list[Span] = []
-    end = 0
-    for argument in (*inputs, *kwargs.values()):
-        end = _add_spans(argument, end, spans)
-    rows = [_rows(leaf, dim) for leaf in leaves]
-    found = _list_by_sample(rows, spans) or _lists_alone((*inputs, *kwargs.values()), rows)
-    if found is None:
-        return
-    named = [*nodes_of(inputs, "inputs"), *nodes_of(kwargs, "kwargs")]
-    where = next(path for path, node in named if node is found)
-    warn_once(
-        f"{where}, a {type(found).__name__}, seems to have one entry for each sample, but only tensors are cut by "
-        f"samples: each tensor in it is cut along dimension {dim}, and everything else goes to every replica as a "
-        "whole, so that replicas compute with entries of other samples. Derive a class from DataParallelWithCallback, "
-        "with a scatter(self, inputs, kwargs, device_ids) that gives each replica the entries of its samples: "
-        "docs/usage.md shows one, under 'Lists with one entry per sample'. If it is no such list, filter this warning"
-    )
-
-
-def _add_spans(tree: Any, start: int, spans: list[Span]) -> int:
-    """Add all lists and tuples with the places of their leaves, which begin at `start`; return where they end."""
-    children = cut_children_of(tree)
-    if not children:
-        return start + 1
-    end = start
-    for child in children:
-        end = _add_spans(child, end, spans)
-    if _is_list(tree) and len(tree) > 1:
-        spans.append((tree, start, end))
-    return end
-
-
-def _is_list(tree: Any) -> bool:
-    """Return whether a container may have an entry for each sample; named tuples and shapes have none."""
-    return type(tree) is tuple or isinstance(tree, (list, UserList, deque))
-
-
-def _list_by_sample(rows: Sequence[int], spans: Sequence[Span]) -> Any:
-    """Return a list that is as long as the batch, and holds more than tensors with a row for each sample."""
-    numbers = Counter(rows)
-    for node, start, end in spans:
-        of_batch = rows[start:end].count(len(node))
-        if numbers[len(node)] > of_batch and of_batch + rows[start:end].count(NOTHING) < end - start:
-            return node
-    return None
-
-
-def _lists_alone(arguments: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the first of several lists of one length, where no other argument has tensors, and their rows differ.
-
-    So a detector takes images and boxes of all sizes.
-    """
-    with_tensors = [argument for argument in arguments if tensors_in(argument)]
-    lengths = {len(argument) if _is_list(argument) else 1 for argument in with_tensors}
-    differ = len(set(rows) - {NOTHING, NO_ROWS}) > 1
-    return with_tensors[0] if len(with_tensors) > 1 and len(lengths) == 1 and 1 not in lengths and differ else None
-
-
-def _rows(leaf: Any, dim: int) -> int:
-    """Return the number of rows of a leaf that may be one for each sample."""
-    if leaf is None:
-        return NOTHING
-    is_cut = isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()
-    return leaf.shape[dim] if is_cut else NO_ROWS
-
-
-def _uncut_error(inputs: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> TypeError:
-    """Return the error for a leaf that has no rows to cut."""
-    named = [*nodes_of(inputs, "inputs"), *nodes_of(kwargs, "kwargs")]
-    where = next(path for path, node in named if node is leaf)
-    if isinstance(leaf, PackedSequence):
-        what, why = "a PackedSequence", "its rows are time steps of all samples"
-        remedy = "the padded tensor and the lengths, and call pack_padded_sequence in forward"
-    elif leaf.is_nested:
-        what, why = "a nested tensor", "its samples have different sizes"
-        remedy = "torch.nested.to_padded_tensor(tensor, 0.0) and the lengths, and nest it in forward"
-    else:
-        what, why = f"a tensor of layout {leaf.layout}", "only dense tensors have rows to cut"
-        remedy = "tensor.to_dense(), or make what every replica needs as a whole a buffer of the module"
-    return TypeError(f"{where} is {what}, which cannot be cut into chunks for replicas: {why}; pass {remedy}")
-
-
-def _number_of_chunks(tensors: Sequence[Tensor], dim: int, most: int) -> int:
-    """Return how many chunks along `dim` tensors, except for scalars, make; raise an error if they differ."""
-    shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()] or [()] * len(tensors)
-    numbers = []
-    for shape in shapes:
-        if not -len(shape) <= dim < len(shape):
-            numbers.append(0)
-        elif shape[dim]:
-            rows = math.ceil(shape[dim] / most)  # in each chunk but the last, as `torch.chunk` cuts them
-            numbers.append(math.ceil(shape[dim] / rows))
-        else:
-            numbers.append(most)  # empty chunks
-    if 0 in numbers or len(set(numbers)) > 1:
+def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
+    """Raise an error for dimensions of a wrong type, or of arguments that the `forward` of a module does not have."""
+    if not isinstance(in_dims, (dict, type(None))):
+        raise TypeError(f"in_dims must be a dict by the names of arguments, such as {{'mask': None}}, got {in_dims!r}")
+    for name, dims in [*(in_dims or {}).items(), ("out_dims", out_dims)]:
+        if any([dim is not None and type(dim) is not int for dim in leaves_of(dims)]):
+            raise TypeError(f"dimensions must be ints or None, or a tuple or dict of such, got {dims!r} for {name}")
+    kinds = parameters_of(module) if in_dims else {}
+    others = [name for name, kind in kinds.items() if kind is Kind.VAR_KEYWORD]
+    unknown = [name for name in in_dims or () if (name in others if name in kinds else not others)]
+    if unknown:
         raise ValueError(
-            f"tensors of shapes {shapes} make {numbers} chunks along dimension {dim} for {most} devices, but must all "
-            "make the same number; give every tensor a row for each sample, and make what every replica "
-            "needs as a whole a buffer of the module; a list with one entry for each sample needs a scatter of its own"
+            f"in_dims names {unknown}, but forward of {type(module).__name__} takes {list(kinds)}; use these names, "
+            "and for further keyword arguments their own"
         )
-    return numbers[0]
+
+
+def chunk_sizes(rows: int, most: int) -> list[int]:
+    """Return how many rows each chunk has, as `torch.chunk` cuts them into at most as many; no rows: empty chunks."""
+    size = math.ceil(rows / most)
+    return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
+
+
+class Arguments:
+    """The arguments of a call, as one tree: a dict by the names that `forward` has for them."""
+
+    def __init__(
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, dim: int
+    ) -> None:
+        kinds = parameters_of(module)
+        names = [name for name, kind in kinds.items() if kind < Kind.VAR_POSITIONAL]
+        arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
+        self._number, self._dim, self._rest = len(arguments), dim, ""
+        if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
+            self._rest = next((name for name, kind in kinds.items() if kind is Kind.VAR_POSITIONAL), "inputs")
+            arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
+        for name in arguments.keys() & kwargs.keys():
+            raise TypeError(f"forward of {type(module).__name__} got multiple values for argument {name!r}")
+        self.tree = Tree(arguments | kwargs, in_dims or USUAL)
+
+    def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and the keyword arguments of a chunk."""
+        others = chunk.pop(self._rest).values() if self._rest else ()
+        names = list(chunk)
+        return (*[chunk.pop(name) for name in names[: self._number]], *others), chunk
+
+    @functools.cached_property
+    def dims(self) -> list[int | None]:
+        """The dimension along which each leaf is cut, None for what all replicas get as a whole."""
+        return list(map(self._dim_of, self.tree.leaves))
+
+    def _dim_of(self, leaf: Leaf) -> int | None:
+        path, value, dim = leaf
+        if dim is None or not isinstance(value, Tensor) or (dim is USUAL and not value.dim()):
+            return None
+        dim = self._dim if dim is USUAL else dim
+        if not -value.dim() <= dim < value.dim():
+            raise ValueError(
+                f"{written(path)} of shape {tuple(value.shape)} has no dimension {dim} to cut; pass "
+                f"{_in_dims(path, None)} if every replica needs the whole, or the dimension of its samples there"
+            )
+        return int(dim % value.dim())
+
+    def chunk_sizes(self, most: int) -> list[int]:
+        """Return the number of rows of each chunk, of which there is at most one for each of several devices.
+
+        Raises an error for arguments of which replicas cannot get the rows of their samples, and warns of lists.
+        """
+        for path, kind in self.tree.hidden:
+            raise self._uncut_error(path, f"a {kind} that holds tensors")
+        rows = list(map(self._rows, self.tree.leaves, self.dims))
+        cut = [(number, leaf) for number, leaf in zip(rows, self.tree.leaves, strict=True) if number is not None]
+        if not cut:
+            raise self._nothing_to_cut_error(most)
+        batch = cut[0][0]
+        sizes = chunk_sizes(batch, most)
+        for number, leaf in cut:
+            if number != batch and (
+                not number * batch
+                or [size * number for size in sizes] != [size * batch for size in chunk_sizes(number, most)]
+            ):
+                raise self._unequal_error(cut[0], (number, leaf))
+        self._warn_of_lists(rows)
+        return sizes
+
+    def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
+        """Return the number of rows of a leaf, or of entries of a list; None for what every replica gets whole."""
+        path, value, named = leaf
+        if leaf.is_list():
+            return len(value)
+        if dim is None:
+            if type(named) is int and len(path) == 1 and value is not None:
+                raise self._uncut_error(path, f"a {type(value).__name__} without dimensions")
+            return None
+        if value.is_nested or value.layout is not torch.strided:
+            raise self._uncut_error(path, "a nested tensor" if value.is_nested else f"a tensor of {value.layout}")
+        return int(value.shape[dim])
+
+    def _by_sample(self, *paths: Path) -> str:
+        """Return what to pass if a list on one of the paths has an entry for each sample."""
+        lists = [found for found, entries, _, _ in self.tree.lists if len(entries) > 1]
+        lists = [found for found in lists if any([path[: len(found)] == found for path in paths])]
+        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists[-1:]])
+
+    def _uncut_error(self, path: Path, what: str) -> TypeError:
+        return TypeError(
+            f"{written(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for each "
+            "sample (the padded tensor and the lengths of a sequence, a dict or dataclass of the tensors of an object)"
+            f"{self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
+        )
+
+    def _nothing_to_cut_error(self, most: int) -> TypeError:
+        types = ", ".join(dict.fromkeys([type(leaf.value).__name__ for leaf in self.tree.leaves]))
+        return TypeError(
+            f"expected tensors to cut into chunks, but got arguments of {types} of which each of {most} replicas would "
+            "process the whole; pass tensors with a row for each sample (torch.from_numpy(array) for a NumPy array), "
+            "name the dimension of one in in_dims, or call the wrapped module itself"
+        )
+
+    def _unequal_error(self, first: tuple[int, Leaf], other: tuple[int, Leaf]) -> ValueError:
+        (rows, one), (rows_of_other, two) = first, other
+        odd = one if one.is_list() else two
+        whole = (0,) * len(odd.value) if odd.is_list() else None
+        remedy = "if its tensors have the rows" if odd.is_list() else "if every replica needs the whole"
+        return ValueError(
+            f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
+            f"get rows that do not belong together; pass {_in_dims(odd.path, whole)} to the wrapper {remedy}, or the "
+            f"dimension of its samples there{self._by_sample(one.path, two.path)}"
+        )
+
+    def _warn_of_lists(self, rows: list[int | None]) -> None:
+        """Warn once of a list whose tensors have other rows than the batch, or that has a dict for each sample."""
+        for path, entries, start, end in self.tree.lists:
+            inside = {number for number in rows[start:end] if number is not None}
+            outside = [number for number in (*rows[:start], *rows[end:]) if number is not None]
+            has_other_rows = len(inside | {*outside[:1]}) > 1
+            is_as_long = not outside or outside[0] == len(entries)
+            has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])
+            if len(entries) > 1 and inside and (has_other_rows or has_dicts):
+                warn_once(
+                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets all of "
+                    "them, with some rows of their tensors, and everything else as a whole; if it has an entry for each "
+                    f"sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
+                )
+
+
+def _in_dims(path: Path, dims: Dims) -> str:
+    """Return how `in_dims` names dimensions for a path."""
+    for key in reversed(path):
+        dims = {int(key) if isinstance(key, Index) else str(key): dims}
+    return f"in_dims={dims}"

@@ -5,7 +5,8 @@ A forward pass takes four steps: scatter the inputs, replicate the module, call 
 pass belongs to its replicas and ends with them.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +19,12 @@ from ..refusals import (
     check_replicable,
     checked_timeout,
     tracing_error,
+    unused_dims_error,
     warn_of_plain_layers,
     warn_once,
 )
 from ..torch_private import has_attribute, uncompiled
-from .arguments import number_of_chunks
+from .arguments import Arguments, check_dims
 from .bound import detach_what_has_run
 from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
 from .copies import replicate
@@ -30,9 +32,9 @@ from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import state_to_watch, warn_of_lost_hooks, warn_of_lost_state
 from .replica import ForwardPass, Replica, is_in_replica, new_coordinator
-from .scatter_gather import gather, scatter
+from .scatter_gather import gather, is_on, scatter
 from .threads import call_replicas
-from .trees import leaves_of
+from .trees import USUAL, Dims
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
 
@@ -44,8 +46,23 @@ NO_ACCELERATOR = (
 )
 
 
+InDims = Mapping[str, Dims]
+
+
+class _Reached(threading.local):
+    """Which steps of a forward pass in this thread were those of this file; a subclass may have its own."""
+
+    steps: set[str] = set()  # noqa: RUF012 - replaced in each forward pass
+
+
+_reached = _Reached()
+
+
 class AnyDeviceDataParallel(DataParallel[Any]):
-    """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and a timeout."""
+    """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and dimensions."""
+
+    in_dims: InDims | None
+    out_dims: Dims
 
     def __init__(
         self,
@@ -55,8 +72,11 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         dim: int = 0,
         *,
         timeout: float = DEFAULT_TIMEOUT,
+        in_dims: InDims | None = None,
+        out_dims: Dims = None,
     ) -> None:
         check_module(module)
+        check_dims(module, in_dims, out_dims)
         timeout = checked_timeout(timeout)
         devices: Any = checked_devices(device_ids)
         output: Any = None if output_device is None else as_device(output_device)
@@ -71,25 +91,22 @@ class AnyDeviceDataParallel(DataParallel[Any]):
                 self.dim, self.output_device = dim, torch_output
                 if devices:
                     warn_once(NO_ACCELERATOR)
-        self._sync_timeout = timeout
+        self._sync_timeout, self.in_dims, self.out_dims = timeout, in_dims, out_dims
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        _reached.steps.add("scatter")
         kwargs = kwargs or {}
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
-        arguments = [*inputs, *kwargs.values()]
-        leaves = leaves_of(arguments)
+        arguments = Arguments(self.module, inputs, kwargs, self.in_dims, self.dim)
         if len(devices) > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
-            devices = devices[: number_of_chunks(inputs, kwargs, leaves, self.dim, len(devices))]
-        if len(devices) == 1 and all([leaf.device == devices[0] for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+            devices = devices[: len(arguments.chunk_sizes(len(devices)))]
+        if len(devices) == 1 and is_on(arguments.tree, devices[0]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        positional, named = [], []
-        for chunk in scatter(arguments, devices, self.dim, not unsupported_by_torch(tuple(devices)), leaves):
-            positional.append(tuple(chunk[: len(inputs)]))
-            named.append(dict(zip(kwargs, chunk[len(inputs) :], strict=True)))
-        return tuple(positional), tuple(named)
+        chunks = scatter(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))
+        return tuple(zip(*map(arguments.split, chunks), strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
@@ -99,14 +116,18 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(self.module, replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
+        _reached.steps.add("gather")
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
-        return gather(outputs, as_device(output_device), self.dim, by_torch)
+        dims = USUAL if self.out_dims is None else self.out_dims
+        return gather(outputs, as_device(output_device), self.dim, by_torch, dims)
 
 
 class _ReplicationMixin(DataParallel[Any]):
     """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
     _sync_timeout: float = DEFAULT_TIMEOUT
+    in_dims: InDims | None = None  # also of wrappers from pickles of older versions
+    out_dims: Dims = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
@@ -128,15 +149,27 @@ class _ReplicationMixin(DataParallel[Any]):
 
     def extra_repr(self) -> str:
         connected = "" if type(self) is DataParallelWithCallback else "replicas connected by sync_batchnorm"
-        return ", ".join(filter(None, [super().extra_repr(), connected]))
+        dims = [f"{name}={getattr(self, name)}" for name in ("in_dims", "out_dims") if getattr(self, name) is not None]
+        return ", ".join(filter(None, [super().extra_repr(), connected, *dims]))
 
     @uncompiled
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise tracing_error(self)
-        return super().forward(*inputs, **kwargs)
+        outer, _reached.steps = _reached.steps, set()
+        try:
+            outputs = super().forward(*inputs, **kwargs)
+            self._check_reached("gather", self.out_dims)
+            return outputs
+        finally:
+            _reached.steps = outer
+
+    def _check_reached(self, step: str, dims: Any) -> None:
+        if dims is not None and step not in _reached.steps:
+            raise unused_dims_error(self, step)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
+        self._check_reached("scatter", self.in_dims)
         if is_in_replica():
             refuse_training(self, module)
         detach_what_has_run(module)
@@ -241,7 +274,13 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     """
 
 
-def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+def patch_replication_callback(
+    data_parallel: DataParallelT,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    in_dims: InDims | None = None,
+    out_dims: Dims = None,
+) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
     It gets the `timeout` and another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
@@ -267,18 +306,21 @@ def patch_replication_callback(data_parallel: DataParallelT, *, timeout: float =
             "wrap the module with DataParallelWithCallback"
         )
     timeout = checked_timeout(timeout)
+    check_dims(data_parallel.module, in_dims, out_dims)
     if not data_parallel.device_ids:
         warn_once(NO_ACCELERATOR)
-    return patch(data_parallel, timeout)
+    return patch(data_parallel, timeout, in_dims, out_dims)
 
 
-def patch(data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT) -> DataParallelT:
+def patch(
+    data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT, in_dims: InDims | None = None, out_dims: Dims = None
+) -> DataParallelT:
     """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
     if not isinstance(data_parallel, _ReplicationMixin):
         cls: Any = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
         object.__setattr__(data_parallel, "__class__", patched)
-        data_parallel.__dict__["_sync_timeout"] = timeout
+        data_parallel.__dict__.update(_sync_timeout=timeout, in_dims=in_dims, out_dims=out_dims)
     return data_parallel
 
 

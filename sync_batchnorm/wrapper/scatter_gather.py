@@ -3,213 +3,206 @@
 PyTorch moves the tensors where it can, between distinct accelerators; it takes no scalars there, and no CPU.
 """
 
+import copy
+import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import gather as gather_by_torch
 from torch.nn.parallel import scatter as scatter_by_torch
-from torch.nn.utils.rnn import PackedSequence
 
 from ..refusals import warn
-from .trees import (
-    NO_CONTAINERS,
-    children_in_order,
-    children_of,
-    cut_children_of,
-    fields_of,
-    leaves_of,
-    names_of_children,
-    rebuilt,
-    tensors_in,
-    with_leaves,
-)
+from .trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
 
 
-def scatter(
-    tree: Any, devices: Devices, dim: int, by_torch: bool = False, leaves: Sequence[Any] | None = None
-) -> list[Any]:
-    """Copy every tensor of `tree` in at most ``len(devices)`` chunks along `dim`, and return one tree for each chunk.
+class _Missing:
+    """In place of what a replica has not returned."""
 
-    Each chunk has a copy of every scalar tensor, and all share what is no tensor. `leaves` are the leaves of the tree,
-    if the caller has them already.
+    def __repr__(self) -> str:
+        return "nothing there"
+
+
+_MISSING = _Missing()
+
+
+def is_on(tree: Tree, device: torch.device) -> bool:
+    """Return whether nothing of a tree must be moved to a device."""
+    for leaf in tree.leaves:
+        is_elsewhere = isinstance(leaf.value, Tensor) and leaf.value.device != device
+        if is_elsewhere or leaf.is_list() or (leaf.dim is None and moves(type(leaf.value))):
+            return False
+    return True
+
+
+def scatter(tree: Tree, dims: Sequence[int | None], devices: Devices, by_torch: bool = False) -> list[Any]:
+    """Cut the leaves of a tree into chunks, one for each device, and return a tree for each chunk.
+
+    `dims` has the dimension of each leaf that is cut. Each chunk has a copy of every other tensor, list and dict, and
+    all chunks share what is neither.
     """
-    leaves = leaves_of(tree) if leaves is None else leaves
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    trees = []
-    for chunks in _cut(tensors, devices, dim, by_torch):
-        if leaves is tree:  # a list of tensors
-            trees.append(list(chunks))
-            continue
-        remaining = iter(chunks)
-        replaced = [next(remaining) if isinstance(leaf, Tensor) else _of_replica(leaf) for leaf in leaves]
-        trees.append(with_leaves(tree, iter(replaced)))
-    return trees
+    chunks: list[Sequence[Any]] = []
+    of_torch: dict[int, list[int]] = {}  # the places of the leaves that torch cuts along a dimension
+    with torch.DisableTorchFunctionSubclass():  # Chunks are plain tensors, as those that torch makes.
+        for leaf, dim in zip(tree.leaves, dims, strict=True):
+            if by_torch and dim is not None:
+                of_torch.setdefault(dim, []).append(len(chunks))
+                chunks.append(())
+            else:
+                chunks.append(_chunks(leaf, dim, devices))
+        for dim, places in of_torch.items():
+            of_devices = scatter_by_torch(tuple([tree.leaves[i].value for i in places]), devices, dim)
+            for i, of_leaf in zip(places, zip(*of_devices, strict=True), strict=True):
+                chunks[i] = of_leaf
+    return [tree.build(iter(of_device)) for of_device in zip(*chunks, strict=True)]
 
 
-def _of_replica(leaf: Any) -> Any:
-    """Return a list or dict of the replica's own for an empty one, as for one with items; all share any other leaf."""
-    return leaf.copy() if type(leaf) in (list, dict) and not leaf else leaf
+def _chunks(leaf: Leaf, dim: int | None, devices: Devices) -> Sequence[Any]:
+    path, value, named = leaf
+    if dim is not None:
+        pieces = value.chunk(len(devices), dim)
+        return [piece.to(device, copy=True) for piece, device in zip(pieces, devices, strict=True)]
+    if leaf.is_list():
+        size = math.ceil(len(value) / len(devices))
+        return [_moved(Leaf(path, value[size * i :][:size], 0), device, True) for i, device in enumerate(devices)]
+    if type(value) in (list, dict):
+        return [copy.copy(value) for _ in devices]
+    return [_moved(leaf, device, True) if named is None or isinstance(value, Tensor) else value for device in devices]
 
 
-def _cut(tensors: Sequence[Tensor], devices: Devices, dim: int, by_torch: bool) -> Sequence[Sequence[Tensor]]:
-    """Return the chunks of the tensors for each replica."""
-    if not tensors:
-        return [()] * len(devices)
-    if by_torch and all([tensor.dim() for tensor in tensors]):
-        return scatter_by_torch(tuple(tensors), devices, dim)
-    of_tensors = []
-    with torch.DisableTorchFunctionSubclass():  # as those that torch makes
-        for tensor in tensors:
-            if by_torch and tensor.dim():
-                of_tensors.append(scatter_by_torch(tensor, devices, dim))
-                continue
-            chunks = tensor.chunk(len(devices), dim) if tensor.dim() else [tensor] * len(devices)
-            pairs = zip(chunks, devices, strict=False)
-            of_tensors.append(tuple([chunk.to(device, copy=True) for chunk, device in pairs]))
-    return list(zip(*of_tensors, strict=False))
+def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
+    """Return a leaf on a device: a tensor, what has a method `to`, or a list of these and of trees of them."""
+    if isinstance(leaf.value, Tensor):
+        return leaf.value.to(device, copy=copies)
+    if leaf.is_list():
+        entries = Tree(leaf.value, None, leaf.path)
+        return entries.build(iter([_moved(entry, device, copies) for entry in entries.leaves]))
+    return leaf.value.to(device) if moves(type(leaf.value)) else leaf.value
 
 
-def check_structures(outputs: Sequence[Any]) -> None:
-    """Raise an error unless all replicas have returned the same structure, and the same of what is no tensor."""
-    first, *others = outputs
-    structure = _structure(first)
-    for i, output in enumerate(others, 1):
-        if _structure(output) != structure:
-            raise ValueError(
-                f"replica 0 returned {structure}, but replica {i} returned {_structure(output)}; return the same keys, "
-                "lengths and types in every replica, for example an empty tensor where one has nothing"
-            )
-        difference = next(_differences(first, output, "output"), None)
-        if difference is not None:
-            path, expected, found = difference
-            raise ValueError(
-                f"replica 0 returned {path} = {reprlib.repr(expected)}, but replica {i} returned "
-                f"{reprlib.repr(found)}; what is no tensor must be equal in all replicas; return a tensor with a row "
-                "for each sample, or leave it out"
-            )
+def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = USUAL) -> Any:
+    """Put outputs together on `device`: tensors along `dim`, or as `dims` says; scalars into a vector, as torch.
 
-
-def _structure(tree: Any, is_entry: bool = False) -> str:
-    """Describe an output, or an entry of a mapping or dataclass, which need not hold tensors."""
-    if tree is None:
-        return "None"
-    if isinstance(tree, Tensor):
-        return "Tensor" if tree.dim() else "scalar Tensor"
-    children = cut_children_of(tree)
-    if isinstance(tree, Mapping):
-        return "{" + ", ".join(sorted([f"{key!r}: {_structure(value, True)}" for key, value in tree.items()])) + "}"
-    if children and fields_of(tree):
-        values = [f"{name}={_structure(getattr(tree, name), True)}" for name in fields_of(tree)]
-        return f"{type(tree).__name__}({', '.join(values)})"
-    if children or (isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence)):
-        return "(" + ", ".join([_structure(child, is_entry) for child in children]) + ")"
-    items = _items_of(tree)
-    if items:
-        return f"{type(tree).__name__}({', '.join([_structure(item, is_entry) for item in items])})"
-    if (is_entry or children_of(tree)) and not isinstance(tree, PackedSequence):
-        return type(tree).__name__
-    raise TypeError(
-        "replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got "
-        f"{type(tree).__name__}; return tensors"
-    )
-
-
-def _items_of(output: Any) -> list[Any]:
-    """Return the items of an iterable with tensors that is no container of `trees.py`; nothing for anything else.
-
-    Torch gathers every iterable, and makes its class of the gathered items. The caches of transformers rely on that.
+    What is no tensor is that of the first. Raises an error unless all outputs have one structure.
     """
-    if isinstance(output, (str, bytes, Set, Iterator, *NO_CONTAINERS)) or not isinstance(output, Iterable):
-        return []
-    items = [] if children_of(output) else list(output)
-    return items if tensors_in(items) else []
+    first, *others = [Tree(output, dims, ("output",), is_output=True) for output in outputs]
+    joined: list[Any] = []
+    groups: dict[int, list[int]] = {}  # the places of the leaves that are put together along a dimension
+    values = _values_by_leaf(first, others)
+    for i, leaf in enumerate(first.leaves):
+        if leaf.is_list():
+            leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
+        elif isinstance(leaf.value, Tensor) and leaf.dim is not None:
+            groups.setdefault(dim if leaf.dim is USUAL else leaf.dim, []).append(i)
+        joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
+    for along, places in groups.items():
+        tensors = _join([values[i] for i in places], device, along, by_torch)
+        for i, tensor in zip(places, tensors, strict=True):
+            joined[i] = tensor
+    return first.build(iter(joined))
 
 
-def _differences(first: Any, other: Any, path: str, in_leaf: bool = False) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two trees of one structure differ in what is no tensor, and what they have there."""
-    if first is other or isinstance(first, Tensor):
-        return
-    children, others = children_of(first), children_in_order(other, first)
-    if children:
-        in_leaf = in_leaf or not cut_children_of(first)
-    elif not in_leaf:  # `gather` does not look for items in a leaf.
-        children, others = _items_of(first), _items_of(other)
-    if not children and not _are_equal(first, other):
-        yield path, first, other
-    names = names_of_children(first) or [f"[{i}]" for i in range(len(children))]
-    for name, child, child_of_other in zip(names, children, others, strict=True):
-        yield from _differences(child, child_of_other, path + name, in_leaf)
+def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
+    """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
+    misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if not _can_be_returned(leaf)]
+    for path, kind in (*first.hidden, *misplaced):
+        raise TypeError(
+            f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
+            f"{written(path)}; return tensors, or a list with an entry for each sample, and pass out_dims=0 for it"
+        )
+    values = [[leaf.value] for leaf in first.leaves]
+    for i, other in enumerate(others, 1):
+        found = {leaf.path: leaf.value for leaf in other.leaves}
+        for leaf, of_leaf in zip(first.leaves, values, strict=True):
+            of_leaf.append(found.pop(leaf.path, _MISSING))
+            if not _agree(leaf, of_leaf[i]):
+                raise _unlike_error(leaf, of_leaf[i], i)
+        for path, value in found.items():
+            raise _unlike_error(Leaf(path, _MISSING, USUAL), value, i)
+    return values
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; NaN is equal to NaN, and arrays are equal if their elements are."""
+def _can_be_returned(leaf: Leaf) -> bool:
+    if isinstance(leaf.value, Tensor) or leaf.value is None or leaf.dim is None or leaf.is_list():
+        return True
+    is_entry = any([type(key) is not Index for key in leaf.path[1:]])  # of a mapping or dataclass
+    is_empty = isinstance(leaf.value, (list, tuple, dict)) and not leaf.value
+    return is_entry or is_empty
+
+
+def _agree(leaf: Leaf, found: Any) -> bool:
+    """Return whether what another replica has in place of a leaf of the first can be put together with it."""
+    value = leaf.value
+    if isinstance(value, Tensor):
+        return isinstance(found, Tensor) and (leaf.dim is not None or _are_close(value.detach(), found.detach()))
+    if leaf.is_list():
+        return isinstance(found, list)
     try:
-        if hasattr(one, "shape"):  # an array, which compares its elements
-            return bool(one.shape == other.shape and (one == other).all())
-        return bool(one == other or (one != one and other != other))
+        if hasattr(value, "shape"):  # an array, which compares its elements
+            return value is found or bool(value.shape == found.shape and (value == found).all())
+        return value is found or bool(value == found or (value != value and found != found))
     except Exception:
         return False
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False) -> Any:
-    """Put outputs together on `device`: tensors along `dim`, scalars into a vector, as torch.
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are equal to rounding; on accelerators, where the host would wait, whether shapes are."""
+    if one.shape != other.shape or one.device.type != "cpu" or not one.numel():
+        return one.shape == other.shape
+    is_exact = not one.dtype.is_floating_point and not one.dtype.is_complex
+    tolerance = 0.0 if is_exact else torch.finfo(one.dtype).eps ** 0.5
+    return torch.allclose(one, other, tolerance, tolerance * float(one.abs().max()), equal_nan=True)
 
-    What is no tensor is that of the first. Raises an error unless all outputs have one structure.
-    """
-    check_structures(outputs)
-    first = outputs[0]
-    leaves: list[Any] = []
-    groups = []
-    for group in zip(*[leaves_of(output, like=first) for output in outputs], strict=True):
-        if isinstance(group[0], Tensor):
-            groups.append(group)
-        items = list(map(_items_of, group))
-        leaves.append(rebuilt(group[0], gather(items, device, dim, by_torch)) if items[0] else group[0])
-    joined = iter(_join(groups, device, dim, by_torch) if groups else ())
-    return with_leaves(first, iter([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+
+def _unlike_error(leaf: Leaf, found: Any, replica: int) -> ValueError:
+    is_whole = leaf.dim is None
+    expected, actual = [
+        "a tensor" if isinstance(value, Tensor) and not is_whole else reprlib.repr(value)
+        for value in (leaf.value, found)
+    ]
+    return ValueError(
+        f"replica 0 returned {written(leaf.path)} = {expected}, but replica {replica} returned {actual}; return the "
+        "same keys, lengths and types in every replica, and equal values of what is no tensor, or is named None in "
+        "out_dims; a list with an entry for each sample needs out_dims=0"
+    )
 
 
 def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
     """Return one tensor for each group of tensors, one of each replica."""
     try:
-        return _joined(groups, device, dim, by_torch)
+        if by_torch:
+            return gather_by_torch(list(zip(*groups, strict=True)), str(device), dim)  # type: ignore[arg-type, no-any-return]
+        # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
+        with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
+            return [_joined([tensor.to(device) for tensor in tensors], dim) for tensors in groups]
     except RuntimeError as error:
         for tensors in groups:
             shapes = [tuple(tensor.shape) for tensor in tensors]
-            others = [(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes]
-            i = next((i for i, sizes in enumerate(others) if sizes != others[0]), None)
-            if i is not None:
+            if len({len(shape) for shape in shapes}) > 1:
                 raise RuntimeError(
-                    f"replica 0 returned a tensor of shape {shapes[0]}, but replica {i} one of shape {shapes[i]}; "
-                    f"outputs are put together along dimension {dim}, so all other sizes must be equal; pad the "
-                    "outputs, for example with total_length=input.shape[1] in pad_packed_sequence, or move the "
-                    f"dimension of the samples to {dim}"
+                    f"replicas returned tensors of shapes {shapes}: their numbers of dimensions differ, as after "
+                    "squeeze() of a chunk with a single row; name the dimension, as in squeeze(-1)"
+                ) from error
+            if len({(*shape[:dim], *shape[dim:][1:]) for shape in shapes}) > 1:
+                raise RuntimeError(
+                    f"replicas returned tensors of shapes {shapes}; outputs are put together along dimension {dim}, so "
+                    "all other sizes must be equal; pad the outputs, for example with total_length=input.shape[1] in "
+                    "pad_packed_sequence, or name the dimension of the samples in out_dims"
                 ) from error
         raise
 
 
-def _joined(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
-    joined: list[Tensor] = []
-    if by_torch:
-        joined.extend(gather_by_torch(list(zip(*groups, strict=True)), str(device), dim))  # type: ignore[arg-type]
-        return joined
-    # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
-    with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
-        for tensors in groups:
-            moved = [tensor.to(device) for tensor in tensors]
-            if moved[0].dim() or dim:
-                joined.append(torch.cat(moved, dim))
-                continue
-            warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector."
-            )
-            joined.append(torch.stack(moved))
-    return joined
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    if tensors[0].dim() or dim:
+        return torch.cat(tensors, dim)
+    warn(
+        "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return a "
+        "vector."
+    )
+    return torch.stack(tensors)

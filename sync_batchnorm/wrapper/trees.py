@@ -1,114 +1,221 @@
-"""Trees, the arguments and results of a `DataParallel`: taken apart into leaves, and built anew with other leaves.
+"""Trees, the arguments and outputs of a wrapper: taken apart into leaves with their paths, and built anew.
 
-A tree consists of lists, tuples, dicts and their subclasses, of `UserList`, `deque` and other mappings, and of
-dataclasses. Its leaves are tensors and everything else. A container that is no list, tuple or dict is a leaf, too, if
-it has no tensors: all replicas share an object of settings, but each gets a dict of its own.
+A tree consists of lists, tuples, mappings and dataclasses; everything else is a leaf. So is a mapping that is no dict,
+or a dataclass, without tensors: all replicas share an object of settings.
 """
 
 import copy
 import dataclasses
-from collections import UserList, deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import Any
+from types import ModuleType, NoneType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
-_PLAIN = (list, tuple, dict)  # whose copies are cheap and certain
-NO_CONTAINERS = (Tensor, nn.Module, PackedSequence)  # even if they are tuples, mappings or dataclasses
+Dims = Any  # what is named for a tree: a dimension, None for the whole, or a dict, list or tuple of such
+USUAL: Any = object()  # in place of a dimension: nothing is named
+Path = tuple[Any, ...]  # the name of a tree, and the keys, indices and fields that lead from it to a part
+Build = Callable[[Iterator[Any]], Any]  # makes a tree of the leaves that it takes from an iterator
+
+_ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_PLAIN = (list, tuple, dict)
+_MOST_SEARCHED = 500  # containers, in less than 1 ms; an arbitrary bound
 
 
-def fields_of(tree: Any) -> list[str]:
-    """Return the names of the fields of an object of a dataclass; none for other objects, also for classes."""
-    return [field.name for field in dataclasses.fields(tree)] if hasattr(type(tree), "__dataclass_fields__") else []
+class Index(int):
+    """The index of an entry, in a path."""
 
 
-def children_of(tree: Any) -> Collection[Any]:
-    """Return what a container holds, in order; nothing for what is no container, and for an empty one."""
-    if isinstance(tree, NO_CONTAINERS):
-        return ()
-    if isinstance(tree, (list, tuple, UserList, deque)):
-        return tree
-    if isinstance(tree, Mapping):
-        return tree.values()
-    # An attribute of a field that its constructor does not set may be missing.
-    return [getattr(tree, name, None) for name in fields_of(tree)]
+class Field(str):
+    """The name of a field, in a path."""
 
 
-def children_in_order(tree: Any, like: Any) -> Collection[Any]:
-    """Return the children of a container, those of a mapping in the order of the keys of `like`."""
-    return [tree[key] for key in like] if isinstance(like, Mapping) else children_of(tree)
+def written(path: Path) -> str:
+    """Return a path as Python writes it."""
+    return path[0] + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
 
 
-def names_of_children(tree: Any) -> list[str]:
-    """Return what follows the name of a container to name each of its children, in order."""
-    if isinstance(tree, Mapping):
-        return [f"[{key!r}]" for key in tree]
-    return [f".{name}" for name in fields_of(tree)] or [f"[{i}]" for i in range(len(children_of(tree)))]
+def is_list(kind: type) -> bool:
+    """Return whether objects of a class may have an entry for each sample; named tuples and shapes have none."""
+    return issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields") and kind is not torch.Size
 
 
-def cut_children_of(tree: Any) -> Collection[Any]:
-    """Return the children of a tree if it is taken apart; nothing for a leaf."""
-    children = children_of(tree)
-    return children if isinstance(tree, _PLAIN) or (children and _holds_tensors(tree)) else ()
+def moves(kind: type) -> bool:
+    """Return whether objects of a class have a method `to` that returns them on another device."""
+    return hasattr(kind, "to") and not issubclass(kind, nn.Module)  # A module would be moved in place.
 
 
-def _holds_tensors(tree: Any) -> bool:
-    """Return whether there is a tensor in a tree, which may contain itself."""
-    nodes, seen = [tree], set()
+class Leaf(NamedTuple):
+    """A leaf, or a list that is cut or put together by its entries, and the dimension that is named for it."""
+
+    path: Path
+    value: Any
+    dim: Any  # an int, None or `USUAL`
+
+    def is_list(self) -> bool:
+        """Return whether this is a list that is cut or put together by its entries."""
+        return self.dim is not USUAL and self.dim == 0 and is_list(type(self.value))
+
+
+class Tree:
+    """A tree taken apart: its `leaves`, in order, and `build`, which makes such a tree of other leaves.
+
+    `lists` has the lists and tuples for which nothing is named, each with where its leaves begin and end. `hidden` has
+    the path and the class of what holds tensors that are no leaves.
+    """
+
+    def __init__(self, tree: Any, dims: Dims = USUAL, path: Path = (), is_output: bool = False) -> None:
+        self.leaves: list[Leaf] = []
+        self.lists: list[tuple[Path, Sequence[Any], int, int]] = []
+        self.hidden: list[tuple[Path, str]] = []
+        self._is_output = is_output
+        try:
+            self.build = self._add(path, tree, dims)
+        except RecursionError:
+            raise ValueError(
+                "arguments or outputs are nested too deeply, or contain themselves, so that they cannot be cut into "
+                "chunks or put together; pass or return the tensors of what contains itself on their own"
+            ) from None
+
+    def _add(self, path: Path, tree: Any, dims: Dims) -> Build:
+        kind = type(tree)
+        is_leaf = kind is Tensor or kind in _ATOMS or self._is_leaf(tree, kind, dims)
+        children = {} if is_leaf else self._children(path, tree, kind, dims)
+        of_children = _dims_of(path, children, kind, dims) if isinstance(dims, _PLAIN) and tree is not None else None
+        if not children:
+            self.leaves.append(Leaf(path, tree, dims))
+            return next
+        start, builds = len(self.leaves), []
+        for key, child in children.items():
+            builds.append(self._add((*path, key), child, dims if of_children is None else of_children.get(key, USUAL)))
+        if dims is USUAL and is_list(kind):
+            self.lists.append((path, tree, start, len(self.leaves)))
+        return lambda leaves: _built(path, tree, children, [build(leaves) for build in builds])
+
+    def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
+        if dims is USUAL and kind in (list, dict) and not self._is_output:  # A list of words is copied at once.
+            return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
+        is_by_entries = type(dims) is int and dims == 0 and is_list(kind)
+        is_leaf = is_by_entries and not (self._is_output and issubclass(kind, tuple))
+        return is_leaf or issubclass(kind, (Tensor, nn.Module)) or (dims is None and moves(kind))
+
+    def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
+        """Return what a container holds, by key, index or field; nothing for a leaf."""
+        items = list(tree) if self._is_output and _is_iterable(kind) else tree
+        is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
+        if not is_plain and not holds_tensors(items):
+            return {}
+        children = _children_of(items)
+        if dims is not None and kind not in _PLAIN:
+            attributes = getattr(tree, "__dict__", {}) if is_plain or dataclasses.is_dataclass(kind) else {}
+            others = [value for name, value in attributes.items() if value is not children.get(name)]
+            if not (children or is_plain) or (others and holds_tensors(others)):
+                self.hidden.append((path, kind.__name__))
+        return children
+
+
+def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
+    """Return what is named for the children of a container."""
+    if isinstance(dims, dict):
+        names = dict(zip(getattr(kind, "_fields", children), children, strict=True))
+        if issubclass(kind, Mapping) or dims.keys() <= names.keys():  # A mapping need not have all keys each time.
+            return {key: dims[name] for name, key in names.items() if name in dims}
+    elif len(dims) == len(children) and {*map(type, children)} <= {Index}:
+        return dict(zip(children, dims, strict=True))
+    raise ValueError(
+        f"{written(path)}, a {kind.__name__} of {len(children)} entries, does not fit the dimensions {dims!r}; name one "
+        "for all of it, or a tuple of as many, or a dict by its keys or fields"
+    )
+
+
+def _is_iterable(kind: type) -> bool:
+    """Return whether torch gathers outputs of a class by their items, as the caches of transformers rely on."""
+    others = (*_PLAIN, Mapping, Set, str, bytes)
+    is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
+    return is_iterable and not issubclass(kind, others) and not dataclasses.is_dataclass(kind)
+
+
+def _children_of(tree: Any) -> dict[Any, Any]:
+    kind = type(tree)
+    if issubclass(kind, dict):
+        return dict(dict.items(tree))  # without the code of its class
+    if issubclass(kind, (list, tuple)):
+        return {} if kind is PackedSequence else dict(zip(map(Index, range(len(tree))), tree, strict=True))
+    if dataclasses.is_dataclass(kind):
+        return {Field(field.name): getattr(tree, field.name, None) for field in dataclasses.fields(kind)}
+    with suppress(Exception):  # whatever the code of its class raises
+        return {key: tree[key] for key in tree.keys()} if issubclass(kind, Mapping) else {}  # noqa: SIM118
+    return {}
+
+
+def holds_tensors(tree: Any) -> bool:
+    """Return whether tensors can be seen in an object, or in containers in it, without calling its code.
+
+    What can be called, such as a module or a function, is no data.
+    """
+    nodes, seen = [tree], {id(tree)}
     for node in nodes:  # which grows
-        if isinstance(node, Tensor):
+        if callable(node) or type(node) is ModuleType or len(nodes) > _MOST_SEARCHED:
+            continue
+        held = list(node.values()) if type(node) is dict else gc.get_referents(node)
+        kinds = {*map(type, held)}
+        if any([issubclass(kind, Tensor) for kind in kinds]):
             return True
-        if id(node) not in seen:
-            seen.add(id(node))
-            nodes.extend(children_of(node))  # `+=` would make another list, if it is a `UserList`.
+        kinds = {kind for kind in kinds - _ATOMS if issubclass(kind, Collection) or dataclasses.is_dataclass(kind)}
+        if kinds:
+            found = [child for child in held if type(child) in kinds and id(child) not in seen and gc.is_tracked(child)]
+            seen.update(map(id, found))
+            nodes += found
     return False
 
 
-def leaves_of(tree: Any, like: Any = None) -> list[Any]:
-    """Return the leaves of a tree, in the order of those of `like`, a tree of the same structure, if it is given.
-
-    Of a list of tensors, the list itself.
-    """
-    if type(tree) is list and {*map(type, tree)} == {Tensor}:  # the most frequent arguments, without a call for each
-        return tree
-    leaves: list[Any] = []
+def _built(path: Path, like: Any, keys: Collection[Any], items: list[Any]) -> Any:
+    """Return a container like another one, with other items."""
+    kind = type(like)
+    if kind in (list, tuple):
+        return kind(items)
+    children = dict(zip(keys, items, strict=True))
+    if kind is dict:
+        return children
     try:
-        _add_leaves(tree, tree if like is None else like, leaves)
-    except RecursionError:
-        raise ValueError(
-            "arguments are nested too deeply, or contain themselves, so that they cannot be cut into chunks; "
-            "pass the tensors of what contains itself as arguments of their own"
-        ) from None
-    return leaves
+        return _built_anew(like, kind, children)
+    except Exception as error:
+        raise TypeError(
+            f"cannot build {written(path)}, a {kind.__name__}, for the tensors of each replica, or of all of them: "
+            f"{error}; use a dict, or a dataclass whose constructor takes its fields and nothing else"
+        ) from error
 
 
-def _add_leaves(tree: Any, like: Any, leaves: list[Any]) -> None:
-    of_like = cut_children_of(like)
-    if not of_like:
-        leaves.append(tree)
-        return
-    children = of_like if tree is like else children_in_order(tree, like)
-    for child, child_like in zip(children, of_like, strict=True):
-        _add_leaves(child, child_like, leaves)
+def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):  # as are the outputs of transformers, which are dicts, too
+        made = dataclasses.replace(like, **children)
+        for name, child in children.items():  # The constructor has changed it, as it had changed that of `like`.
+            object.__setattr__(made, name, child)
+    elif issubclass(kind, list):
+        made = copy.copy(like)  # whose constructor may take other arguments
+        made[:] = children.values()
+    elif issubclass(kind, Mapping):
+        made = copy.copy(like) if hasattr(kind, "__copy__") else kind(children)  # a defaultdict keeps its default
+        made.update(children) if hasattr(kind, "__copy__") else None
+        if list(made) != list(children):
+            raise TypeError(f"made of its items, it has the keys {list(made)} instead of {list(children)}")
+    else:
+        made = kind(*children.values()) if hasattr(kind, "_fields") else kind(children.values())
+    for name, value in getattr(like, "__dict__", {}).items():  # what was set on the object afterwards
+        if name not in vars(made):
+            object.__setattr__(made, name, value)
+    return made
 
 
-def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Return a tree like `tree` with other leaves, in the order of `leaves_of`."""
-    children = cut_children_of(tree)
-    if not children:
-        return next(leaves)
-    return rebuilt(tree, [with_leaves(child, leaves) for child in children])
-
-
-def nodes_of(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield all containers and leaves of a tree that is called `path`, each with how to write it."""
-    yield path, tree
-    for name, child in zip(names_of_children(tree), cut_children_of(tree), strict=False):
-        yield from nodes_of(child, path + name)
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    return [leaf.value for leaf in Tree(tree, is_output=True).leaves]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -116,72 +223,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
-def rebuilt(like: Any, children: Sequence[Any]) -> Any:
-    """Return a container like `like` with other children, which are as many."""
-    kind = type(like)
-    if kind in (list, tuple):
-        return kind(children)
-    if kind is dict:
-        return dict(zip(like, children, strict=True))
-    try:
-        if isinstance(like, Mapping):
-            return _rebuilt_mapping(like, dict(zip(like, children, strict=True)))
-        if fields_of(like):
-            return _rebuilt_dataclass(like, children)
-        if isinstance(like, (list, UserList)):
-            made = copy.copy(like)  # whose constructor may take other arguments
-            made[:] = children
-            if not _is_stale(made, like):
-                return made
-        if isinstance(like, deque):
-            queue = copy.copy(like)
-            deque.__init__(queue, children, like.maxlen)
-            return queue
-        return kind(*children) if hasattr(kind, "_fields") else kind(children)  # a named tuple takes them one by one
-    except Exception as error:
-        raise TypeError(
-            f"cannot build a {kind.__name__} for the tensors of each replica, or of all of them: {error}; use a dict, "
-            "or a dataclass whose constructor takes its fields and nothing else"
-        ) from error
-
-
-def _is_stale(made: Any, like: Any) -> bool:
-    """Return whether a copy that got other items still has tensors of the original, in attributes made of its items."""
-    before = getattr(like, "__dict__", {})
-    attributes = getattr(made, "__dict__", {}).items()
-    return any(value is before.get(name) and _holds_tensors(value) for name, value in attributes)
-
-
-def _rebuilt_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    # A copy keeps what a constructor does not take, such as the default of a defaultdict. Where a class does not say
-    # how it is copied, items of its copies may be those of the original.
-    if isinstance(like, MutableMapping) and (isinstance(like, dict) or hasattr(type(like), "__copy__")):
-        with suppress(Exception):  # Mappings that refuse changes are left to their constructors.
-            made = copy.copy(like)
-            for key, item in items.items():
-                made[key] = item
-            if not _is_stale(made, like):
-                return made
-    built: Mapping[Any, Any] = type(like)(items)  # type: ignore[call-arg]
-    if built.keys() != items.keys():
-        raise TypeError(f"made of its items, it has the keys {list(built)} instead of {list(items)}")
-    return built
-
-
-def _rebuilt_dataclass(like: Any, children: Sequence[Any]) -> Any:
-    fields = dataclasses.fields(like)
-    derived = [field.name for field in fields if not field.init]
-    if derived:
-        raise TypeError(f"its fields {derived} are declared with init=False, so nothing says how to cut them")
-    for name, field in type(like).__dataclass_fields__.items():
-        if isinstance(field.type, dataclasses.InitVar) or (isinstance(field.type, str) and "InitVar" in field.type):
-            raise TypeError(f"InitVar {name!r} must be specified, and the object does not keep what it was")
-    items = {field.name: child for field, child in zip(fields, children, strict=True)}
-    made = dataclasses.replace(like, **items)
-    for name, item in items.items():
-        if getattr(made, name) is not item:  # The constructor has changed it, as it had changed that of `like`.
-            object.__setattr__(made, name, item)
-    for name, value in getattr(like, "__dict__", {}).items():  # what was set on the object afterwards
-        if name not in vars(made) and not _holds_tensors(value):
-            object.__setattr__(made, name, value)
-    return made
+def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Return a tree like `tree` with other leaves, in the order of `leaves_of`."""
+    return Tree(tree, is_output=True).build(leaves)
