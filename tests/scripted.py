@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, patch_replication_callback
 from sync_batchnorm.wrapper.copies import replicate
 from sync_batchnorm.wrapper.devices import as_device
-from sync_batchnorm.wrapper.scatter_gather import gather, scatter
+from sync_batchnorm.wrapper.scatter_gather import gather
 
 R = 3  # replicas of most tests; every replica gets two rows
 
@@ -60,7 +60,7 @@ class TorchStyle(nn.DataParallel):
         self.output_device = self.src_device_obj = torch.device("cpu")
 
     def forward(self, *inputs: Any) -> Any:
-        parts = scatter(inputs, [torch.device("cpu")] * len(self.device_ids), 0)
+        parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         return gather(self.parallel_apply(replicas, parts, [{} for _ in parts]), torch.device("cpu"), 0)
 
@@ -77,7 +77,7 @@ class OwnForward(TorchStyle):
     """Never calls the `parallel_apply` method: replicas run in threads that its `forward` starts."""
 
     def forward(self, *inputs: Any) -> Any:
-        parts = scatter(inputs, [torch.device("cpu")] * len(self.device_ids), 0)
+        parts = list(zip(*[input.chunk(len(self.device_ids)) for input in inputs], strict=True))
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])
         outputs = TorchStyle.parallel_apply(self, replicas, parts, [{} for _ in parts])
         return gather(outputs, torch.device("cpu"), 0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..call.processes import active_group
 from ..meeting import add_note
 from ..refusals import check_module, check_number, silence
-from ..wrapper import DataParallelWithCallback, Replica, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
 from .explaining import Steps
 from .recording import Copy, Difference, InReplica, Loss, OneDevice, random_states, restore_random_states
 
@@ -109,7 +109,9 @@ class _ReplicaInMode(Replica):
 
 def _replicas(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> _CheckedWrapper:
     """Return a wrapper for that many CPU replicas of `module`, which scatters and gathers as the user's `wrapper`."""
-    parallel = _CheckedWrapper(module, ["cpu"] * number, dim=getattr(wrapper, "dim", 0))
+    names = {"dim": 0, "in_dims": None, "out_dims": None}
+    dims: Any = {name: getattr(wrapper, name, default) for name, default in names.items()}
+    parallel = _CheckedWrapper(module, ["cpu"] * number, **dims)
     if wrapper is None:
         return parallel
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
@@ -140,6 +142,11 @@ def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: d
     number = len(parallel.device_ids)
     if number < 2:
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
+    if "scatter" not in parallel.overridden:
+        sizes = Arguments(parallel.module, inputs, kwargs, parallel.in_dims, parallel.dim, number).chunk_sizes()
+        if len(sizes) < 2 or not sum(sizes):
+            raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass more")
+        return sizes
     if not tensors_in((inputs, kwargs)):
         raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
     try:

@@ -4,6 +4,7 @@ What replicas exchange, and when, is up to the callbacks of the modules. Of batc
 whether a layer trains, so that it can warn of plain layers and refuse layers that do not belong to the replica.
 """
 
+from .arguments import Arguments as Arguments
 from .callbacks import CallbackContext, execute_replication_callbacks
 from .data_parallel import DataParallelWithCallback, patch_replication_callback
 from .data_parallel import _ReplicationMixin as _ReplicationMixin

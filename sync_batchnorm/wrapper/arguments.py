@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..refusals import warn_once
+from ..torch_private import compiled_module_type
 from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
 
 Kind = inspect._ParameterKind
 
-_kinds: WeakKeyDictionary[Any, dict[str, Kind]] = WeakKeyDictionary()  # of the parameters of a function, by name
+_kinds: WeakKeyDictionary[Any, dict[str, Kind]] = WeakKeyDictionary()  # of the parameters of a method, by name
 
 
 def parameters_of(module: nn.Module) -> dict[str, Kind]:
@@ -27,14 +28,19 @@ def parameters_of(module: nn.Module) -> dict[str, Kind]:
     """
     while isinstance(module, DataParallel):  # whose own forward takes anything
         module = module.module
-    forward: Any = module._modules.get("_orig_mod", module).forward  # of a compiled module, the original
-    function = getattr(forward, "__func__", forward)
+    if isinstance(module, compiled_module_type()):
+        module = module._orig_mod
+    forward: Any = module.forward
+    method = getattr(forward, "__func__", None)
+    if method in _kinds:
+        return _kinds[method]
     try:
-        if function not in _kinds:
-            _kinds[function] = {name: item.kind for name, item in inspect.signature(forward).parameters.items()}
-        return _kinds[function]
+        kinds = {name: parameter.kind for name, parameter in inspect.signature(forward).parameters.items()}
     except (TypeError, ValueError):
         return {"inputs": Kind.VAR_POSITIONAL, "kwargs": Kind.VAR_KEYWORD}
+    if method is not None:
+        _kinds[method] = kinds
+    return kinds
 
 
 def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
@@ -60,16 +66,20 @@ def chunk_sizes(rows: int, most: int) -> list[int]:
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
+def _are_in_proportion(sizes: list[int], others: list[int]) -> bool:
+    return [size * sum(others) for size in sizes] == [size * sum(sizes) for size in others]
+
+
 class Arguments:
     """The arguments of a call, as one tree: a dict by the names that `forward` has for them."""
 
     def __init__(
-        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, dim: int
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, dim: int, most: int
     ) -> None:
-        kinds = parameters_of(module)
+        kinds = parameters_of(module) if in_dims or most > 1 else {}  # Otherwise nothing is cut, and nothing is named.
         names = [name for name, kind in kinds.items() if kind < Kind.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
-        self._number, self._dim, self._rest = len(arguments), dim, ""
+        self._number, self._dim, self._most, self._rest = len(arguments), dim, most, ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Kind.VAR_POSITIONAL), "inputs")
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
@@ -100,7 +110,7 @@ class Arguments:
             )
         return int(dim % value.dim())
 
-    def chunk_sizes(self, most: int) -> list[int]:
+    def chunk_sizes(self) -> list[int]:
         """Return the number of rows of each chunk, of which there is at most one for each of several devices.
 
         Raises an error for arguments of which replicas cannot get the rows of their samples, and warns of lists.
@@ -110,13 +120,13 @@ class Arguments:
         rows = list(map(self._rows, self.tree.leaves, self.dims))
         cut = [(number, leaf) for number, leaf in zip(rows, self.tree.leaves, strict=True) if number is not None]
         if not cut:
-            raise self._nothing_to_cut_error(most)
+            raise self._nothing_to_cut_error()
         batch = cut[0][0]
-        sizes = chunk_sizes(batch, most)
+        sizes = chunk_sizes(batch, self._most)
         for number, leaf in cut:
             if number != batch and (
                 not number * batch
-                or [size * number for size in sizes] != [size * batch for size in chunk_sizes(number, most)]
+                or [size * number for size in sizes] != [size * batch for size in chunk_sizes(number, self._most)]
             ):
                 raise self._unequal_error(cut[0], (number, leaf))
         self._warn_of_lists(rows)
@@ -144,16 +154,17 @@ class Arguments:
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
             f"{written(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for each "
-            "sample (the padded tensor and the lengths of a sequence, a dict or dataclass of the tensors of an object)"
-            f"{self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
+            "sample (the padded tensor and the lengths of sequences, tensor.to_dense(), a dict or dataclass for an "
+            f"object){self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
         )
 
-    def _nothing_to_cut_error(self, most: int) -> TypeError:
-        types = ", ".join(dict.fromkeys([type(leaf.value).__name__ for leaf in self.tree.leaves]))
+    def _nothing_to_cut_error(self) -> TypeError:
+        values = [value for leaf in self.tree.leaves for value in leaves_of(leaf.value)]
+        kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
         return TypeError(
-            f"expected tensors to cut into chunks, but got arguments of {types} of which each of {most} replicas would "
-            "process the whole; pass tensors with a row for each sample (torch.from_numpy(array) for a NumPy array), "
-            "name the dimension of one in in_dims, or call the wrapped module itself"
+            f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
+            f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
+            "(torch.from_numpy(array) for a NumPy array), name a dimension in in_dims, or call the wrapped module"
         )
 
     def _unequal_error(self, first: tuple[int, Leaf], other: tuple[int, Leaf]) -> ValueError:
@@ -177,9 +188,10 @@ class Arguments:
             has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])
             if len(entries) > 1 and inside and (has_other_rows or has_dicts):
                 warn_once(
-                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets all of "
-                    "them, with some rows of their tensors, and everything else as a whole; if it has an entry for each "
-                    f"sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
+                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets all "
+                    "of them, with some rows of their tensors, and everything else as a whole; if it has an entry for "
+                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its "
+                    "entries there"
                 )
 
 

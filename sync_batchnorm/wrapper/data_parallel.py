@@ -99,10 +99,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
-        arguments = Arguments(self.module, inputs, kwargs, self.in_dims, self.dim)
+        arguments = Arguments(self.module, inputs, kwargs, self.in_dims, self.dim, len(devices))
         if len(devices) > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
-            devices = devices[: len(arguments.chunk_sizes(len(devices)))]
+            devices = devices[: len(arguments.chunk_sizes())]
         if len(devices) == 1 and is_on(arguments.tree, devices[0]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         chunks = scatter(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))

@@ -202,7 +202,7 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     if tensors[0].dim() or dim:
         return torch.cat(tensors, dim)
     warn(
-        "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return a "
-        "vector."
+        "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
+        "a vector."
     )
     return torch.stack(tensors)

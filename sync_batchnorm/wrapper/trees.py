@@ -38,7 +38,7 @@ class Field(str):
 
 def written(path: Path) -> str:
     """Return a path as Python writes it."""
-    return path[0] + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
+    return f"{path[0]}" + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
 
 
 def is_list(kind: type) -> bool:
@@ -129,8 +129,8 @@ def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dic
     elif len(dims) == len(children) and {*map(type, children)} <= {Index}:
         return dict(zip(children, dims, strict=True))
     raise ValueError(
-        f"{written(path)}, a {kind.__name__} of {len(children)} entries, does not fit the dimensions {dims!r}; name one "
-        "for all of it, or a tuple of as many, or a dict by its keys or fields"
+        f"{written(path)}, a {kind.__name__} of {len(children)} entries, does not fit the dimensions {dims!r}; name "
+        "one for all of it, or a tuple of as many, or a dict by its keys or fields"
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from sync_batchnorm import convert_model, patch_replication_callback
 from sync_batchnorm.wrapper.copies import replicate
 from sync_batchnorm.wrapper.devices import as_device, check_copies
-from sync_batchnorm.wrapper.scatter_gather import gather, scatter
+from sync_batchnorm.wrapper.scatter_gather import gather
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_s
             self.output_device, self.src_device_obj = ids[0], torch.device("cpu")
 
         def scatter(self, inputs, kwargs, device_ids):
-            chunks = scatter(inputs, [torch.device("cpu")] * len(device_ids), 0)
+            chunks = [(chunk,) for chunk in inputs[0].chunk(len(device_ids))]
             return chunks, [kwargs] * len(chunks)
 
         def replicate(self, module, device_ids):
