@@ -109,8 +109,8 @@ class _ReplicaInMode(Replica):
 
 def _replicas(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> _CheckedWrapper:
     """Return a wrapper for that many CPU replicas of `module`, which scatters and gathers as the user's `wrapper`."""
-    names = {"dim": 0, "in_dims": None, "out_dims": None}
-    dims: Any = {name: getattr(wrapper, name, default) for name, default in names.items()}
+    defaults = {"dim": 0, "in_dims": None, "out_dims": None}
+    dims: Any = {name: getattr(wrapper, name, default) for name, default in defaults.items()}
     parallel = _CheckedWrapper(module, ["cpu"] * number, **dims)
     if wrapper is None:
         return parallel
@@ -142,24 +142,26 @@ def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: d
     number = len(parallel.device_ids)
     if number < 2:
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
-    if "scatter" not in parallel.overridden:
-        sizes = Arguments(parallel.module, inputs, kwargs, parallel.in_dims, parallel.dim, number).chunk_sizes()
-        if len(sizes) < 2 or not sum(sizes):
-            raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass more")
-        return sizes
     if not tensors_in((inputs, kwargs)):
         raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
+    if "scatter" in parallel.overridden:
+        sizes = _sizes_of_own_scatter(parallel, inputs, kwargs)
+    else:
+        sizes = Arguments(parallel.module, inputs, kwargs, parallel.in_dims, parallel.dim, number).chunk_sizes()
+    if len(sizes) < 2 or not sum(sizes):
+        raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
+    return sizes
+
+
+def _sizes_of_own_scatter(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     try:
         chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
     except Exception as error:
-        if "scatter" in parallel.overridden:
-            add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
+        add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
         raise
     sizes = [_rows(chunk, parallel.dim) for chunk in chunks if tensors_in(chunk)]
     if sum(sizes) != _rows((inputs, kwargs), parallel.dim):
         sizes = [len(args[0]) for args, _ in chunks]  # which may cut lists with one entry for each sample
-    if len(sizes) < 2 or not sum(sizes):
-        raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
     return sizes
 
 

@@ -192,7 +192,7 @@ def test_an_error_in_a_scatter_of_your_own_is_said_to_be_there(is_own):
     parallel = wrapped(nn.ReLU())
     if is_own:
         parallel.scatter = scatter_that_fails
-    with pytest.raises(ValueError, match="cannot be cut" if is_own else "make the same number") as caught:
+    with pytest.raises(ValueError, match="cannot be cut" if is_own else "do not belong together") as caught:
         assert_matches_one_device(parallel, VECTORS, torch.ones(1))
     notes = "".join(getattr(caught.value, "__notes__", []))
     assert ("Raised in your scatter, which got [" in notes) == is_own
@@ -217,7 +217,7 @@ def test_errors_of_replicas_have_the_names_of_the_model():
         (nn.Linear(3, 3), {"loss": torch.Tensor.detach}, RuntimeError, "invalid for input of size 12"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(0, 3)}}, ValueError, "chunks with rows, but got chunks"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(1, 3)}}, ValueError, r"of \[1\] rows; pass a larger batch$"),
-        (nn.Linear(3, 3), {"kwargs": {"input": VECTORS, "other": torch.ones(1)}}, ValueError, "make the same number"),
+        (nn.Linear(3, 3), {"kwargs": {"input": VECTORS, "other": torch.ones(1)}}, ValueError, "do not belong together"),
         (nn.Linear(3, 3), {"loss": 1.0}, TypeError, "callable"),
         (nn.Linear(3, 3), {"loss": lambda output: output}, RuntimeError, "only for scalar outputs"),
         (nn.LazyLinear(3), {}, RuntimeError, "LazyLinear cannot be copied.*LazyModule"),
