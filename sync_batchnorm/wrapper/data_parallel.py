@@ -320,7 +320,9 @@ def patch(
         cls: Any = type(data_parallel)
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
         object.__setattr__(data_parallel, "__class__", patched)
-        data_parallel.__dict__.update(_sync_timeout=timeout, in_dims=in_dims, out_dims=out_dims)
+        data_parallel.__dict__["_sync_timeout"] = timeout
+    given = {"in_dims": in_dims, "out_dims": out_dims}
+    data_parallel.__dict__.update({name: dims for name, dims in given.items() if dims is not None})
     return data_parallel
 
 

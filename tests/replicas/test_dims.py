@@ -1,0 +1,494 @@
+"""`in_dims` and `out_dims`: programs whose arguments are not all cut by rows equal one device, in every wrapper."""
+
+import copy
+import functools
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import Net, as_devices, assert_equal, assert_same_state, doubles, randomize
+from torch import Tensor, nn
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    assert_matches_one_device,
+    convert_model,
+    patch_replication_callback,
+    revert_model,
+)
+
+R = ["cpu"] * 2
+
+
+class Boxes:
+    """An object with a method `to`, as those of detection libraries, which has no items to cut."""
+
+    def __init__(self, corners):
+        self.corners = corners
+
+    def to(self, device):
+        return Boxes(self.corners.to(device))
+
+
+@dataclass
+class Batch:
+    images: Tensor
+    mask: Tensor
+    names: Any = None
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def norm(self, x):
+        return self.linear(self.bn(x.flatten(0, -2))).view(x.shape)
+
+
+class Recurrent(Normed):
+    def __init__(self, kind=nn.GRU, batch_first=True):
+        super().__init__()
+        self.rnn = kind(4, 4, num_layers=2, batch_first=batch_first)
+
+    def forward(self, x, state=None):
+        return self.rnn(self.norm(x), state)
+
+
+class Attention(Normed):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x, attn_mask=None, key_padding_mask=None):
+        x = self.norm(x)
+        return self.attention(x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+
+
+class Language(Normed):
+    """As the model of torch's transformer tutorial: time first, and a mask of (T, T)."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, src, src_mask):
+        return self.encoder(self.norm(src), src_mask)
+
+
+class Detector(Normed):
+    def forward(self, images, targets):
+        features = self.norm(images)
+        losses = [(feature * target["boxes"].sum(0)).sum() for feature, target in zip(features, targets, strict=True)]
+        found = [{"boxes": features[i] * 2, "name": target["name"]} for i, target in enumerate(targets)]
+        return {"loss": torch.stack(losses)}, found
+
+
+class Captioner(Normed):
+    def forward(self, images, captions):
+        return self.norm(images) * torch.tensor([len(caption) for caption in captions], device=images.device)[:, None]
+
+
+class Clouds(Normed):
+    def forward(self, clouds):
+        return self.norm(torch.stack([cloud.amax(0) for cloud in clouds]))
+
+
+class Objects(Normed):
+    def forward(self, images, boxes):
+        assert all(box.corners.device == images.device for box in boxes)
+        return self.norm(images) + torch.stack([box.corners.sum(0) for box in boxes])
+
+
+class FewShot(Normed):
+    """Compares queries with prototypes, which every replica needs as a whole; its table is equal in all replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, queries, prototypes):
+        return torch.cdist(self.norm(queries), prototypes * self.table), self.table * 2
+
+
+class Nested(Normed):
+    def forward(self, batch, *others, **named):
+        lengths = torch.tensor([len(name) for name in batch.names], device=batch.mask.device)
+        x = self.norm(batch.images) * lengths[:, None]
+        return Batch(x @ batch.mask @ others[0] + others[1].sum(0), self.linear(batch.mask) * named["scale"])
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    arguments: Callable[[int, Any], dict[str, Any]]  # the positional ones first, by the names of `forward`
+    dims: dict[str, Any]
+
+
+CASES = {
+    "GRU": Case(
+        Recurrent,
+        lambda n, d: {"x": doubles(n, 5, 4, devices=d), "state": doubles(2, n, 4, devices=d)},
+        {"in_dims": {"state": 1}, "out_dims": (0, 1)},
+    ),
+    "LSTM": Case(
+        functools.partial(Recurrent, nn.LSTM),
+        lambda n, d: {"x": doubles(n, 5, 4, devices=d), "state": (doubles(2, n, 4, devices=d),) * 2},
+        {"in_dims": {"state": (1, -2)}, "out_dims": (0, (1, 1))},
+    ),
+    "LSTM, one dimension for both": Case(
+        functools.partial(Recurrent, nn.LSTM),
+        lambda n, d: {"x": doubles(n, 5, 4, devices=d), "state": (doubles(2, n, 4, devices=d),) * 2},
+        {"in_dims": {"state": 1}, "out_dims": (0, 1)},
+    ),
+    "time first": Case(
+        functools.partial(Recurrent, nn.RNN, batch_first=False),
+        lambda n, d: {"x": doubles(5, n, 4, devices=d), "state": doubles(2, n, 4, devices=d)},
+        {"in_dims": {"x": 1, "state": 1}, "out_dims": 1},
+    ),
+    "no state": Case(
+        Recurrent, lambda n, d: {"x": doubles(n, 5, 4, devices=d)}, {"in_dims": {"state": 1}, "out_dims": [0, -2]}
+    ),
+    "attention": Case(
+        Attention,
+        lambda n, d: {
+            "x": doubles(n, n, 4, devices=d),
+            "attn_mask": torch.triu(torch.ones(n, n, device=as_devices(d)[0]), 1).bool(),
+            "key_padding_mask": torch.arange(n, device=as_devices(d)[0])[None].expand(n, n) > max(n - 2, 0),
+        },
+        {"in_dims": {"attn_mask": None}},
+    ),
+    "transformer": Case(
+        Language,
+        lambda n, d: {
+            "src": doubles(3, n, 4, devices=d),
+            "src_mask": nn.Transformer.generate_square_subsequent_mask(3, as_devices(d)[0], torch.float64),
+        },
+        {"in_dims": {"src": 1, "src_mask": None}, "out_dims": 1},
+    ),
+    "detector": Case(
+        Detector,
+        lambda n, d: {
+            "images": doubles(n, 3, 4, devices=d),
+            "targets": [{"boxes": doubles(i + 1, 4, devices=d), "name": f"image {i}"} for i in range(n)],
+        },
+        {"in_dims": {"targets": 0}, "out_dims": (0, 0)},
+    ),
+    "captions": Case(
+        Captioner,
+        lambda n, d: {"images": doubles(n, 4, devices=d), "captions": ["a" * (i + 1) for i in range(n)]},
+        {"in_dims": {"captions": 0}},
+    ),
+    "clouds": Case(
+        Clouds, lambda n, d: {"clouds": [doubles(i + 2, 4, devices=d) for i in range(n)]}, {"in_dims": {"clouds": 0}}
+    ),
+    "objects": Case(
+        Objects,
+        lambda n, d: {
+            "images": doubles(n, 4, devices=d),
+            "boxes": tuple(Boxes(doubles(i + 1, 4, devices=d)) for i in range(n)),
+        },
+        {"in_dims": {"boxes": 0}},
+    ),
+    "prototypes": Case(
+        FewShot,
+        lambda n, d: {"queries": doubles(n, 4, devices=d), "prototypes": doubles(3, 4, devices=d)},
+        {"in_dims": {"prototypes": None}, "out_dims": (0, None)},
+    ),
+    "nested": Case(
+        Nested,
+        lambda n, d: {
+            "batch": Batch(doubles(n, 4, devices=d), doubles(4, 4, devices=d), ["a" * (i + 1) for i in range(n)]),
+            "others[0]": doubles(4, 4, devices=d),
+            "others[1]": doubles(2, n, 4, devices=d),
+            "scale": doubles(1, devices=d),
+        },
+        {
+            "in_dims": {"batch": {"mask": None, "names": 0}, "others": (None, 1), "scale": None},
+            "out_dims": {"mask": None},
+        },
+    ),
+}
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Batch):
+        tree = vars(tree)
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for child in children for tensor in tensors(child)]
+
+
+def rest(tree: Any) -> Any:
+    """Return what of a tree is no tensor."""
+    if isinstance(tree, dict):
+        return {key: rest(child) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [rest(child) for child in tree]
+    return "tensor" if isinstance(tree, Tensor) else tree if isinstance(tree, (str, int)) else type(tree)
+
+
+def call(model: nn.Module, arguments: dict[str, Any], positional: int) -> Any:
+    """Pass that many arguments by position; those of ``*others`` always, and that of ``**named`` never."""
+    of_others = [i + 1 for i, name in enumerate(arguments) if "[" in name]
+    number = min(max([positional, *of_others]), len(arguments) - ("scale" in arguments))
+    values = list(arguments.values())
+    return model(*values[:number], **dict(list(arguments.items())[number:]))
+
+
+def wrapper(net: nn.Module, devices: list[Any], dims: dict[str, Any], way: str = "wrapped") -> nn.DataParallel[Any]:
+    if way == "patched":
+        plain = DataParallelWithCallback(net, devices)
+        object.__setattr__(plain, "__class__", nn.DataParallel)
+        return patch_replication_callback(plain, timeout=5.0, **dims)
+    cls = {"own scatter": OwnScatter}.get(way, DataParallelWithCallback)
+    parallel = cls(net, devices, timeout=5.0, **dims)
+    if way == "copied":
+        return copy.deepcopy(parallel)
+    return pickle.loads(pickle.dumps(parallel)) if way == "pickled" else parallel
+
+
+class OwnScatter(DataParallelWithCallback):
+    def scatter(self, inputs, kwargs, device_ids):
+        return super().scatter(inputs, kwargs, device_ids)
+
+    def gather(self, outputs, output_device):
+        return super().gather(outputs, output_device)
+
+
+def assert_three_steps_equal(
+    case: Case, devices: list[Any], rows: int, way: str = "wrapped", positional: int = 9
+) -> None:
+    plain = randomize(case.make()).double().to(as_devices(devices)[0])
+    parallel = wrapper(convert_model(copy.deepcopy(plain)), devices, case.dims, way)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, parallel)]
+    for _ in range(3):
+        arguments = case.arguments(rows, devices)
+        expected, actual = call(plain, arguments, positional), call(parallel, arguments, positional)
+        assert rest(actual) == rest(expected)
+        pairs = list(zip(tensors(actual), tensors(expected), strict=True))
+        loss = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
+        for i, (ours, theirs) in enumerate(pairs):
+            assert_equal(ours, theirs, f"output {i}")
+            weight = torch.randn_like(theirs)
+            loss = [total + (tensor * weight).sum().cpu() for total, tensor in zip(loss, (theirs, ours), strict=True)]
+        for optimizer, total in zip(optimizers, loss, strict=True):
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+        assert_same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("rows", [5, 7])
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_program_equals_one_device_in_three_steps(devices, rows, kind):
+    assert_three_steps_equal(CASES[kind], devices, rows)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("positional", [0, 1])
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_arguments_are_named_alike_by_position_and_by_keyword(devices, positional, kind):
+    assert_three_steps_equal(CASES[kind], devices, 5, positional=positional)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "detector", "nested"])
+@pytest.mark.parametrize("way", ["patched", "copied", "pickled", "own scatter"])
+@pytest.mark.parametrize("devices", device_lists(3))
+def test_wrapper_of_every_origin_knows_the_dimensions(devices, way, kind):
+    assert_three_steps_equal(CASES[kind], devices, 7, way)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("devices", device_lists(1, 4))
+def test_one_device_and_fewer_rows_than_devices(devices, rows, kind):
+    case = CASES[kind]
+    plain = case.make().double().to(as_devices(devices)[0]).eval()
+    parallel = wrapper(convert_model(copy.deepcopy(plain)), devices, case.dims)
+    arguments = case.arguments(rows, devices)
+    expected, actual = call(plain, arguments, 9), call(parallel, arguments, 9)
+    assert rest(actual) == rest(expected)
+    for ours, theirs in zip(tensors(actual), tensors(expected), strict=True):
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_check_on_one_device_knows_the_dimensions(kind):
+    case, arguments = CASES[kind], CASES[kind].arguments(5, R)
+    parallel = wrapper(convert_model(case.make()), R, case.dims)
+    call(lambda *args, **kwargs: assert_matches_one_device(parallel, *args, kwargs=kwargs), arguments, 9)
+
+
+class Two(nn.Module):
+    def forward(self, x, mask=None):
+        return x
+
+
+class Rest(nn.Module):
+    def forward(self, x, *others, **named):
+        return x
+
+
+X = torch.zeros(4, 3)
+REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, and the error
+    "name": (Two(), {"msk": None}, None, ValueError, r"in_dims names ['msk'], but forward of Two takes ['x', 'mask']"),
+    "name of **": (Rest(), {"named": None}, None, ValueError, "in_dims names ['named'], but forward of Rest takes"),
+    "compiled": (Two(), {"msk": 0}, None, ValueError, "takes ['x', 'mask']"),
+    "wrapped": (nn.DataParallel(Two()), {"msk": 0}, None, ValueError, "takes ['x', 'mask']"),
+    "type": (
+        Two(),
+        {"mask": "whole"},
+        None,
+        TypeError,
+        "ints or None, or a tuple or dict of such, got 'whole' for mask",
+    ),
+    "bool": (Two(), {"mask": (0, True)}, None, TypeError, "ints or None, or a tuple or dict of such, got (0, True)"),
+    "no names": (Two(), (0, None), None, TypeError, "in_dims must be a dict by the names of arguments, such as"),
+    "no dimension": (
+        Two(),
+        {"mask": 2},
+        (X, X),
+        ValueError,
+        "mask of shape (4, 3) has no dimension 2 to cut; pass in_",
+    ),
+    "negative": (Two(), {"mask": -3}, (X, X), ValueError, "mask of shape (4, 3) has no dimension -3 to cut; pass in_"),
+    "scalar": (Two(), {"mask": 0}, (X, X.sum()), ValueError, "mask of shape () has no dimension 0 to cut"),
+    "text": (Two(), {"mask": 1}, (X, "a"), TypeError, "mask, a str without dimensions, cannot be cut"),
+    "rows": (Two(), {"x": 1}, (X, X), ValueError, "x has 3 rows, but mask has 4, so that"),
+    "entries": (
+        Two(),
+        {"mask": 0},
+        (X, (X, X, X)),
+        ValueError,
+        "x has 4 rows, but mask has 3, so that replicas would get rows that do not belong together; pass "
+        "in_dims={'mask': (0, 0, 0)} to the wrapper if its tensors have the rows",
+    ),
+    "tree": (
+        Two(),
+        {"mask": (0, None)},
+        (X, X),
+        ValueError,
+        "mask, a Tensor of 0 entries, does not fit the dimensions",
+    ),
+    "lengths": (Two(), {"mask": (0,)}, (X, (X, X)), ValueError, "mask, a tuple of 2 entries, does not fit the dimens"),
+    "fields": (
+        Two(),
+        {"mask": {"masks": None}},
+        (X, Batch(X, X)),
+        ValueError,
+        "mask, a Batch of 3 entries, does not fit the dimensions {'masks': None}",
+    ),
+    "more others": (Rest(), {"others": (None,)}, (X, X, X), ValueError, "others, a dict of 2 entries, does not fit"),
+    "nothing": (
+        Two(),
+        {"x": None, "mask": None},
+        (X, X),
+        TypeError,
+        "got arguments of whole Tensor only, of which each",
+    ),
+    "twice": (Two(), {"x": 0}, (X, X, X), TypeError, "takes from 2 to 3 positional arguments but 4 were given"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_dimensions_that_do_not_fit_are_refused_by_name(kind):
+    module, in_dims, args, error, text = REFUSED[kind]
+    module = torch.compile(module) if kind == "compiled" else module
+    with pytest.raises(error, match=re.escape(text)):
+        DataParallelWithCallback(module, R, in_dims=in_dims)(*args)
+    if args is None:
+        with pytest.raises(error, match=re.escape(text)):
+            patch_replication_callback(nn.DataParallel(module), in_dims=in_dims)
+
+
+@pytest.mark.parametrize("out_dims", [True, "0", (0, 1.0), {"a": [None, 0, b""]}], ids=repr)
+def test_dimensions_of_outputs_are_ints_or_none(out_dims):
+    with pytest.raises(TypeError, match=r"dimensions must be ints or None, .* for out_dims"):
+        DataParallelWithCallback(Two(), R, out_dims=out_dims)
+
+
+OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`, and the output or the error
+    "dimension": (lambda x: x, 1, lambda x: torch.cat(x.chunk(2), 1)),
+    "negative": (lambda x: x, -1, lambda x: torch.cat(x.chunk(2), 1)),
+    "dict": (lambda x: {"a": x, "b": x.T}, {"b": 1}, lambda x: {"a": x, "b": x.T}),
+    "scalars": (lambda x: [x.sum(), x], (None, 0), "replica 0 returned output[0] = tensor("),
+    "list": (lambda x: list(x), 0, list),
+    "lists of lists": (lambda x: {"a": [[row, "a"] for row in x]}, 0, lambda x: {"a": [[row, "a"] for row in x]}),
+    "whole list": (lambda x: [1, "a"], (None, None), lambda x: [1, "a"]),
+    "whole values": (lambda x: (x, x * 0 + 1), (0, None), lambda x: (x, x[:2] * 0 + 1)),
+    "other values": (lambda x: (x, x), (0, None), "replica 0 returned output[1] = tensor("),
+    "other shapes": (lambda x: (x, x[: int(x[0, 0])]), (0, None), "but replica 1 returned tensor("),
+    "no list": (lambda x: (x, x[0] if x[0, 0] else [x]), (0, 0), "output[1] = [tensor"),
+    "tree": (lambda x: x, (0, 0), "output, a Tensor of 0 entries, does not fit the dimensions (0, 0)"),
+    "no dimension": (lambda x: x, 3, "Dimension out of range"),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("devices", device_lists(2))
+def test_outputs_are_put_together_as_named(devices, kind):
+    function, out_dims, expected = OUTPUTS[kind]
+    x = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
+    parallel = DataParallelWithCallback(Net(lambda net, x: function(x)), devices, out_dims=out_dims)
+    if kind == "other values" and devices[0] != "cpu":
+        assert torch.equal(parallel(x)[1], x[:2])  # a comparison would make the host wait
+    elif isinstance(expected, str):
+        with pytest.raises((ValueError, IndexError), match=re.escape(expected)):
+            parallel(x)
+    else:
+        assert repr(parallel(x)) == repr(expected(x))
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
+@pytest.mark.parametrize("step", ["scatter", "gather"])
+def test_own_step_that_never_reaches_that_of_the_wrapper_is_told_that_it_ignores_dimensions(step):
+    class Own(DataParallelWithCallback):
+        def scatter(self, inputs, kwargs, device_ids):
+            return [(chunk,) for chunk in inputs[0].chunk(2)], [{}, {}]
+
+        def gather(self, outputs, output_device):
+            return torch.cat(outputs)
+
+    dims = {"scatter": {"in_dims": {"x": 0}}, "gather": {"out_dims": 0}}[step]
+    assert torch.equal(Own(Two(), R)(X), X)
+    for parallel in (Own(Two(), R, **dims), patch_replication_callback(OwnTorch(Two()), **dims)):
+        parallel.device_ids, parallel.output_device, parallel.dim = R, torch.device("cpu"), 0
+        with pytest.raises(RuntimeError, match=rf"its own {step} does not call that of .*; call super\(\)\.{step}"):
+            parallel(X)
+
+
+class OwnTorch(nn.DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        return [(chunk,) for chunk in inputs[0].chunk(2)], [{}, {}]
+
+    def replicate(self, module, device_ids):
+        return [module] * len(device_ids)
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        return [replica(*args) for replica, args in zip(replicas, inputs, strict=True)]
+
+    def gather(self, outputs, output_device):
+        return torch.cat(outputs)
+
+
+def test_wrappers_show_keep_and_revert_their_dimensions():
+    parallel = DataParallelWithCallback(Two(), R, in_dims={"mask": None}, out_dims=(0, 1))
+    assert "in_dims={'mask': None}, out_dims=(0, 1)" in repr(parallel)
+    assert "dims" not in repr(DataParallelWithCallback(Two(), R))
+    converted = convert_model(revert_model(parallel))
+    assert (converted.in_dims, converted.out_dims) == ({"mask": None}, (0, 1))
+
+
+def test_pickles_of_wrappers_without_dimensions_still_run():
+    parallel = DataParallelWithCallback(Two(), R)
+    del parallel.__dict__["in_dims"], parallel.__dict__["out_dims"]
+    assert torch.equal(pickle.loads(pickle.dumps(parallel))(X), X)
