@@ -1,5 +1,6 @@
 """The arguments of a call, by the names that `forward` has for them: along which dimensions they are cut, and where."""
 
+import bisect
 import functools
 import inspect
 import math
@@ -180,9 +181,11 @@ class Arguments:
 
     def _warn_of_lists(self, rows: list[int | None]) -> None:
         """Warn once of a list whose tensors have other rows than the batch, or that has a dict for each sample."""
+        cut = [i for i, number in enumerate(rows) if number is not None]
         for path, entries, start, end in self.tree.lists:
-            inside = {number for number in rows[start:end] if number is not None}
-            outside = [number for number in (*rows[:start], *rows[end:]) if number is not None]
+            first, last = bisect.bisect_left(cut, start), bisect.bisect_left(cut, end)
+            inside = {rows[i] for i in cut[first:last]}
+            outside = [rows[i] for i in (*cut[: min(first, 1)], *cut[last : last + 1])]
             has_other_rows = len(inside | {*outside[:1]}) > 1
             is_as_long = not outside or outside[0] == len(entries)
             has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])

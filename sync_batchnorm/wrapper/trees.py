@@ -25,7 +25,7 @@ Build = Callable[[Iterator[Any]], Any]  # makes a tree of the leaves that it tak
 
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _PLAIN = (list, tuple, dict)
-_MOST_SEARCHED = 500  # containers, in less than 1 ms; an arbitrary bound
+_MOST_SEARCHED = 500  # containers, and children of each that are searched; arbitrary, and less than 1 ms
 
 
 class Index(int):
@@ -168,10 +168,9 @@ def holds_tensors(tree: Any) -> bool:
         if any([issubclass(kind, Tensor) for kind in kinds]):
             return True
         kinds = {kind for kind in kinds - _ATOMS if issubclass(kind, Collection) or dataclasses.is_dataclass(kind)}
-        if kinds:
-            found = [child for child in held if type(child) in kinds and id(child) not in seen and gc.is_tracked(child)]
-            seen.update(map(id, found))
-            nodes += found
+        children = [child for child in held[:_MOST_SEARCHED] if type(child) in kinds and gc.is_tracked(child)]
+        nodes += [child for child in children if id(child) not in seen]
+        seen.update(map(id, children))
     return False
 
 
@@ -203,8 +202,8 @@ def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
     elif issubclass(kind, Mapping):
         made = copy.copy(like) if hasattr(kind, "__copy__") else kind(children)  # a defaultdict keeps its default
         made.update(children) if hasattr(kind, "__copy__") else None
-        if list(made) != list(children):
-            raise TypeError(f"made of its items, it has the keys {list(made)} instead of {list(children)}")
+        if list(made.keys()) != list(children):
+            raise TypeError(f"made of its items, it has the keys {list(made.keys())} instead of {list(children)}")
     else:
         made = kind(*children.values()) if hasattr(kind, "_fields") else kind(children.values())
     for name, value in getattr(like, "__dict__", {}).items():  # what was set on the object afterwards
