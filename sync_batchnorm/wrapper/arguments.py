@@ -190,7 +190,7 @@ class Arguments:
             is_as_long = not outside or outside[0] == len(entries)
             has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])
             if len(entries) > 1 and inside and (has_other_rows or has_dicts):
-                warn_once(
+                return warn_once(
                     f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets all "
                     "of them, with some rows of their tensors, and everything else as a whole; if it has an entry for "
                     f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its "

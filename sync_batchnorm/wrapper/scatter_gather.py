@@ -6,7 +6,8 @@ PyTorch moves the tensors where it can, between distinct accelerators; it takes 
 import copy
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -132,8 +133,7 @@ def _can_be_returned(leaf: Leaf) -> bool:
     if isinstance(leaf.value, Tensor) or leaf.value is None or leaf.dim is None or leaf.is_list():
         return True
     is_entry = any([type(key) is not Index for key in leaf.path[1:]])  # of a mapping or dataclass
-    is_empty = isinstance(leaf.value, (list, tuple, dict)) and not leaf.value
-    return is_entry or is_empty
+    return is_entry or isinstance(leaf.value, (list, tuple, Mapping)) or is_dataclass(leaf.value)
 
 
 def _agree(leaf: Leaf, found: Any) -> bool:
@@ -201,8 +201,9 @@ def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by
 def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     if tensors[0].dim() or dim:
         return torch.cat(tensors, dim)
+    vector = torch.stack(tensors)
     warn(
         "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
         "a vector."
     )
-    return torch.stack(tensors)
+    return vector

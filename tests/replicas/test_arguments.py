@@ -1,7 +1,6 @@
-"""Lists with one entry for each sample among the arguments of a wrapper: a warning, and a `scatter` that cuts them."""
+"""Rows of arguments: chunks that do not belong together are refused, and lists that are not cut are warned of."""
 
 import re
-import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import nn
 from sync_batchnorm import DataParallelWithCallback
 
 X = torch.zeros(4, 2)
-BOXES = [torch.zeros(n, 4) for n in (3, 4, 3, 4)]  # which make two chunks each
+BOXES = [torch.zeros(n, 4) for n in (8, 4, 8, 12)]  # whose rows are in proportion to those of `X`
 
 
 @dataclass
@@ -30,32 +29,36 @@ class Four(NamedTuple):
     four: Any
 
 
-LISTS = {  # what is passed with a batch of four, and how the warning names the list
-    "boxes": ([X, BOXES], {}, "inputs[1], a list,"),
-    "strings": ([], {"x": X, "names": list("abcd")}, "kwargs['names'], a list,"),
-    "lengths": ([X, (1, 2, 3, 4)], {}, "inputs[1], a tuple,"),
-    "scalars": ([X, list(torch.arange(4))], {}, "inputs[1], a list,"),
-    "targets": ([X, [{"boxes": box, "name": "a"} for box in BOXES]], {}, "inputs[1], a list,"),
-    "some none": ([X, [None, None, "a", None]], {}, "inputs[1], a list,"),
-    "below": ([{"data": Sample(X, [X, list("abcd")])}], {}, "inputs[0]['data'].more[1], a list,"),
-    "first": ([list("abcd"), X], {}, "inputs[0], a list,"),
-    "images of a detector": (
-        [[torch.zeros(3, 5, 5)] * 4, [{"boxes": torch.zeros(n, 4)} for n in (3, 5, 3, 5)]],
+LISTS = {  # what is passed, and how the warning names the list and its remedy
+    "rows in proportion": ([X, BOXES], {}, "y, a list,", "in_dims={'y': 0}"),
+    "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "in_dims={'x': 0}"),
+    "targets": ([X, [{"boxes": box, "name": "a"} for box in [X] * 4]], {}, "y, a list,", "in_dims={'y': 0}"),
+    "targets alone": ([[{"image": X}] * 3], {}, "x, a list,", "in_dims={'x': 0}"),
+    "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "in_dims={'boxes': 0}"),
+    "first": ([BOXES, X], {}, "x, a list,", "in_dims={'x': 0}"),
+    "below": (
+        [{"data": Sample(X, [X, BOXES])}],
         {},
-        "inputs[0], a list,",
+        "x['data'].more[1], a list,",
+        "in_dims={'x': {'data': {'more': {1: 0}}}}",
     ),
-    "images": ([[torch.zeros(3, 5, 5)] * 4, [{"boxes": box} for box in BOXES]], {}, "inputs[0], a list,"),
+    "others": ([X, X, BOXES], {}, "z[0], a list,", "in_dims={'z': {0: 0}}"),
 }
 
 
 def call(args, kwargs, devices=("cpu", "cpu"), dim=0):
-    return DataParallelWithCallback(Net(lambda net, *_, **__: None), list(devices), dim=dim)(*args, **kwargs)
+    return DataParallelWithCallback(Takes(), list(devices), dim=dim)(*args, **kwargs)
+
+
+class Takes(nn.Module):
+    def forward(self, x, y=None, *z, **named):
+        return None
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_list_with_an_entry_for_each_sample_is_named_once(kind):
-    args, kwargs, found = LISTS[kind]
-    text = f"{re.escape(found)} seems to have one entry for each sample, .*scatter.self, inputs, kwargs, device_ids"
+def test_list_that_certainly_has_an_entry_for_each_sample_is_named_once(kind):
+    args, kwargs, found, remedy = LISTS[kind]
+    text = f"^{re.escape(found)} is not cut by its entries: .* an entry for each sample, pass {re.escape(remedy)} "
     with pytest.warns(UserWarning, match=text) as caught:
         call(args, kwargs)
     assert len(caught) == 1
@@ -63,27 +66,21 @@ def test_list_with_an_entry_for_each_sample_is_named_once(kind):
     call(args, kwargs)
 
 
-def test_warning_comes_once_for_batches_of_all_sizes():
-    with pytest.warns(UserWarning, match="seems to have one entry"):
-        call([X, list("abcd")], {})
-    call([X[:3], list("abc")], {})
-
-
 NO_LISTS = {
     "feature maps": [torch.zeros(3, 8), [torch.zeros(3, n) for n in (1, 2, 3)]],
     "feature maps alone": [[torch.zeros(3, n) for n in (1, 2, 3)]],
     "pyramids": [[torch.zeros(2, 8), torch.zeros(2, 4)], [torch.zeros(2, 8), torch.zeros(2, 4)]],
-    "another length": [X, list("abc")],
+    "feature maps of one batch": [[torch.zeros(3, n) for n in (1, 2, 3)], torch.zeros(3)],
+    "strings": [torch.zeros(2, 3), ["rgb", "flow"]],
+    "shape": [torch.zeros(2, 3), (224, 224)],
+    "lengths": [X, [1, 2, 3, 4]],
     "none": [X, [None] * 4],
-    "arguments": [X, "a", "b", "c"],
-    "fields": [X, Four(1, 2, 3, "a")],
-    "shape": [X, torch.Size([1, 2, 3, 4])],
-    "one entry": [torch.zeros(1, 2), ["a"]],
-    "rows of another size": [torch.zeros(8, 2), [torch.zeros(8, 1), torch.zeros(7, 2)]],
-    "lists of two lengths": [[torch.zeros(8, 2), torch.zeros(7, 2)], [torch.zeros(8, 2)]],
-    "a list and a tensor": [torch.zeros(7, 3), [torch.zeros(8, 2), torch.zeros(7, 2)]],
-    "lists of one entry": [[{"a": torch.zeros(8, 2), "b": torch.zeros(7, 2)}], [torch.zeros(7, 2)]],
-    "two sizes": [[torch.zeros(8, 2), torch.zeros(7, 2)]],
+    "fields": [X, Four(X, X, "c", {"a": X})],
+    "scalars": [X, list(torch.arange(4))],
+    "one entry": [torch.zeros(1, 2), [{"a": torch.zeros(1)}]],
+    "another number of dicts": [X, [{"a": X}] * 3],
+    "auxiliary outputs": [X, {"aux": [{"a": X}] * 6}],
+    "images of one channel number": [[torch.zeros(3, 5, 5), torch.zeros(3, 6, 7)]],
 }
 
 
@@ -93,29 +90,61 @@ def test_what_is_no_list_by_sample_is_not_named(kind):
     call([NO_LISTS[kind][0]], dict(zip("abc", NO_LISTS[kind][1:], strict=False)))
 
 
-def test_rows_are_those_along_the_dimension_that_is_cut():
-    call([X, list("ab")], {})
-    with pytest.warns(UserWarning, match="cut along dimension 1, "):
-        call([X, list("ab")], {}, dim=1)
-    with pytest.warns(UserWarning, match="cut along dimension -2, "):
-        call([X, list("abcd")], {}, dim=-2)
-
-
 def test_nothing_is_said_where_nothing_is_cut():
-    call([X, list("abcd")], {}, ["cpu"])
-    call([X[:1], list("a")], {})
+    call([X, BOXES], {}, ["cpu"])
+    call([X[:1], [X[:1], X[:1]]], {})
 
 
-def test_error_of_lists_that_make_different_chunks_names_the_remedy():
-    boxes = [torch.zeros(n, 4) for n in (1, 2, 3, 4)]
-    with (
-        pytest.warns(UserWarning, match="seems to have one entry"),
-        pytest.raises(ValueError, match=r"make the same number.*a list with one entry for each sample needs a scatter"),
-    ):
-        call([X, boxes], {}, ["cpu"] * 4)
+def test_list_that_is_named_is_not_warned_of():
+    for dims in ({"y": 0}, {"y": (0, 0, 0, 0)}, {"y": None}, {"y": {0: 0, 1: 0, 2: 0, 3: 0}}):
+        DataParallelWithCallback(Takes(), ["cpu"] * 2, in_dims=dims)(X, BOXES)
 
 
-class CutsLists(DataParallelWithCallback):  # as on the page
+ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says; None if they are cut
+    "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], "x has 5 rows, but y has 10, so that replicas would get"),
+    "4 and 1": ([torch.zeros(4, 2), torch.zeros(1, 2)], "x has 4 rows, but y has 1"),
+    "1 and 4": ([torch.zeros(1, 2), torch.zeros(4, 2)], "x has 1 rows, but y has 4"),
+    "6 and 12": ([torch.zeros(6, 3), torch.zeros(12, 3)], None),
+    "6 and 7": ([torch.zeros(6, 3), torch.zeros(7, 3)], "x has 6 rows, but y has 7, "),
+    "3 in a dict beside 6": (
+        [{"a": torch.zeros(3), "b": torch.zeros(3)}, torch.zeros(6)],
+        "x['a'] has 3 rows, but y has 6",
+    ),
+    "none and some": ([torch.zeros(0, 3), torch.zeros(4, 3)], "x has 0 rows, but y has 4"),
+    "some and none": ([torch.zeros(4, 3), torch.zeros(0, 3)], "x has 4 rows, but y has 0"),
+    "none and none": ([torch.zeros(0, 3), torch.zeros(0, 3)], None),
+    "a hidden state": (
+        [torch.zeros(7, 5, 3), torch.zeros(2, 7, 4)],
+        "x has 7 rows, but y has 2, so that replicas would get rows that do not belong together; pass in_dims={'y': "
+        "None} to the wrapper if every replica needs the whole, or the dimension of its samples there",
+    ),
+    "boxes": (
+        [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
+        "or the dimension of its samples there, in_dims={'y': 0} for a list with an entry for each sample",
+    ),
+    "dimension": ([torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)], "x has 4 rows, but z[0] has 3"),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_chunks_that_do_not_belong_together_are_refused_with_names_and_remedy(kind):
+    args, text = ROWS[kind]
+    if text is None:
+        return call(args, {})
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call(args, {})
+
+
+def test_arguments_without_the_dimension_of_the_wrapper_are_refused():
+    text = "y of shape (4,) has no dimension 1 to cut; pass in_dims={'y': None} if every replica needs the whole"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call([torch.zeros(2, 4), torch.zeros(4)], {}, dim=1)
+    DataParallelWithCallback(Takes(), ["cpu"] * 2, dim=1, in_dims={"y": 0})(torch.zeros(2, 4), torch.zeros(4))
+
+
+class CutsLists(DataParallelWithCallback):
+    """Cuts lists of two kinds by a `scatter` of its own, which calls that of the wrapper."""
+
     def scatter(self, inputs, kwargs, device_ids):
         kinds.append({type(device) for device in device_ids})
         images, boxes = inputs
@@ -133,13 +162,12 @@ kinds: list[set[type]] = []
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_scatter_of_the_page_gives_replicas_the_entries_of_their_samples(devices, rows):
+def test_own_scatter_and_named_lists_give_replicas_the_entries_of_their_samples(devices, rows):
     device = as_devices(devices)[0]
     sums = Net(lambda net, images, boxes: images + torch.stack([entry.sum() for entry in boxes])[:, None])
     images, boxes = doubles(rows, 1, devices=devices), [doubles(n + 1, 4) for n in range(rows)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output = CutsLists(sums, devices)(images, boxes)
-    assert torch.equal(output, images + torch.stack([entry.sum() for entry in boxes])[:, None].to(device))
+    expected = images + torch.stack([entry.sum() for entry in boxes])[:, None].to(device)
+    assert torch.equal(CutsLists(sums, devices)(images, boxes), expected)
     assert kinds.pop() == ({int} if are_distinct_gpus(devices) else {torch.device})
-    assert isinstance(CutsLists(nn.Identity(), devices), nn.DataParallel)
+    named = DataParallelWithCallback(sums, devices, in_dims={"args": {1: 0}})
+    assert torch.equal(named(images, boxes), expected)

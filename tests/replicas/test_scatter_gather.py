@@ -1,63 +1,51 @@
 """Scatter and gather of trees: the values, the types, the gradients and the errors of `torch.nn.parallel`."""
 
+import math
 import re
-from collections import OrderedDict, UserList, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from conftest import device_lists
 from helpers import Net, as_devices, doubles
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.wrapper.scatter_gather import gather, scatter
+from sync_batchnorm.wrapper.scatter_gather import gather
 
 CPU = torch.device("cpu")
-Pair = namedtuple("Pair", ["left", "right"])
+X = torch.zeros(4, 2)
 
 
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and equal(list(one.values()), list(other.values()))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+def scatter(tree, number=2, dim=0):
+    """Return what each of some CPU replicas gets as its only argument."""
+    parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * number, dim=dim)
+    return [chunk for (chunk,) in parallel.scatter((tree,), {}, parallel.device_ids)[0]]
 
 
-TREES = {
-    "tensor": lambda x: x,
-    "tuple": lambda x: (x, x + 1),
-    "list": lambda x: [x, [x * 2]],
-    "dict": lambda x: {"b": x, "a": {"c": x + 1}},
-    "ordered": lambda x: OrderedDict(z=x, y=x + 1),
-    "namedtuple": lambda x: Pair(x, (x,)),
-    "none": lambda x: {"x": x, "none": [None, x]},
-    "empty-containers": lambda x: {"x": x, "list": [], "tuple": (), "dict": {}},
-}
+def equal(ones, others):
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_other_dimensions_can_be_cut(dim):
     x = torch.randn(4, 6, 5)
-    parts = scatter(x, [CPU] * 3, dim)
-    assert equal(list(parts), list(x.chunk(3, dim)))
-    assert equal(gather(parts, CPU, dim), x)
+    parts = scatter(x, 3, dim)
+    assert equal(parts, x.chunk(3, dim))
+    assert torch.equal(gather(parts, CPU, dim), x)
 
 
 def test_chunks_have_memory_of_their_own():
     x = torch.randn(4, 2)
-    parts = scatter({"x": x, "list": [x[:, 0], x.long()]}, [CPU] * 2, 0)
+    parts = scatter({"x": x, "list": [x[:, 0], x.long()]})
     before = [part["x"].clone() for part in parts], [part["list"][0].clone() for part in parts]
     x.zero_()
     assert equal([part["x"] for part in parts], before[0])
     assert equal([part["list"][0] for part in parts], before[1])
     parts[0]["x"].fill_(1)
-    assert equal(x, torch.zeros(4, 2))
+    assert torch.equal(x, X)
     assert not any(part["x"]._is_view() for part in parts)
 
 
@@ -72,7 +60,7 @@ def test_chunks_have_memory_of_their_own():
     ids=["channels-last", "one-pixel", "transposed", "moved"],
 )
 def test_chunks_keep_the_order_of_dimensions_in_memory(x):
-    for ours, theirs in zip(scatter(x, [CPU] * 2, 0), x.chunk(2), strict=True):
+    for ours, theirs in zip(scatter(x), x.chunk(2), strict=True):
         assert ours.stride() == theirs.clone().stride()
 
 
@@ -84,8 +72,8 @@ def test_scalars_have_no_other_dimension_to_be_gathered_along():
 def test_scalars_become_a_vector_with_a_warning():
     rows = torch.arange(3.0, requires_grad=True)
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        vector, _ = DataParallelWithCallback(Net(lambda net, row: UserList([row.sum(), row])), ["cpu"] * 3)(rows)
-    assert equal(vector.detach(), rows.detach())
+        vector, _ = DataParallelWithCallback(Net(lambda net, row: [row.sum(), row]), ["cpu"] * 3)(rows)
+    assert torch.equal(vector.detach(), rows.detach())
     vector.backward(torch.tensor([3.0, 4.0, 5.0]))
     assert rows.grad.tolist() == [3.0, 4.0, 5.0]
 
@@ -93,10 +81,7 @@ def test_scalars_become_a_vector_with_a_warning():
 def test_outputs_of_another_dtype_are_gathered_under_autocast():
     rows = torch.arange(4, dtype=torch.float16)  # which autocast on the CPU does not concatenate
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert equal(DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(rows), rows)
-
-
-ECHO = Net(lambda net, *args, **kwargs: (list(args), kwargs))
+        assert torch.equal(DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)(rows), rows)
 
 
 @pytest.mark.parametrize(("number", "rows", "dim"), [(1, 5, 2), (2, 1, 0)])
@@ -107,27 +92,70 @@ def test_single_chunk_has_the_objects_of_the_caller(number, rows, dim):
     assert module.seen[0] is module.seen[1] is tree
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TREES if kind != "empty-containers"])
-def test_wrapper_passes_trees_in_and_out(devs, kind):
-    tree = TREES[kind](doubles(5, 2, devices=devs))
-    args, kwargs = DataParallelWithCallback(ECHO, devs)(tree, named=tree)
-    assert equal(args, [tree])
-    assert equal(kwargs, {"named": tree})
+class Cache:
+    """Made of an iterable, as `DynamicCache` of transformers is for `nn.DataParallel`."""
+
+    def __init__(self, layers):
+        self.layers = [tuple(layer) for layer in layers]
+
+    def __iter__(self):
+        return iter(self.layers)
 
 
-STRUCTURES = {  # what two replicas return, and how an error names it
-    "none": (lambda x: x, lambda x: None, "Tensor, but replica 1 returned None"),
-    "tuple": (lambda x: x, lambda x: (x, x), "Tensor, but replica 1 returned (Tensor, Tensor)"),
-    "none-inside": (lambda x: (x, [None, x]), lambda x: (x, x), "(Tensor, (None, Tensor)), but replica 1 returned (T"),
-    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "{'a': Tensor}, but replica 1 returned {'b': Tensor}"),
-    "fewer-keys": (lambda x: {"a": x}, lambda x: {}, "{'a': Tensor}, but replica 1 returned {}"),
-    "lengths": (lambda x: [x, x], lambda x: [x], "(Tensor, Tensor), but replica 1 returned (Tensor)"),
+@dataclass(eq=False)
+class Output:
+    rows: Any
+    value: Any = None
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names it
+    "none": (lambda x: x, lambda x: None, "output = a tensor, but replica 1 returned None"),
+    "tuple": (lambda x: x, lambda x: (x, x), "output = a tensor, but replica 1 returned nothing there"),
+    "none inside": (lambda x: (x, [None, x]), lambda x: (x, x), "output[1][0] = None, but replica 1 returned nothing"),
+    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "output['a'] = a tensor, but replica 1 returned nothing there"),
+    "more keys": (
+        lambda x: {"a": x},
+        lambda x: {"a": x, "b": x},
+        "output['b'] = nothing there, but replica 1 returned a",
+    ),
+    "no keys": (lambda x: {"a": x}, lambda x: {}, "output['a'] = a tensor, but replica 1 returned nothing there"),
+    "fewer": (lambda x: [x, x], lambda x: [x], "output[1] = a tensor, but replica 1 returned nothing there"),
+    "more": (lambda x: [x], lambda x: [x, x], "output[1] = nothing there, but replica 1 returned a tensor"),
+    "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
     "fields": (
         lambda x: Pair(x, x),
         lambda x: {"left": x, "right": x},
-        "(Tensor, Tensor), but replica 1 returned {'left':",
+        "output[0] = a tensor, but replica 1 returned n",
     ),
-    "scalar": (lambda x: x, lambda x: x.sum(), "Tensor, but replica 1 returned scalar Tensor"),
+    "classes": (Output, lambda x: Pair(x, x), "output.rows = a tensor, but replica 1 returned nothing there"),
+    "a field": (Output, lambda x: Output(x, x), "output.value = None, but replica 1 returned a tensor"),
+    "types": (lambda x: {"a": 1}, lambda x: {"a": "b"}, "output['a'] = 1, but replica 1 returned 'b'"),
+    "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
+    "number": (lambda x: {"x": [x], "n": 1}, lambda x: {"x": [x], "n": 2}, "output['n'] = 1, but replica 1 returned 2"),
+    "below": (
+        lambda x: (x, UserDict(names=Output(x, ["a", 1]))),
+        lambda x: (x, UserDict(names=Output(x, ["a", 2]))),
+        "output[1]['names'].value[1] = 1, but replica 1 returned 2",
+    ),
+    "no tensors": (
+        lambda x: Output(None, "a"),
+        lambda x: Output(None, "b"),
+        "output = Output(rows=None, value='a'), but",
+    ),
+    "objects": (lambda x: {"x": x, "net": Net(None)},) * 2 + ("output['net'] = Net(), but replica 1 returned Net()",),
+    "nan": (
+        lambda x: {"x": x, "n": math.nan},
+        lambda x: {"x": x, "n": 1.0},
+        "output['n'] = nan, but replica 1 returned",
+    ),
+    "no nan": (lambda x: {"x": x, "n": 1.0}, lambda x: {"x": x, "n": math.nan}, "output['n'] = 1.0, but replica 1"),
+    "layers": (
+        lambda x: Cache([[x]]),
+        lambda x: Cache([[x], [x]]),
+        "output[1][0] = nothing there, but replica 1 returned",
+    ),
+    "iterable out of reach": (lambda x: {"x": x, "a": Cache([[1]])},) * 2 + ("output['a'] = <test_scatter",),
 }
 
 
@@ -135,55 +163,73 @@ def returning(first, others):
     return Net(lambda net, input: (first if input[0, 0] == 0 else others)(input))
 
 
-@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("kind", UNLIKE)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_replicas_that_return_different_structures_are_named(devices, kind):
-    *outputs, found = STRUCTURES[kind]
-    parallel = DataParallelWithCallback(returning(*outputs), devices)
-    message = f"replica 0 returned {re.escape(found)}.*; return the same"
-    with pytest.raises(ValueError, match=message):
-        parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
+def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
+    *outputs, found = UNLIKE[kind]
+    with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return the same keys, lengths"):
+        DataParallelWithCallback(returning(*outputs), devices)(
+            torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2)
+        )
 
 
 @pytest.mark.parametrize(
-    "output", ["text", {1.0}, 3, 1.5, True, object(), iter([])], ids=lambda output: type(output).__name__
+    "output",
+    ["text", {1.0}, 3, 1.5, True, object(), iter([]), Cache([[1]]), ["a"]],
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     parallel = DataParallelWithCallback(returning(*[lambda x: (x, output)] * 2), devices)
-    with pytest.raises(
-        TypeError, match=f"mappings and dataclasses of tensors, got {type(output).__name__}; return tensors"
-    ):
+    name, path = ("str", "[1][0]") if output == ["a"] else (type(output).__name__, "[1]")
+    text = re.escape(f"mappings and dataclasses of tensors, got {name} in output{path}; return tensors")
+    with pytest.raises(TypeError, match=text):
         parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
 
 
-@pytest.mark.parametrize("wrap", [lambda packed: packed, lambda packed: {"packed": packed}], ids=["alone", "in a dict"])
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_packed_sequences_cannot_be_returned(devices, wrap):
-    parallel = DataParallelWithCallback(Net(lambda net, x: wrap(pack_sequence([x[0], x[1, :1]]))), devices)
-    with pytest.raises(TypeError, match="dataclasses of tensors, got PackedSequence; return tensors"):
-        parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
-
-
-ALIKE = {
+ALIKE: dict[str, Any] = {
     "sequences": (lambda x: (x, None), lambda x: [x, None]),
     "named": (lambda x: Pair(x, -x), lambda x: (x, -x)),
     "order of keys": (lambda x: {"b": x, "a": (-x,)}, lambda x: OrderedDict(a=[-x], b=x)),
+    "values": (lambda x: Output(x, ("a", math.nan, -math.inf, None)),) * 2,
+    "whole mappings": (lambda x: {"x": x, "more": {"a": [1, "b"], "c": {}}},) * 2,
+    "nothing": (lambda x: None,) * 2,
 }
 
 
 @pytest.mark.parametrize("kind", ALIKE)
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_structures_that_differ_in_kind_only_are_put_together_as_those_of_the_first(devices, kind):
-    parallel = DataParallelWithCallback(returning(*ALIKE[kind]), devices)
+def test_outputs_that_are_alike_are_put_together_as_those_of_the_first(devices, kind):
     data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
-    assert equal(parallel(data), ALIKE[kind][0](data))
+    output, expected = DataParallelWithCallback(returning(*ALIKE[kind]), devices)(data), ALIKE[kind][0](data)
+    assert repr(output) == repr(expected)
 
 
-SIZES = {
-    "tensor": (lambda x: x, lambda x: x[:, :1], "(3, 2)", "(3, 1)"),
-    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, "(3, 2)", "(3, 1)"),
-    "dimensions": (lambda x: [x], lambda x: [x[..., None]], "(3, 2)", "(3, 2, 1)"),
+def test_arrays_that_replicas_return_must_be_equal():
+    numpy = pytest.importorskip("numpy")
+    shared, x = numpy.array([math.nan]), torch.arange(4.0).view(4, 1)  # not equal to itself
+    for make in (lambda: numpy.arange(2), lambda: numpy.ones((2, 2)), lambda: shared):
+        parallel = DataParallelWithCallback(Net(lambda net, x, make=make: {"value": make(), "x": x}), ["cpu"] * 2)
+        assert repr(parallel(x)["value"]) == repr(make())
+        parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
+        with pytest.raises(ValueError, match="replica 0 returned"):
+            parallel(x)
+
+
+SIZES: dict[str, Any] = {
+    "tensor": (lambda x: x, lambda x: x[:, :1], "[(3, 2), (3, 1)]; outputs are put together along dimension 0, so all"),
+    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, "[(3, 2), (3, 1)]; outputs are put"),
+    "dimensions": (lambda x: [x], lambda x: [x[..., None]], "[(3, 2), (3, 2, 1)]: their numbers of dimensions differ"),
+    "squeeze": (
+        lambda x: x[:, 0],
+        lambda x: x[:1, 0].squeeze(),
+        "[(3,), ()]: their numbers of dimensions differ, as aft",
+    ),
+    "squeeze of the first": (
+        lambda x: x[:1, 0].squeeze(),
+        lambda x: x[:, 0],
+        "[(), (3,)]: their numbers of dimensions",
+    ),
 }
 
 
@@ -191,11 +237,7 @@ SIZES = {
 @pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
     """As those of `pad_packed_sequence` without a total length, since each chunk has a longest sequence of its own."""
-    first, others, expected, found = SIZES[kind]
+    first, others, found = SIZES[kind]
     parallel = DataParallelWithCallback(returning(first, others), devices)
-    text = re.escape(
-        f"replica 0 returned a tensor of shape {expected}, but replica 1 one of shape {found}; outputs are put "
-        "together along dimension 0, so all other sizes must be equal"
-    )
-    with pytest.raises(RuntimeError, match=f"^{text}; .*total_length"):
+    with pytest.raises(RuntimeError, match=f"^replicas returned tensors of shapes {re.escape(found)}"):
         parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))

@@ -572,7 +572,6 @@ VOCABULARIES = {
     "object": lambda: SimpleNamespace(words=WORDS),
     "dataclass": lambda: Settings(WORDS, parent=[WORDS]),
     "mapping": lambda: MappingProxyType(WORDS),
-    "tuples": lambda: SimpleNamespace(pairs={word: (word, i) for word, i in WORDS.items()}),
 }
 
 

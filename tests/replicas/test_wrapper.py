@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "channels": (lambda: OF_CHANNELS(torch.zeros(4, 4, 5, 5)), RuntimeError, "should contain 2 elements not 4"),
     "weight": (lambda: with_weight(4, 2), RuntimeError, "weight should contain 4 elements not 8"),
     "scalar weight": (lambda: with_weight(), RuntimeError, "weight should contain 4 elements not 1"),
-    "scalar": (lambda: OF_TWO(torch.tensor(1.0)), ValueError, r"shapes \[\(\)\] make \[0\] chunks"),
+    "scalar": (lambda: OF_TWO(torch.tensor(1.0)), TypeError, "got arguments of whole Tensor only, of which"),
     "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
     "patch": (lambda: patch_replication_callback(OF_TWO.module), TypeError, "nn.DataParallel, got Identity; wrap the"),
     "convert": (lambda: convert_model([nn.Identity()]), TypeError, "a torch.nn.Module, but got list; pass the model"),
