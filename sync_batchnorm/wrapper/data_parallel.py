@@ -5,8 +5,8 @@ A forward pass takes four steps: scatter the inputs, replicate the module, call 
 pass belongs to its replicas and ends with them.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -49,13 +49,8 @@ NO_ACCELERATOR = (
 InDims = Mapping[str, Dims]
 
 
-class _Reached(threading.local):
-    """Which steps of a forward pass in this thread were those of this file; a subclass may have its own."""
-
-    steps: set[str] = set()  # noqa: RUF012 - replaced in each forward pass
-
-
-_reached = _Reached()
+# Which of the steps of a forward pass were those of this file; a subclass may have its own.
+_reached: ContextVar[set[str]] = ContextVar("_reached")
 
 
 class AnyDeviceDataParallel(DataParallel[Any]):
@@ -94,7 +89,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         self._sync_timeout, self.in_dims, self.out_dims = timeout, in_dims, out_dims
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
-        _reached.steps.add("scatter")
+        _reached.get(set()).add("scatter")
         kwargs = kwargs or {}
         if not inputs and not kwargs:
             return (), ()
@@ -116,7 +111,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(self.module, replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        _reached.steps.add("gather")
+        _reached.get(set()).add("gather")
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
         dims = USUAL if self.out_dims is None else self.out_dims
         return gather(outputs, as_device(output_device), self.dim, by_torch, dims)
@@ -156,16 +151,16 @@ class _ReplicationMixin(DataParallel[Any]):
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise tracing_error(self)
-        outer, _reached.steps = _reached.steps, set()
+        token = _reached.set(set())
         try:
             outputs = super().forward(*inputs, **kwargs)
             self._check_reached("gather", self.out_dims)
             return outputs
         finally:
-            _reached.steps = outer
+            _reached.reset(token)
 
     def _check_reached(self, step: str, dims: Any) -> None:
-        if dims is not None and step not in _reached.steps:
+        if dims is not None and step not in _reached.get({step}):  # which is not set where somebody calls the steps
             raise unused_dims_error(self, step)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
@@ -256,9 +251,15 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
         timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
+        in_dims: the dimension along which an argument of `forward` is cut, by its name: an int, None to give every
+            replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Arguments
+            that are not named are cut along `dim`.
+        out_dims: the dimension along which outputs are put together, as in `torch.vmap`; None in a tuple or dict: the
+            output of replica 0; 0 joins lists.
 
     Raises:
-        TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, and `device_ids` of different kinds; from
+        TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, `device_ids` of different kinds, and
+            `in_dims` of arguments that `forward` does not have; from
             a call, if what it is given or what the replicas return cannot be cut into chunks or put together, see
             "Arguments and outputs" in docs/usage.md.
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
@@ -268,9 +269,9 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too.
 
     Warns:
-        UserWarning: once each, from a call that trains BatchNorm layers if none of them synchronizes; of a list with an
-            entry for each sample, see "Lists with one entry per sample" in docs/usage.md; and of what `forward` loses,
-            see "State that is lost" in docs/troubleshooting.md.
+        UserWarning: once each, from a call that trains BatchNorm layers if none of them synchronizes; of a list whose
+            tensors have other rows than the batch, see "Arguments that are not cut by rows" in docs/usage.md; and of
+            what `forward` loses, see "State that is lost" in docs/troubleshooting.md.
     """
 
 
@@ -285,14 +286,15 @@ def patch_replication_callback(
 
     It gets the `timeout` and another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
     subclass gets a subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched.
-    Patching again changes nothing, not even the `timeout`.
+    Patching again changes only `in_dims` and `out_dims`, where they are given.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
     Args:
         data_parallel: the object to patch.
-        timeout: seconds, as of `DataParallelWithCallback`.
+        timeout, in_dims, out_dims: as of `DataParallelWithCallback`; a subclass of `DataParallel` has only the scatter
+            and gather of torch, so with `in_dims` or `out_dims` its calls are an error.
 
     Raises:
         TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.
