@@ -4,6 +4,7 @@ import bisect
 import functools
 import inspect
 import math
+from fractions import Fraction
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,7 @@ def parameters_of(module: nn.Module) -> dict[str, Kind]:
         kinds = {name: parameter.kind for name, parameter in inspect.signature(forward).parameters.items()}
     except (TypeError, ValueError):
         return {"inputs": Kind.VAR_POSITIONAL, "kwargs": Kind.VAR_KEYWORD}
-    if method is not None:
+    if method:
         _kinds[method] = kinds
     return kinds
 
@@ -67,8 +68,8 @@ def chunk_sizes(rows: int, most: int) -> list[int]:
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
-def _are_in_proportion(sizes: list[int], others: list[int]) -> bool:
-    return [size * sum(others) for size in sizes] == [size * sum(sizes) for size in others]
+def _shares(rows: int, most: int) -> list[Fraction]:
+    return [Fraction(size, rows or 1) for size in chunk_sizes(rows, most)]
 
 
 class Arguments:
@@ -83,6 +84,7 @@ class Arguments:
         self._number, self._dim, self._most, self._rest = len(arguments), dim, most, ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Kind.VAR_POSITIONAL), "inputs")
+            self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
             raise TypeError(f"forward of {type(module).__name__} got multiple values for argument {name!r}")
@@ -123,15 +125,11 @@ class Arguments:
         if not cut:
             raise self._nothing_to_cut_error()
         batch = cut[0][0]
-        sizes = chunk_sizes(batch, self._most)
         for number, leaf in cut:
-            if number != batch and (
-                not number * batch
-                or [size * number for size in sizes] != [size * batch for size in chunk_sizes(number, self._most)]
-            ):
+            if number != batch and _shares(number, self._most) != _shares(batch, self._most):
                 raise self._unequal_error(cut[0], (number, leaf))
         self._warn_of_lists(rows)
-        return sizes
+        return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
         """Return the number of rows of a leaf, or of entries of a list; None for what every replica gets whole."""
@@ -155,8 +153,8 @@ class Arguments:
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
             f"{written(path)}, {what}, cannot be cut into chunks for replicas; pass dense tensors with a row for each "
-            "sample (the padded tensor and the lengths of sequences, tensor.to_dense(), a dict or dataclass for an "
-            f"object){self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
+            "sample (padded ones and their lengths, tensor.to_dense(), a dict or dataclass for an object)"
+            f"{self._by_sample(path)}, or {_in_dims(path, None)} if every replica needs the whole"
         )
 
     def _nothing_to_cut_error(self) -> TypeError:
@@ -165,17 +163,17 @@ class Arguments:
         return TypeError(
             f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
             f"which each of {self._most} replicas would process the whole; pass tensors with a row for each sample "
-            "(torch.from_numpy(array) for a NumPy array), name a dimension in in_dims, or call the wrapped module"
+            "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
         )
 
     def _unequal_error(self, first: tuple[int, Leaf], other: tuple[int, Leaf]) -> ValueError:
         (rows, one), (rows_of_other, two) = first, other
         odd = one if one.is_list() else two
-        whole = (0,) * len(odd.value) if odd.is_list() else None
-        remedy = "if its tensors have the rows" if odd.is_list() else "if every replica needs the whole"
+        dims = (0,) * len(odd.value) if odd.is_list() else None
+        remedy = "its tensors have the rows" if odd.is_list() else "every replica needs the whole"
         return ValueError(
             f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
-            f"get rows that do not belong together; pass {_in_dims(odd.path, whole)} to the wrapper {remedy}, or the "
+            f"get rows that do not belong together; pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}, or the "
             f"dimension of its samples there{self._by_sample(one.path, two.path)}"
         )
 
@@ -191,10 +189,9 @@ class Arguments:
             has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])
             if len(entries) > 1 and inside and (has_other_rows or has_dicts):
                 return warn_once(
-                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets all "
-                    "of them, with some rows of their tensors, and everything else as a whole; if it has an entry for "
-                    f"each sample, pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its "
-                    "entries there"
+                    f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets some "
+                    "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
+                    f"pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
                 )
 
 

@@ -21,6 +21,7 @@ from .trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
+_SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"  # as torch
 
 
 class _Missing:
@@ -161,13 +162,12 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _unlike_error(leaf: Leaf, found: Any, replica: int) -> ValueError:
-    is_whole = leaf.dim is None
-    expected, actual = [
-        "a tensor" if isinstance(value, Tensor) and not is_whole else reprlib.repr(value)
+    shown = [
+        "a tensor" if isinstance(value, Tensor) and leaf.dim is not None else reprlib.repr(value)
         for value in (leaf.value, found)
     ]
     return ValueError(
-        f"replica 0 returned {written(leaf.path)} = {expected}, but replica {replica} returned {actual}; return the "
+        f"replica 0 returned {written(leaf.path)} = {shown[0]}, but replica {replica} returned {shown[1]}; return the "
         "same keys, lengths and types in every replica, and equal values of what is no tensor, or is named None in "
         "out_dims; a list with an entry for each sample needs out_dims=0"
     )
@@ -187,12 +187,12 @@ def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by
             if len({len(shape) for shape in shapes}) > 1:
                 raise RuntimeError(
                     f"replicas returned tensors of shapes {shapes}: their numbers of dimensions differ, as after "
-                    "squeeze() of a chunk with a single row; name the dimension, as in squeeze(-1)"
+                    "squeeze() of a single row; write squeeze(-1)"
                 ) from error
             if len({(*shape[:dim], *shape[dim:][1:]) for shape in shapes}) > 1:
                 raise RuntimeError(
                     f"replicas returned tensors of shapes {shapes}; outputs are put together along dimension {dim}, so "
-                    "all other sizes must be equal; pad the outputs, for example with total_length=input.shape[1] in "
+                    "all other sizes must be equal; pad them, for example with total_length=input.shape[1] in "
                     "pad_packed_sequence, or name the dimension of the samples in out_dims"
                 ) from error
         raise
@@ -202,8 +202,5 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     if tensors[0].dim() or dim:
         return torch.cat(tensors, dim)
     vector = torch.stack(tensors)
-    warn(
-        "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
-        "a vector."
-    )
+    warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
     return vector

@@ -79,8 +79,7 @@ class Tree:
             self.build = self._add(path, tree, dims)
         except RecursionError:
             raise ValueError(
-                "arguments or outputs are nested too deeply, or contain themselves, so that they cannot be cut into "
-                "chunks or put together; pass or return the tensors of what contains itself on their own"
+                "arguments or outputs are nested too deeply, or contain themselves; pass or return their tensors alone"
             ) from None
 
     def _add(self, path: Path, tree: Any, dims: Dims) -> Build:
@@ -186,8 +185,8 @@ def _built(path: Path, like: Any, keys: Collection[Any], items: list[Any]) -> An
         return _built_anew(like, kind, children)
     except Exception as error:
         raise TypeError(
-            f"cannot build {written(path)}, a {kind.__name__}, for the tensors of each replica, or of all of them: "
-            f"{error}; use a dict, or a dataclass whose constructor takes its fields and nothing else"
+            f"cannot build {written(path)}, a {kind.__name__}, with other tensors: {error}; use a dict, or a dataclass "
+            "whose constructor takes its fields"
         ) from error
 
 
@@ -199,9 +198,11 @@ def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
     elif issubclass(kind, list):
         made = copy.copy(like)  # whose constructor may take other arguments
         made[:] = children.values()
+    elif hasattr(kind, "__copy__") and issubclass(kind, Mapping):
+        made = copy.copy(like)  # with the default of a defaultdict
+        made.update(children)
     elif issubclass(kind, Mapping):
-        made = copy.copy(like) if hasattr(kind, "__copy__") else kind(children)  # a defaultdict keeps its default
-        made.update(children) if hasattr(kind, "__copy__") else None
+        made = kind(children)
         if list(made.keys()) != list(children):
             raise TypeError(f"made of its items, it has the keys {list(made.keys())} instead of {list(children)}")
     else:

@@ -76,7 +76,7 @@ def test_what_cannot_be_cut_into_rows_is_refused_by_name(kind):
     make, what = UNCUT[kind]
     net, x = Net(lambda net, *args, **kwargs: 1), torch.zeros(4, 1)
     parallel = DataParallelWithCallback(net, ["cpu"] * 2)
-    remedy = "pass dense tensors .* lengths of sequences, tensor.to_dense.*, a dict or dataclass"
+    remedy = "pass dense tensors .*padded ones and their lengths, tensor.to_dense.*, a dict or dataclass"
     with pytest.raises(
         TypeError, match=f"^args\\[1\\]\\[0\\], {what}, cannot be cut .*{remedy}.*'args': {{1: {{0: None"
     ):
