@@ -88,6 +88,17 @@ def test_example_fails_when_its_replicas_do_not_synchronize(example: types.Modul
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")
+@pytest.mark.parametrize("example", ["caption_digits"], indirect=True)
+@pytest.mark.parametrize("devices", [[], ["--devices", "0,1"]][: 1 + (torch.cuda.device_count() > 1)], ids=str)
+def test_captions_and_states_named_by_dimension_train_as_on_one_device(example, devices, monkeypatch, capsys):
+    assert example.main(["--steps", "8", "--replicas", "3", *devices]) == 0
+    assert len(re.findall("^As expected: ", capsys.readouterr().out, re.MULTILINE)) == 2
+    monkeypatch.setattr(example, "convert_model", lambda model: model)
+    assert example.main(["--steps", "8", "--replicas", "3", *devices]) == 1
+    assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
+
+
 @needs_torchvision
 @pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")  # The test is to see what goes wrong.
 def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():
