@@ -73,22 +73,21 @@ def _shares(rows: int, most: int) -> list[Fraction]:
 
 
 class Arguments:
-    """The arguments of a call, as one tree: a dict by the names that `forward` has for them."""
+    """The arguments of a call of a wrapper, as one tree: a dict by the names that `forward` has for them."""
 
-    def __init__(
-        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, dim: int, most: int
-    ) -> None:
-        kinds = parameters_of(module) if in_dims or most > 1 else {}  # Otherwise nothing is cut, and nothing is named.
+    def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
+        # On one device without `in_dims`, nothing is cut and nothing is named.
+        kinds = parameters_of(wrapper.module) if wrapper.in_dims or most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Kind.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
-        self._number, self._dim, self._most, self._rest = len(arguments), dim, most, ""
+        self._number, self._dim, self._most, self._rest = len(arguments), wrapper.dim, most, ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Kind.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
-            raise TypeError(f"forward of {type(module).__name__} got multiple values for argument {name!r}")
-        self.tree = Tree(arguments | kwargs, in_dims or USUAL)
+            raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
+        self.tree = Tree(arguments | kwargs, wrapper.in_dims or USUAL)
 
     def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of a chunk."""
@@ -146,8 +145,7 @@ class Arguments:
 
     def _by_sample(self, *paths: Path) -> str:
         """Return what to pass if a list on one of the paths has an entry for each sample."""
-        lists = [found for found, entries, _, _ in self.tree.lists if len(entries) > 1]
-        lists = [found for found in lists if any([path[: len(found)] == found for path in paths])]
+        lists = [found for found, *_ in self.tree.lists if found in [path[: len(found)] for path in paths]]
         return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists[-1:]])
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:

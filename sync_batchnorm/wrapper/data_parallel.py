@@ -45,9 +45,7 @@ NO_ACCELERATOR = (
     "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
-
 InDims = Mapping[str, Dims]
-
 
 # Which of the steps of a forward pass were those of this file; a subclass may have its own.
 _reached: ContextVar[set[str]] = ContextVar("_reached")
@@ -94,7 +92,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
-        arguments = Arguments(self.module, inputs, kwargs, self.in_dims, self.dim, len(devices))
+        arguments = Arguments(self, inputs, kwargs, len(devices))
         if len(devices) > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
             devices = devices[: len(arguments.chunk_sizes())]

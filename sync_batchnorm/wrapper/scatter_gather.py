@@ -168,8 +168,8 @@ def _unlike_error(leaf: Leaf, found: Any, replica: int) -> ValueError:
     ]
     return ValueError(
         f"replica 0 returned {written(leaf.path)} = {shown[0]}, but replica {replica} returned {shown[1]}; return the "
-        "same keys, lengths and types in every replica, and equal values of what is no tensor, or is named None in "
-        "out_dims; a list with an entry for each sample needs out_dims=0"
+        "same keys, lengths and types in every replica, and equal values of what is no tensor or None in out_dims, or "
+        "name a list with an entry for each sample in out_dims=0"
     )
 
 

@@ -135,9 +135,8 @@ def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dic
 
 def _is_iterable(kind: type) -> bool:
     """Return whether torch gathers outputs of a class by their items, as the caches of transformers rely on."""
-    others = (*_PLAIN, Mapping, Set, str, bytes)
-    is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
-    return is_iterable and not issubclass(kind, others) and not dataclasses.is_dataclass(kind)
+    is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
+    return hasattr(kind, "__iter__") and not hasattr(kind, "__next__") and not is_other
 
 
 def _children_of(tree: Any) -> dict[Any, Any]:
@@ -179,10 +178,8 @@ def _built(path: Path, like: Any, keys: Collection[Any], items: list[Any]) -> An
     if kind in (list, tuple):
         return kind(items)
     children = dict(zip(keys, items, strict=True))
-    if kind is dict:
-        return children
     try:
-        return _built_anew(like, kind, children)
+        return children if kind is dict else _built_anew(like, kind, children)
     except Exception as error:
         raise TypeError(
             f"cannot build {written(path)}, a {kind.__name__}, with other tensors: {error}; use a dict, or a dataclass "
