@@ -13,31 +13,31 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..refusals import warn_once
-from ..torch_private import compiled_module_type
+from ..torch_private import original_module
 from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
 
-Kind = inspect._ParameterKind
+Kind = inspect.Parameter
 
-_kinds: WeakKeyDictionary[Any, dict[str, Kind]] = WeakKeyDictionary()  # of the parameters of a method, by name
+_kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # of the parameters of a method, by name
 
 
-def parameters_of(module: nn.Module) -> dict[str, Kind]:
+def parameters_of(module: nn.Module) -> dict[str, int]:
     """Return the kinds of the parameters of a module's `forward`, by name.
 
     A `forward` whose signature Python cannot read counts as ``forward(*inputs, **kwargs)``.
     """
     while isinstance(module, DataParallel):  # whose own forward takes anything
         module = module.module
-    if isinstance(module, compiled_module_type()):
-        module = module._orig_mod
-    forward: Any = module.forward
+    forward = original_module(module).forward
     method = getattr(forward, "__func__", None)
     if method in _kinds:
         return _kinds[method]
     try:
-        kinds = {name: parameter.kind for name, parameter in inspect.signature(forward).parameters.items()}
+        kinds: dict[str, int] = {
+            name: parameter.kind for name, parameter in inspect.signature(forward).parameters.items()
+        }
     except (TypeError, ValueError):
         return {"inputs": Kind.VAR_POSITIONAL, "kwargs": Kind.VAR_KEYWORD}
     if method:
