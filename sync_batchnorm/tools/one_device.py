@@ -147,7 +147,7 @@ def _checked_sizes(parallel: _CheckedWrapper, inputs: tuple[Any, ...], kwargs: d
     if "scatter" in parallel.overridden:
         sizes = _sizes_of_own_scatter(parallel, inputs, kwargs)
     else:
-        sizes = Arguments(parallel, inputs, kwargs, number).chunk_sizes()
+        sizes = Arguments(parallel, inputs, kwargs, number).sizes
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
     return sizes

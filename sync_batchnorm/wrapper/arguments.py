@@ -73,7 +73,10 @@ def _shares(rows: int, most: int) -> list[Fraction]:
 
 
 class Arguments:
-    """The arguments of a call of a wrapper, as one tree: a dict by the names that `forward` has for them."""
+    """The arguments of a call of a wrapper, as one tree: a dict by the names that `forward` has for them.
+
+    `sizes` has the number of rows of each chunk, of which there is at most one for each of several devices.
+    """
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
         # On one device without `in_dims`, nothing is cut and nothing is named.
@@ -88,6 +91,7 @@ class Arguments:
         for name in arguments.keys() & kwargs.keys():
             raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
         self.tree = Tree(arguments | kwargs, wrapper.in_dims or USUAL)
+        self.sizes = self._sizes() if most > 1 else []
 
     def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of a chunk."""
@@ -112,11 +116,8 @@ class Arguments:
             )
         return int(dim % value.dim())
 
-    def chunk_sizes(self) -> list[int]:
-        """Return the number of rows of each chunk, of which there is at most one for each of several devices.
-
-        Raises an error for arguments of which replicas cannot get the rows of their samples, and warns of lists.
-        """
+    def _sizes(self) -> list[int]:
+        """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
         for path, kind in self.tree.hidden:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))

@@ -87,7 +87,8 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         self._sync_timeout, self.in_dims, self.out_dims = timeout, in_dims, out_dims
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
-        _reached.get(set()).add("scatter")
+        if len(self.device_ids) > 1:
+            _reached.get(set()).add("scatter")
         kwargs = kwargs or {}
         if not inputs and not kwargs:
             return (), ()
@@ -95,7 +96,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         arguments = Arguments(self, inputs, kwargs, len(devices))
         if len(devices) > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
-            devices = devices[: len(arguments.chunk_sizes())]
+            devices = devices[: len(arguments.sizes)]
         if len(devices) == 1 and is_on(arguments.tree, devices[0]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
         chunks = scatter(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))
