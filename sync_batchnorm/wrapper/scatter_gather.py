@@ -181,7 +181,7 @@ def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
             return [_joined([tensor.to(device) for tensor in tensors], dim) for tensors in groups]
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         for tensors in groups:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             if len({len(shape) for shape in shapes}) > 1:
