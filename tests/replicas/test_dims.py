@@ -462,6 +462,33 @@ def test_outputs_are_put_together_as_named(devices, kind):
         assert repr(parallel(x)) == repr(expected(x))
 
 
+INF = float("inf")
+WHOLE: dict[str, Any] = {  # what replicas return as a whole, and what replica 1 returns in its place
+    "bool": (torch.tensor([True]), torch.tensor([False])),
+    "int": (torch.arange(3), torch.arange(1, 4)),
+    "complex": (torch.ones(2) * 1j, torch.ones(2)),
+    "dtype": (torch.ones(2), torch.ones(2).double()),
+    "sparse": (torch.eye(2).to_sparse(), torch.eye(2)),
+    "nan": (torch.tensor([float("nan")]), torch.tensor([1.0])),
+    "infinite": (torch.tensor([INF, 1.0]), torch.tensor([INF, 2.0])),
+    "empty": (torch.ones(0), torch.ones(1)),
+    "half": (torch.ones(2).half(), torch.zeros(2).half()),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_values_of_what_is_whole_must_be_equal_in_all_replicas(kind):
+    value, other = WHOLE[kind]
+    for second, is_right in ((value.clone(), True), (other, False)):
+        net = Net(lambda net, x, second=second: (x, second if x[0] else value))
+        parallel = DataParallelWithCallback(net, R, out_dims=(0, None))
+        if is_right:
+            assert parallel(torch.arange(4.0))[1] is value
+            continue
+        with pytest.raises(ValueError, match=r"replica 0 returned output\[1\] = tensor"):
+            parallel(torch.arange(4.0))
+
+
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
 @pytest.mark.parametrize("step", ["scatter", "gather"])
 def test_own_step_that_never_reaches_that_of_the_wrapper_is_told_that_it_ignores_dimensions(step):
