@@ -197,5 +197,5 @@ class Arguments:
 def _in_dims(path: Path, dims: Dims) -> str:
     """Return how `in_dims` names dimensions for a path."""
     for key in reversed(path):
-        dims = {int(key) if isinstance(key, Index) else str(key): dims}
+        dims = {key: dims}
     return f"in_dims={dims}"

@@ -122,6 +122,12 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
         [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
         "or the dimension of its samples there, in_dims={'y': 0} for a list with an entry for each sample",
     ),
+    "keys": (
+        [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],
+        "x has 4 rows, but y[0][1] has 5, so that replicas would get rows that do not belong together; pass "
+        "in_dims={'y': {0: {1: None}}} to",
+    ),
+    "fields": ([X, Sample(X, (X, torch.zeros(5)))], "pass in_dims={'y': {'more': {1: None}}} to the wrapper"),
     "dimension": ([torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)], "x has 4 rows, but z[0] has 3"),
 }
 
