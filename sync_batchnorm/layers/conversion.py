@@ -289,11 +289,17 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     synced = f"Synchronized{name}"
     if synced == kind:  # a class of the user that has the name of torch's
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
-    calls = "" if issubclass(cls, BatchNormBase) else f", whose forward calls {kind}.forward(self, input),"
+    formula = "for another formula than that of batch norm, use sync_moments, see docs/extending.md"
+    if issubclass(cls, BatchNormBase):
+        return (
+            f"has a {method} of its own; write class {synced}({name}, {kind}) and call convert_model(model, "
+            f"classes={{{name}: {synced}}}), see docs/usage.md; {formula}"
+        )
     return (
-        f"has a {method} of its own; write class {synced}({name}, {kind}){calls} and call "
-        f"convert_model(model, classes={{{name}: {synced}}}), see docs/usage.md; for another formula than that of "
-        "batch norm, use sync_moments, see docs/extending.md"
+        f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, as "
+        f"AdaIN does, leave it as it is; (2) if it normalizes the batch, write class {synced}({name}, {kind}), whose "
+        f"forward calls {kind}.forward(self, input), and call convert_model(model, classes={{{name}: {synced}}}), see "
+        f"docs/usage.md; {formula}"
     )
 
 

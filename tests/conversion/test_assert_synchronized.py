@@ -147,10 +147,16 @@ LEFT = {
             "SynchronizedNorm(Norm, SynchronizedBatchNorm1d) and call convert_model(model, classes={Norm: "
             "SynchronizedNorm}), see docs/usage.md; for another formula than that of batch norm, use sync_moments, "
             "see docs/extending.md",
-            "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has a forward of its own; write "
-            "class SynchronizedLookAlike(LookAlike, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm."
+            "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has the attributes of a batch "
+            "norm "
+            "and a forward of its own; (1) if it normalizes each sample alone, as AdaIN does, leave it as it is; (2) "
+            "if it "
+            "normalizes the batch, write class SynchronizedLookAlike(LookAlike, SynchronizedBatchNorm), whose "
+            "forward calls SynchronizedBatchNorm."
             "forward(self, input), and call convert_model(model, classes={LookAlike: SynchronizedLookAlike}), see "
-            "docs/usage.md; for another formula than that of batch norm, use sync_moments, see docs/extending.md",
+            "docs/usage.md; for another formula than that of batch norm, use sync_moments, see docs/extending.md; if "
+            "it is "
+            "right alone, pass ignore=[LookAlike]",
         ],
     ),
     "list": (
@@ -160,11 +166,11 @@ LEFT = {
             )
         ),
         [
-            "module.1.layers (1 BatchNorm layer): in a plain list or dict, which torch does not register; use "
-            "nn.ModuleList or nn.ModuleDict",
-            "module.2.held (1 BatchNorm layer): in a plain list or dict, which torch does not register; use "
-            "nn.ModuleList or nn.ModuleDict",
+            "module.1.layers (1 BatchNorm layer), module.2.held (1 BatchNorm layer): in a plain list or dict, which "
+            "torch "
+            "does not register; use nn.ModuleList or nn.ModuleDict",
         ],
+        2,
     ),
     "list and nothing else": (
         _ours(_in_a_list()),
@@ -180,11 +186,13 @@ LEFT = {
     "no wrapper": (SynchronizedBatchNorm1d(4), [f"the model itself (SynchronizedBatchNorm1d): {NO_WRAPPER}"]),
     "stock wrapper": (
         nn.DataParallel(_net()),
-        [f"module.1 (SynchronizedBatchNorm1d): {UNCONNECTED}", f"module.2.0 (SynchronizedBatchNorm2d): {UNCONNECTED}"],
+        [f"module.1 (SynchronizedBatchNorm1d), module.2.0 (SynchronizedBatchNorm2d): {UNCONNECTED}"],
+        2,
     ),
     "eval": (
         _ours(_net()).eval(),
-        [f"module.1 (SynchronizedBatchNorm1d): {EVAL}", f"module.2.0 (SynchronizedBatchNorm2d): {EVAL}"],
+        [f"module.1 (SynchronizedBatchNorm1d), module.2.0 (SynchronizedBatchNorm2d): {EVAL}"],
+        2,
     ),
     "eval without wrapper and running statistics": (
         SynchronizedBatchNorm1d(4, track_running_stats=False).eval(),
@@ -193,9 +201,11 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize(("model", "lines"), LEFT.values(), ids=LEFT)
-def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, lines):
-    text = f"expected every batch norm of the model to synchronize, but got {len(lines)} that would not:\n  "
+@pytest.mark.parametrize("left", LEFT)
+def test_layers_that_would_not_synchronize_are_named_with_the_reason(left):
+    model, lines, *number = LEFT[left]  # of layers, if equal reasons stand in one line
+    found = number[0] if number else len(lines)
+    text = f"expected every batch norm of the model to synchronize, but got {found} that would not:\n  "
     with pytest.raises(RuntimeError) as caught:
         assert_synchronized(model)
     assert str(caught.value) == text + "\n  ".join(lines)
@@ -208,14 +218,14 @@ def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, line
 )
 def test_every_wrapper_around_a_layer_must_connect_replicas(outer, inner):
     model = outer(nn.Sequential(inner(_net())))
-    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  [\w.]+\.1 .*: {UNCONNECTED}\n"):
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  [\w.]+\.1 .*: {UNCONNECTED}$"):
         assert_synchronized(model)
     assert_synchronized(convert_model(model))
 
 
 def test_every_way_to_a_layer_must_connect_replicas():
     net = _net()
-    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  0\.module\.1 .*: {UNCONNECTED}\n"):
+    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  0\.module\.1 .*: {UNCONNECTED}$"):
         assert_synchronized(nn.Sequential(_ours(net), nn.DataParallel(net)))
     assert_synchronized(nn.ModuleDict({"net": net, "wrapped": _ours(net)}))
 
@@ -336,3 +346,60 @@ class OwnNorm(nn.Module):
 )
 def test_model_that_need_not_be_converted_does_not_warn(model):
     assert not _caught(_ours(model))
+
+
+class AdaIN(nn.Module):
+    """Normalizes each sample alone, with batch norm of a batch that has the samples as channels."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        self.num_features, self.weight, self.bias = num_features, None, None
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x):
+        n, c = x.shape[:2]
+        return torch.batch_norm(x.reshape(1, n * c, -1), None, None, None, None, True, 0.1, 1e-5, False).view_as(x)
+
+
+def test_norms_of_one_sample_each_are_left_out_on_request():
+    with pytest.warns(UserWarning, match=r"\(1\) if it normalizes each sample alone, as AdaIN does, leave it as it is"):
+        parallel = _ours(convert_model(nn.Sequential(AdaIN(4), nn.BatchNorm2d(4), AdaIN(4))))
+    assert_synchronized(parallel, ignore=[AdaIN])
+    assert_synchronized(parallel, ignore={"module.0", "module.2"})
+    text = r"2 that would not:\n  module.0 \(AdaIN\), module.2 \(AdaIN\): .*pass ignore=\[AdaIN\]$"
+    with pytest.raises(RuntimeError, match=text):
+        assert_synchronized(parallel)
+    with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(AdaIN\): "):
+        assert_synchronized(parallel, ignore=["module.0"])
+
+
+@pytest.mark.parametrize(
+    ("ignore", "error", "text"),
+    [
+        ("module.0", TypeError, "ignore as a list of classes and names of norms, but got 'module.0'"),
+        ([nn.BatchNorm1d(3)], TypeError, "ignore as a list of classes and names"),
+        (["module.9"], ValueError, r"to name modules of the model, but got \['module.9'\]; take names from the error"),
+    ],
+)
+def test_what_cannot_be_ignored_is_refused(ignore, error, text):
+    with pytest.raises(error, match=text):
+        assert_synchronized(_ours(_net()), ignore=ignore)
+
+
+class Freezes(nn.Sequential):
+    """Freezes its norms whenever somebody calls train()."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_train_that_freezes_norms_is_named_with_a_remedy_that_works():
+    parallel = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4)))
+    parallel.train()
+    text = r"module.0 .*: it is in eval mode, and module has a train\(\) of its own \(Freezes\); if that freezes it on "
+    with pytest.raises(RuntimeError, match=text):
+        assert_synchronized(parallel)
+    assert_synchronized(parallel, ignore=["module.0"])

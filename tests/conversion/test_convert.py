@@ -492,11 +492,17 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
     (
         lambda: Standalone(2),
-        "Standalone has a forward of its own; write class SynchronizedStandalone(Standalone, SynchronizedBatchNorm), "
-        "whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
+        "Standalone has the attributes of a batch norm and a forward of its own; (1) if it normalizes each sample "
+        "alone, "
+        "as AdaIN does, leave it as it is; (2) if it normalizes the batch, write class "
+        "SynchronizedStandalone(Standalone, "
+        "SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
         "convert_model(model, classes={Standalone: SynchronizedStandalone}), see docs/usage.md",
     ),
-    (lambda: OfBase(2), "OfBase has a forward of its own; write class SynchronizedOfBase(OfBase, SynchronizedBatch"),
+    (
+        lambda: OfBase(2),
+        "OfBase has the attributes of a batch norm and a forward of its own; (1) if it normalizes each sa",
+    ),
     (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
     (lambda: layer_with(process_group="mine"), "BatchNorm2d has a process_group of its own"),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
