@@ -35,6 +35,7 @@ from .batchnorm import (
     revert_model,
     set_sbn_eps_mode,
 )
+from .check import assert_matches_one_device
 from .comm import SlavePipe, SyncMaster
 from .meeting import ReplicaSyncError
 from .replicate import (
@@ -43,7 +44,7 @@ from .replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from .tools import assert_matches_one_device, merge_messages, sync_moments
+from .tools import merge_messages, sync_moments
 
 __all__ = [
     "CallbackContext",

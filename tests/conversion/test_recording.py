@@ -76,6 +76,10 @@ def in_checkpoint(self, x):
     return checkpoint(lambda y: F.dropout(self.parts[1](self.parts[0](y))).exp(), x, use_reentrant=False)
 
 
+def mix(self, x):
+    return x - x.mean(0)
+
+
 def in_thread(self, x):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(self.parts[0], x).result()
@@ -196,21 +200,11 @@ RIGHT = {
         lambda: Net(lambda self, x: self.bn.eval()(x), bn=convert_model(nn.BatchNorm1d(3))),
         VECTORS,
     ),
-    "dropout of one's own": (lambda: nn.Sequential(DropRows()), VECTORS),
     "class that counts no calls": (
         *(lambda: convert_model(nn.Sequential(WithCall(3)), classes={WithCall: SynchronizedWithCall}), VECTORS),
     ),
     "mask, in inference mode": (lambda: Apply(torch.inference_mode()(lambda self, x: x > 0)), VECTORS),
 }
-
-
-class DropRows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.p = 0.5
-
-    def forward(self, x):
-        return x * torch.bernoulli(torch.full_like(x[:, :1], 1 - self.p))
 
 
 class WithCall(nn.BatchNorm1d):
@@ -226,7 +220,9 @@ class SynchronizedWithCall(WithCall, SynchronizedBatchNorm1d):
 @pytest.mark.parametrize("right", RIGHT)
 def test_a_model_that_is_right_passes(right):
     build, input, *options = RIGHT[right]
-    assert assert_matches_one_device(build(), input, **dict(*options)) is None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "all chunks have")
+        assert assert_matches_one_device(build(), input, **dict(*options)) is None
 
 
 def test_the_default_rule_for_eps_is_no_difference():
@@ -312,7 +308,10 @@ def test_what_replicas_were_compared_with_is_dropped_as_they_run():
         return x * 1
 
     layers = [Apply(torch.no_grad()(lambda self, x: x + 1)) for _ in range(30)]
-    assert_matches_one_device(nn.Sequential(*layers, Apply(look)), torch.randn(4, 1009))
-    on_one_device, _, in_replica_1 = alive
+    with pytest.raises(AssertionError, match=r"output of 31 \(Apply\)"):
+        assert_matches_one_device(nn.Sequential(*layers, Apply(look), Apply(mix)), torch.randn(4, 1009))
+    # On one device and in two replicas: a pass that differs, the same with rounding, and recorded.
+    on_one_device, _, in_replica_1 = alive[6:9]
+    assert max(alive[0] - 4, alive[3] - 9) < 1  # Nothing is recorded.
     assert 30 < on_one_device < 50  # what goes into a call is what came out of the last one, and kept once
     assert in_replica_1 < 15, alive

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PHRASES = re.findall(r"^> (.+)$", PAGE, re.MULTILINE)
 # The command and the check on one device say all of what they compare.
-TOLD = ("__main__.py", "one_device.py", "recording.py", "explaining.py", "probing.py")
+TOLD = ("__main__.py", *(path.name for path in (ROOT / "sync_batchnorm" / "check").glob("[a-z]*.py")))
 # Who takes a text that a user reads. Errors of arguments say all, and need no entry.
 TAKERS = ("RuntimeError", "ReplicaSyncError", "ReplicaTimeoutError", "warn_once", "self._break", "in_transform_error")
 OF_ARGUMENTS = ("TypeError", "ValueError")
@@ -97,8 +97,9 @@ def causes_in_the_page() -> list[str]:
 
 def texts_of_explaining() -> list[str]:
     """Return what the check on one device may say of a difference."""
-    folder = ROOT / "sync_batchnorm" / "tools"
-    tree = ast.parse("".join((folder / file).read_text() for file in ("explaining.py", "probing.py")))
+    folder = ROOT / "sync_batchnorm" / "check"
+    files = ("differences.py", "explaining.py", "investigating.py")
+    tree = ast.parse("".join((folder / file).read_text() for file in files))
     inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     inside |= {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
     texts = [words_of(node) for node in ast.walk(tree) if is_text(node) and id(node) not in inside]
@@ -107,10 +108,7 @@ def texts_of_explaining() -> list[str]:
 
 @pytest.mark.parametrize("cause", causes_in_the_page())
 def test_words_of_the_page_on_diagnosing_are_those_of_the_check(cause):
-    code = "".join(
-        (ROOT / "sync_batchnorm" / "tools" / file).read_text()
-        for file in ("one_device.py", "explaining.py", "probing.py")
-    )
+    code = "".join(path.read_text() for path in (ROOT / "sync_batchnorm" / "check").glob("*.py"))
     assert cause in re.sub(r'"\n *f?"', "", code)
 
 

@@ -1,0 +1,190 @@
+"""Training passes of copies, on one device or in replicas, and what their caller sees."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..meeting import add_note
+from ..wrapper import leaves_of, tensors_in, with_leaves
+from .comparing import SCALARS
+from .copies import Copy, copied
+from .double import InDouble, seed
+from .wrappers import rows_of_chunks, wrapper_like
+
+__all__: list[str] = []
+
+IN_FORWARD = ("output", "shapes", "value", "loss")  # kinds of what the caller sees without a backward pass
+_BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
+_BEFORE, _NOISE = -1, -2  # the numbers of what moves parameters before the first pass, in full and by rounding
+
+Loss = Callable[[Any], Tensor]
+Key = tuple[str, Any]  # the kind of a tensor, and its name
+
+
+class Pass(NamedTuple):
+    """What the caller sees of a pass."""
+
+    tensors: dict[Key, Tensor | None]  # outputs, loss, gradients, parameters and saved buffers, in this order
+    values: list[Any]  # the numbers, flags and strings among the outputs
+    returned: list[list[Tensor]]  # by each replica
+
+    def of(self, kind: str) -> dict[Any, Tensor]:
+        """Return the tensors of a kind by their names, without gradients that are None."""
+        return {name: tensor for (other, name), tensor in self.tensors.items() if other == kind and tensor is not None}
+
+
+class FailsInReplicas(Exception):
+    """An error in replicas that one device did not have: the number of the pass, and the text."""
+
+
+@dataclass
+class Passes:
+    """What all passes have in common; makes the copies that take them."""
+
+    model: nn.Module
+    arguments: Any
+    wrapper: nn.DataParallel[Any] | None
+    replicas: int
+    loss: Loss | None
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
+        parallel = wrapper_like(self.wrapper, self.model, self.replicas)
+        self.rows = rows_of_chunks(parallel, *copied(self.arguments, self.dtype))
+
+    def side(
+        self, is_one: bool, passes: int = 0, noise: float = 0.0, is_recorded: bool = False, is_moved: bool = True
+    ) -> "Side":
+        """Return a copy that has taken some passes, on one device or in replicas."""
+        model = Copy(self.model, self.arguments, self.dtype, is_recorded)
+        if is_one:
+            model.unconvert()
+        if is_moved:
+            model.move_constants()
+            model.move(_BEFORE)  # Copies that begin equal hide what stands before them, too.
+        model.move(_NOISE, noise)
+        side = Side(model, self, is_one)
+        for number in range(passes):
+            side.take(number)
+            model.move(number)
+        return side
+
+
+class Side:
+    """A copy that takes passes, on one device or in replicas."""
+
+    def __init__(self, copy: Copy, passes: Passes, is_one: bool) -> None:
+        self.copy, self._passes, self._is_one = copy, passes, is_one
+        self.parallel = wrapper_like(passes.wrapper, copy.module, 1 if is_one else passes.replicas)
+
+    def take(self, number: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
+        """Take a pass, as far as tensors of a kind need it; its number gives random numbers, others in replicas."""
+        plain = [InDouble(self._passes.dtype) for _ in self._passes.rows[: 1 if self._is_one else None]]
+        self.parallel.modes, self.parallel.returned = modes or plain, []
+        seed(number if self._is_one else 1000 + number)
+        try:
+            return self._taken(number < _BACKWARD and kind not in IN_FORWARD)
+        except Exception as error:
+            if not self._is_one:
+                raise FailsInReplicas(number, f"{type(error).__name__}: {error}") from error
+            _explain(error, self._passes.dtype, self.parallel.overridden)
+            raise
+
+    def _taken(self, has_backward: bool) -> Pass:
+        dtype, module, parallel = self._passes.dtype, self.copy.module, self.parallel
+        leaves, initial = [_fresh(leaf) for leaf in leaves_of(self.copy.arguments)], dict(module.named_parameters())
+        inputs, kwargs = with_leaves(self.copy.arguments, iter(leaves))
+        self.copy.order.clear()
+        with parallel.modes[0] if self._is_one else InDouble(dtype):
+            output = parallel(*inputs, **kwargs)
+        outputs = self._outputs(output)
+        seen: dict[str, Any] = {"output": dict(enumerate([tensor.detach() for tensor in outputs]))}
+        parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self.copy.saved_buffers().items()}
+        with InDouble(dtype):
+            loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
+        _check_loss(loss, outputs)
+        if has_backward and loss.requires_grad:
+            _go_backward(loss, [*initial.values(), *leaves], dtype)
+        self.copy.restore(buffers)
+        grads = {name: initial[name].grad for name in self.copy.order | initial}
+        of_inputs = dict(enumerate([leaf.grad for leaf in leaves if isinstance(leaf, Tensor)]))
+        seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "gradient of input": of_inputs}
+        seen |= {"parameter": parameters, "buffer": buffers}
+        module.zero_grad()
+        returned, parallel.returned = [[x.detach() for x in tensors_in(part)] for part in parallel.returned], []
+        tensors = {(kind, name): tensor for kind, tensors in seen.items() for name, tensor in tensors.items()}
+        return Pass(tensors, [leaf for leaf in leaves_of(output) if isinstance(leaf, SCALARS)], returned)
+
+    def _outputs(self, output: Any) -> list[Tensor]:
+        """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
+        outputs, returned = tensors_in(output), [tensors_in(part) for part in self.parallel.returned]
+        number = len(returned[0]) if returned else 0
+        is_listed = number < len(outputs) == sum(map(len, returned)) and {*map(len, returned)} == {number}
+        if "gather" not in self.parallel.overridden or not is_listed:
+            return outputs
+        groups = [outputs[i::number] for i in range(number)]
+        return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
+
+    def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return a loss with a random gradient for each output, or for the mean of the scalars that replicas return."""
+        if not self._passes.grads:  # on one device, which comes first
+            generator = torch.Generator().manual_seed(0)
+            self._passes.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
+        loss = torch.zeros(())
+        for tensor, grad in zip(outputs, self._passes.grads, strict=False):
+            loss = loss + ((tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad).sum().real
+        return loss
+
+
+def _explain(error: Exception, dtype: torch.dtype, overridden: Sequence[str]) -> None:
+    """Give an error on one device notes; raise another one for a gather that calls that of torch."""
+    name = str(dtype).removeprefix("torch.")
+    add_note(error, f"This is from a copy of the model on one device: on the CPU, in {name}.")
+    if "forward" in overridden:
+        add_note(error, "Your wrapper has a forward of its own, which was called with one device in device_ids.")
+    if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
+        raise RuntimeError(
+            "your gather calls that of torch, which takes no tensors of the CPU; call super().gather(outputs, "
+            "output_device), which takes them"
+        ) from error
+
+
+def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        raise TypeError(
+            f"expected `loss` to return a tensor with one element, but got {what}; return that of the batch"
+        )
+    if not loss.requires_grad and any(output.requires_grad for output in outputs):
+        raise ValueError("expected a `loss` with a gradient, but got a tensor without; return what training minimizes")
+
+
+def _fresh(leaf: Any) -> Any:
+    """Return a copy of a tensor, as the forward pass may change it."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> None:
+    """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
+    known = {id(tensor) for tensor in of_copy}
+    edge = torch.autograd.graph.get_gradient_edge(loss)
+    nodes, seen = [edge.node], {edge.node}
+    for node in nodes:  # which grows
+        behind = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= behind
+        nodes += behind
+    others = [node.variable for node in nodes if hasattr(node, "variable") and id(node.variable) not in known]
+    grads = [leaf.grad for leaf in others]
+    for leaf in others:
+        leaf.grad = None  # An addition would change the tensor.
+    with InDouble(dtype):  # also while checkpoints are recomputed
+        torch.autograd.backward(edge)  # A backward pass from a tensor would leave the mode.
+    for leaf, grad in zip(others, grads, strict=True):
+        leaf.grad = grad

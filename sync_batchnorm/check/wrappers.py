@@ -1,0 +1,136 @@
+"""The wrapper around a copy of a model: it scatters, gathers and forwards as that of the user, on CPUs."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..meeting import add_note
+from ..wrapper import DataParallelWithCallback, Replica, tensors_in
+from .comparing import Rows
+from .double import InDouble, border
+
+__all__: list[str] = []
+
+_METHODS = ("scatter", "gather", "forward")
+
+
+class CheckedWrapper(DataParallelWithCallback):
+    """A wrapper of CPU replicas, each of which runs in a mode of its own."""
+
+    overridden: tuple[str, ...] = ()  # which of the methods are those of the user's wrapper
+    modes: Sequence[InDouble]
+    returned: Sequence[Any]  # what each replica has returned
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if len(self.device_ids) > 1:
+            return super().forward(*inputs, **kwargs)
+        args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
+        output = _run(self.module, self.module, as_tuple(args[0]), kwargs_of[0])
+        return self.gather([output], self.output_device) if "gather" in self.overridden else output
+
+    def replicate(self, *args: Any, **kwargs: Any) -> list[Any]:
+        replicas = super().replicate(*args, **kwargs)
+        for replica, mode in zip(replicas, self.modes, strict=False):
+            replica.__dict__["_sync_mode"] = mode
+            object.__setattr__(replica, "__class__", _ReplicaInMode)
+        return replicas
+
+    def parallel_apply(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.returned = super().parallel_apply(*args, **kwargs)
+        return list(self.returned)
+
+
+class _ReplicaInMode(Replica):
+    _sync_mode: InDouble
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._sync_mode:
+            return _run(super().__call__, self._sync_replica, args, kwargs)
+
+
+def _run(function: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a model, and tell the mode of this thread if it is scripted, and refuses hooks."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return function(*args, **kwargs)
+    border("", module, args, kwargs)
+    output = function(*args, **kwargs)
+    right = border("", module, args, kwargs, output)
+    return output if right is None else right
+
+
+def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:
+    """Return a wrapper for so many CPU replicas of `module`, with the methods and attributes of the user's wrapper."""
+    made = CheckedWrapper(module, ["cpu"] * number)
+    if wrapper is None:
+        return made
+    cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
+    of_class = [name for name in _METHODS if _overrides(cls, name)]
+    of_object = [name for name in _METHODS[:2] if name in vars(wrapper)]
+    if of_class or of_object:
+        bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
+        names = {"replicate": CheckedWrapper.replicate, "parallel_apply": CheckedWrapper.parallel_apply}
+        if "forward" not in of_class:
+            names["forward"] = CheckedWrapper.forward
+        made_class: Any = type(cls.__name__, bases, {**names, "overridden": (*of_class, *of_object)})
+        object.__setattr__(made, "__class__", made_class)
+    kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
+    made.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
+    made.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
+    for name in of_object:
+        function = vars(wrapper)[name]
+        is_bound = isinstance(function, MethodType) and function.__self__ is wrapper
+        made.__dict__[name] = MethodType(function.__func__, made) if is_bound else function
+    return made
+
+
+def _overrides(cls: Any, name: str) -> bool:
+    inherited = [getattr(base, name) for base in (nn.DataParallel, DataParallelWithCallback)]
+    return getattr(cls, name) not in (*inherited, None)
+
+
+def as_tuple(args: Any) -> tuple[Any, ...]:
+    """Return the arguments of one replica, as the `parallel_apply` of torch takes them."""
+    return tuple(args) if isinstance(args, (list, tuple)) else (args,)
+
+
+def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Rows]:
+    """Return which rows each replica gets; raise an error for fewer than two chunks."""
+    number = len(parallel.device_ids)
+    if number < 2:
+        raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
+    if not tensors_in((inputs, kwargs)):
+        raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
+    try:
+        chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
+    except Exception as error:
+        if "scatter" in parallel.overridden:
+            add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
+        raise
+    whole = inputs, kwargs
+    with suppress(Exception):  # A forward of the user's own may never scatter to one device.
+        args, options = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
+        whole = as_tuple(args[0]), options[0]
+    sizes = _sizes(whole, [(as_tuple(args), options) for args, options in chunks], parallel.dim)
+    has_forward = "forward" in parallel.overridden
+    if (len(sizes) < 2 or not sum(sizes)) and not has_forward:
+        raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
+    if len(sizes) < 2:
+        sizes = [1] * number  # Its forward cuts the batch in another way.
+    return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
+
+
+def _sizes(whole: Any, chunks: Sequence[Any], dim: int) -> list[int]:
+    """Return the number of rows of each chunk: of the first tensor whose sizes add up, in `dim` if in any dimension."""
+    of_chunks = [tensors_in(chunk) for chunk in chunks]
+    for i, tensor in enumerate(tensors_in(whole)):
+        for other in sorted(range(tensor.dim()), key=lambda other: other not in (dim, dim + tensor.dim())):
+            sizes = [part[i].shape[other] if i < len(part) and part[i].dim() > other else 0 for part in of_chunks]
+            if sum(sizes) == tensor.shape[other] > 0:
+                return sizes
+    one = 1 if any(tensor.numel() for tensor in tensors_in(whole)) else 0
+    lists = [next((leaf for leaf in args if isinstance(leaf, (list, tuple))), [0] * one) for args, _ in chunks]
+    return [len(items) for items in lists]  # with an item for each sample

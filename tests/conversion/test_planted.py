@@ -1,0 +1,546 @@
+"""`assert_matches_one_device` on planted faults, and on right models that look like them."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections import deque
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from checked import VECTORS, Apply, quietly
+from helpers import Net
+from torch import nn
+from torch.nn.parallel import gather
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
+
+BATCH = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+OTHER = "depends on other samples"
+SIZE = "depends on the number of samples"
+PLACE = "depends on its place in the batch"
+
+
+class Center(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Generates(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+class Swin(nn.Module):
+    """Sets the size of its input on its block in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.shape = nn.Linear(6, 8), Sized(), None
+
+    def forward(self, x):
+        self.block.rows, self.rows = len(x), x.shape[0]
+        return self.block(self.first(x))
+
+
+class Sized(nn.Module):
+    rows = 0
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(x).reshape(self.rows, -1)
+
+
+class Gated(nn.Module):
+    """A block of a diffusion transformer at its start: gates and last layer are zeros."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.stem, self.inside, self.gate, self.last = nn.Linear(6, 6), inside, nn.Linear(6, 6), nn.Linear(6, 6)
+        for parameter in [*self.gate.parameters(), *self.last.parameters()]:
+            nn.init.zeros_(parameter)
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        return self.last(hidden + self.gate(x) * self.inside(hidden))
+
+
+class Views(nn.Module):
+    """Runs two views of each sample in one batch."""
+
+    def __init__(self, *inside):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), *inside, nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.net(torch.cat([x, x + 1])).chunk(2)
+
+
+class Momentum(nn.Module):
+    """Compares two nets that begin equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.slow = copy.deepcopy(self.net)
+
+    def forward(self, x):
+        difference = self.net(x) - self.slow(x)
+        return x + difference - difference.mean(0)
+
+
+class ClosedHook(nn.Module):
+    """Has a hook, made in __init__, that writes into the model through a closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), None
+
+        def keep(module, args, output):
+            self.features = output
+
+        self.net[0].register_forward_hook(keep)
+
+    def forward(self, x):
+        output = self.net(x)
+        return output + self.features
+
+
+class SettingHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.net.register_forward_hook(lambda module, args, output: setattr(self, "features", output))
+
+    def forward(self, x):
+        self.net(x)
+        return self.features
+
+
+def before_norm(function):
+    """Return a net that does something in its own forward, before a norm."""
+    layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
+    return convert_model(Net(lambda self, x: self.last(self.norm(function(self.first(x)))), **layers))
+
+
+def keeping(forward, kept):
+    """Return a net that keeps something on itself."""
+    return convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Net(forward, kept=kept)))
+
+
+def add_tensor(self, x):
+    self.kept = self.kept + 1
+    return x * self.kept
+
+
+def average(self, x):
+    result = x - self.kept
+    self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
+    return result
+
+
+def begin_with_none(self, x):
+    before = 0.0 if self.kept is None else self.kept
+    self.kept = before + torch.ones(6)
+    return x * (1 + before)
+
+
+def count_in_dict(self, x):
+    result = x * (1 + self.kept["n"])
+    self.kept["n"] += 1
+    return result
+
+
+def append(self, x):
+    self.kept.append(x.detach().sum())
+    return x + sum(self.kept[:-1])
+
+
+def warm_up(self, x):
+    self.kept += 1
+    return x if self.kept < 3 else x * 2
+
+
+def mean_by_hand(self, x):
+    return x - sum(x.unbind()) / len(x)
+
+
+def of_time(self, x):
+    return x * (time.perf_counter_ns() % 1000)
+
+
+def in_blocks(self, x):
+    """Run a time-major sequence of three steps as one batch."""
+    steps = torch.stack([x, x + 1, x * 2]).flatten(0, 1)
+    return self.parts[1](self.parts[0](steps).unflatten(0, (3, -1)).sum(0))
+
+
+def log_and_mix(self, x):
+    self.parts[0](x)
+    return self.parts[1](self.parts[2](x))
+
+
+def frozen_norm_and_mix(self, x):
+    hidden = F.batch_norm(x, torch.zeros(6), torch.ones(6))
+    return hidden - hidden.mean(0)
+
+
+def drop_path(self, x):
+    return x * (1 - self.drop_prob)
+
+
+def change_then_mix(self, x):
+    with torch.no_grad():
+        self.count.add_(1.0)
+    return x * 1
+
+
+# How to build the model; words that the message has, and words that it must not have.
+FAULTS = {
+    "arange before a norm": (
+        lambda: before_norm(lambda h: h + torch.arange(len(h))[:, None]),
+        ["the model itself", PLACE],
+        ["norm"],
+    ),
+    "first sample before a norm": (lambda: before_norm(lambda h: h - h[:1]), ["the model itself"], ["norm"]),
+    "cumsum before a norm": (lambda: before_norm(lambda h: h.cumsum(0)), ["the model itself", OTHER], ["norm"]),
+    "small chunk before a norm": (
+        lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h),
+        ["the model itself", SIZE],
+        ["norm"],
+    ),
+    "maximum before a norm": (lambda: before_norm(lambda h: h / h.max()), ["the model itself", OTHER], ["norm"]),
+    "two views": (lambda: Views(Center()), ["net.1 (Center)", OTHER], []),
+    "two views, plain norm": (lambda: Views(nn.BatchNorm1d(8)), ["net.1 (BatchNorm1d)", "not synchronized"], []),
+    "time-major before a fault": (
+        lambda: Apply(in_blocks, nn.Linear(6, 6), Center()),
+        ["parts.1 (Center)", OTHER],
+        [],
+    ),
+    "a log before a fault": (
+        lambda: Apply(log_and_mix, Apply(lambda self, x: x.mean(0)), Center(), nn.Linear(6, 6)),
+        ["parts.1 (Center)"],
+        ["parts.0"],
+    ),
+    "counter in a tensor": (lambda: keeping(add_tensor, torch.zeros(())), ["pass 2", "2.kept", "buffer"], []),
+    "average in a tensor": (lambda: keeping(average, torch.zeros(6)), ["pass 2", "2.kept", "ends with the rep"], []),
+    "None at first": (lambda: keeping(begin_with_none, None), ["pass 2", "2.kept"], []),
+    "counter in a dict": (lambda: keeping(count_in_dict, {"n": 0}), ["2 (Net)", "2.kept"], []),
+    "list": (lambda: keeping(append, []), ["2 (Net)", "2.kept"], []),
+    "queue": (lambda: keeping(append_to_queue, deque(maxlen=3)), ["2 (Net)", "2.kept"], []),
+    "number that matters in the third pass": (lambda: keeping(warm_up, 0), ["pass 3", "2.kept"], []),
+    "gates of zeros": (lambda: Gated(Center()), ["inside (Center)", OTHER], []),
+    "a copy that begins equal": (Momentum, ["the model itself", OTHER], []),
+    "loop over samples": (
+        lambda: before_norm(lambda h: torch.stack([row.tanh() for row in h - h.mean(0)])),
+        ["the model itself", OTHER],
+        ["tanh"],
+    ),
+    "mean by hand": (lambda: Apply(mean_by_hand), ["the model itself", OTHER], []),
+    "a number that is drawn and not used": (
+        lambda: before_norm(lambda h: (torch.rand(1), h - h.mean(0))[1]),
+        [OTHER],
+        ["random"],
+    ),
+    "a frozen F.batch_norm": (lambda: Apply(frozen_norm_and_mix), [OTHER], ["batch_norm"]),
+    "plain norm of one row": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        [
+            "not in replicas: ValueError: Expected more than 1",
+            "raised in 1 (BatchNorm1d): a batch norm that is not sync",
+        ],
+        [],
+        3,
+    ),
+    "F.batch_norm of one row": (
+        lambda: Apply(lambda self, x: F.batch_norm(x, None, None, training=True)),
+        ["raised in the model itself (Apply): it calls F.batch_norm, or"],
+        [],
+        3,
+    ),
+    "generator of its own": (lambda: nn.Sequential(nn.Linear(6, 6), Generates()), ["1 (Generates)", "generator"], []),
+    "NumPy's generator": (
+        lambda: Apply(lambda self, x: x * numpy.random.rand()),
+        ["draws random numbers"],
+        [],
+    ),
+    "Python's generator": (lambda: Apply(lambda self, x: x * random.random()), ["draws random numbers"], []),
+    "time": (lambda: Apply(of_time), ["the time"], ["random numbers"]),
+    "backdrop": (lambda: Net(lambda self, x: x - self.backdrop * x.mean(0), backdrop=0.5), [OTHER], ["dropout"]),
+    "drop_weight": (
+        lambda: Net(lambda self, x: x - self.drop_weight * x.mean(0), drop_weight=0.5),
+        [OTHER],
+        ["dropout"],
+    ),
+    "dropout of one's own": (
+        lambda: Net(lambda self, x: x * torch.bernoulli(torch.full_like(x, self.p)), p=0.5),
+        ["draws random numbers"],
+        ["dropout"],
+    ),
+    "what was switched off": (
+        lambda: nn.Sequential(nn.Dropout(), Net(drop_path, drop_prob=0.5), Center()),
+        ["2 (Center)", "compared with dropout switched off: 1.drop_prob, dropout"],
+        [],
+    ),
+    "parameter that forward changes, behind a mix": (
+        lambda: nn.Sequential(Center(), Net(change_then_mix, count=nn.Parameter(torch.ones(6)))),
+        ["0 (Center)", OTHER],
+        ["1.count"],
+    ),
+    "hook that closes over the model": (ClosedHook, ["keep of net.0 (features)", "closure"], []),
+    "hook that closes over the model, by name": (SettingHook, ["(features)", "not in replicas: AttributeError"], []),
+    "vmap": (lambda: nn.Sequential(nn.Linear(6, 6), Apply(lambda self, x: mean_in_vmap(x))), ["1 (Apply)", OTHER], []),
+    "infinite": (lambda: Apply(lambda self, x: x / (len(x) - 3)), ["only one of them is finite", SIZE], []),
+    "in a checkpoint": (
+        lambda: Apply(lambda self, x: checkpoint(self.parts[0], x, use_reentrant=False), Center()),
+        ["parts.0 (Center)", OTHER],
+        [],
+    ),
+    "state behind a buffer": (
+        lambda: Apply(lambda self, x: self.total.mul_(0.5).add_(x.detach().mean()) * 0 + x, total=0.0),
+        ["the buffer total differs"],
+        [],
+    ),
+}
+
+
+def append_to_queue(self, x):
+    result = x * (1 + len(self.kept))
+    self.kept.append(len(x))
+    return result
+
+
+def mean_in_vmap(x):
+    return torch.vmap(lambda row, mean: row - mean, in_dims=(0, None))(x, x.mean(0))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_and_nothing_else(fault):
+    build, words, never, *number = FAULTS[fault]
+    model = build()
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(model, BATCH[: number[0]] if number else BATCH)
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert not any(word in text for word in never), text
+
+
+def fill_table(self, x):
+    if self.table is None:
+        self.table = torch.arange(x.shape[1])
+    return x + self.table
+
+
+def grow(self, x):
+    if len(self.table) < len(x):
+        self.table = torch.arange(len(x))
+    return x + 0 * self.table[: len(x), None]
+
+
+def write_buffer(self, x):
+    self.last.copy_(x.detach().mean())
+    return x * 1
+
+
+def jacobian(self, x):
+    return torch.func.vmap(torch.func.jacrev(self.parts[0]))(x).sum(1)
+
+
+def called_functionally(self, x):
+    return torch.func.functional_call(self.parts[0], dict(self.parts[0].named_parameters()), (x,))
+
+
+def tagged():
+    model = convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    model[0].weight.tag = model[1].running_mean.tag = 3
+    return nn.Sequential(model, Net(lambda self, x: x * self.weight[0].tag, weight=[model[0].weight]))
+
+
+def compiled():
+    model = convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    quietly(model[0].compile)
+    return nn.Sequential(model, Net(quietly(torch.compile, lambda self, x: x * 2)))
+
+
+RIGHT = {
+    "sizes that each forward sets": (lambda: convert_model(Swin()),),
+    "a table filled in the first forward": (lambda: Net(fill_table, table=None),),
+    "a growing table": (lambda: Net(grow, table=torch.arange(1)),),
+    "a number that is counted": (lambda: Net(lambda self, x: setattr(self, "n", self.n + len(x)) or x * 1, n=0),),
+    "softmax and sum": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Softmax(1)), lambda output: output.sum()),
+    "a last norm without affine": (
+        lambda: convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False))),
+        lambda output: output.sum(),
+    ),
+    "mean of a softmax": (
+        lambda: convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Softmax(1))),
+        lambda output: output.mean(),
+    ),
+    "a buffer that each forward writes": (lambda: Apply(write_buffer, last=0.0),),
+    "a module that logs": (lambda: Apply(lambda self, x: (self.parts[0](x), x * 1)[1], Apply(Center.forward)),),
+    "gates of zeros": (lambda: convert_model(Gated(nn.BatchNorm1d(6))),),
+    "two views": (lambda: convert_model(Views(nn.BatchNorm1d(8))),),
+    "jacrev and vmap": (lambda: Apply(jacobian, nn.Sequential(nn.Linear(6, 6), nn.Tanh())),),
+    "functional_call": (lambda: Apply(called_functionally, nn.Linear(6, 6)),),
+    "attributes of parameters": (tagged,),
+    "compiled": (compiled,),
+    "in vmap": (lambda: Apply(lambda self, x: torch.vmap(self.parts[0])(x), nn.Linear(6, 6)),),
+}
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_a_right_model_that_looks_like_a_fault_passes(right):
+    build, *loss = RIGHT[right]
+    assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
+
+
+@pytest.mark.parametrize("number", range(2, 9))
+def test_a_mean_of_each_chunk_is_found_with_twice_the_replicas_less_one_samples(number):
+    model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(6, 3))
+    with pytest.raises(AssertionError, match="the mean weighted by rows is that of one device"):
+        assert_matches_one_device(model, torch.randn(2 * number - 1, 6), replicas=number)
+
+
+def test_equal_chunks_of_scalars_are_warned_of_as_they_hide_a_mean():
+    model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match="all chunks have 2 rows, .* pass 3 samples, which make unequal") as caught:
+        assert_matches_one_device(model, VECTORS)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
+    model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+    expected = copy.deepcopy(model)(BATCH).item()
+    with pytest.raises(AssertionError, match=f"one device returns {expected:.5g}"[:-2]):
+        assert_matches_one_device(convert_model(model), BATCH)
+
+
+def test_a_loss_that_uses_parameters_of_the_user_leaves_no_gradient_on_them():
+    model, judge = nn.Linear(6, 3), nn.Linear(3, 1)
+    judge.weight.grad = torch.ones(1, 3)
+    assert_matches_one_device(
+        model, BATCH, loss=lambda output: judge(output).mean() + sum(p.square().sum() for p in model.parameters())
+    )
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    assert judge.bias.grad is None
+    assert torch.equal(judge.weight.grad, torch.ones(1, 3))
+
+
+class OnlyFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype != torch.float32:
+            raise NotImplementedError("'only' not implemented for 'Double'")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_an_operator_without_float64_is_checked_in_float32():
+    right = convert_model(Apply(lambda self, x: self.parts[0](OnlyFloat32.apply(x)), nn.BatchNorm1d(6)))
+    with pytest.raises(NotImplementedError) as caught:
+        assert_matches_one_device(right, BATCH)
+    assert any("pass dtype=torch.float32" in note for note in caught.value.__notes__)
+    assert_matches_one_device(right, BATCH, dtype=torch.float32)
+    wrong = nn.Sequential(right, Center())
+    with pytest.raises(AssertionError, match=r"output of 1 \(Center\).*other samples"):
+        assert_matches_one_device(wrong, BATCH, dtype=torch.float32)
+
+
+def test_the_function_without_float64_is_named():
+    model = Apply(lambda self, x: F.grouped_mm(x[None], self.parts[0].weight[None]), nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match="to be Float32") as caught:
+        assert_matches_one_device(model, torch.randn(5, 8))
+    assert any("where _grouped_mm fails in float64" in note for note in caught.value.__notes__)
+
+
+def in_dicts(self, inputs, kwargs, device_ids):
+    return [({"x": x},) for x in inputs[0].chunk(len(device_ids))], [{}] * len(device_ids)
+
+
+def number_first(self, inputs, kwargs, device_ids):
+    return [(inputs[0], x) for x in inputs[1].chunk(len(device_ids))], [{}] * len(device_ids)
+
+
+def by_name(self, inputs, kwargs, device_ids):
+    return [()] * len(device_ids), [{"x": x} for x in kwargs["x"].chunk(len(device_ids))]
+
+
+SCATTERS = {
+    "dicts": (in_dicts, (BATCH,), {}, lambda self, batch: self.parts[0](batch["x"])),
+    "a number first": (number_first, (2.0, BATCH), {}, lambda self, number, x: number * self.parts[0](x)),
+    "keyword arguments only": (by_name, (), {"x": BATCH}, lambda self, x: self.parts[0](x)),
+}
+
+
+@pytest.mark.parametrize("kind", SCATTERS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_scatter_of_any_shape_is_used(kind, is_right):
+    scatter, inputs, kwargs, forward = SCATTERS[kind]
+    cls = type("Own", (DataParallelWithCallback,), {"scatter": scatter})
+    parallel = cls(convert_model(Apply(forward, nn.BatchNorm1d(6) if is_right else Center())), ["cpu"] * 2)
+    if is_right:
+        return assert_matches_one_device(parallel, *inputs, kwargs=kwargs)
+    with pytest.raises(AssertionError, match=r"parts\.0|the model itself"):
+        assert_matches_one_device(parallel, *inputs, kwargs=kwargs)
+
+
+def test_a_gather_that_calls_that_of_torch_is_named():
+    cls = type("Own", (DataParallelWithCallback,), {"gather": lambda self, outputs, device: gather(outputs, device)})
+    with pytest.raises(RuntimeError, match=r"your gather calls that of torch.*call super\(\).gather"):
+        assert_matches_one_device(cls(nn.Linear(6, 6), ["cpu"] * 2), BATCH)
+
+
+class ScalesInput(DataParallelWithCallback):
+    def forward(self, x):
+        return super().forward(x * 2) + 1
+
+
+class KnowsDevices(DataParallelWithCallback):
+    def forward(self, x):
+        return super().forward(x) - 3 * len(self.device_ids)
+
+
+def test_a_forward_of_the_wrapper_is_used():
+    assert_matches_one_device(ScalesInput(convert_model(nn.BatchNorm1d(6)), ["cpu"] * 2), BATCH)
+    with pytest.raises(AssertionError, match="your wrapper has its own forward, which the check has used"):
+        assert_matches_one_device(KnowsDevices(convert_model(nn.BatchNorm1d(6)), ["cpu"] * 2), BATCH)
+
+
+def test_a_wrapper_keeps_its_attributes_and_modules_in_the_check():
+    def forward(self, x):
+        return self.head(DataParallelWithCallback.forward(self, x)) * self.factor
+
+    cls = type("Headed", (DataParallelWithCallback,), {"forward": forward, "factor": 2})
+    parallel = cls(nn.Linear(6, 6), ["cpu"] * 2)
+    parallel.head, parallel.factor = nn.Linear(6, 2).double(), 3
+    assert_matches_one_device(parallel, BATCH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_replica_that_returns_no_number_is_named(value):
+    model = Apply(lambda self, x: x.sum() if len(x) != 2 else x.sum() * (value or float("inf")))
+    with pytest.raises(AssertionError, match=f"replica 1 returns {value or 'inf'}|-inf"):
+        assert_matches_one_device(model, BATCH.abs())
+
+
+def test_hard_mining_within_the_chunk_is_evidence_and_no_advice_to_weight():
+    model = Apply(lambda self, x: self.parts[0](x).square().sum(1).topk(2).values.mean(), nn.Linear(6, 3))
+    with pytest.raises(AssertionError, match="none of these is that of one device") as caught:
+        assert_matches_one_device(model, BATCH)
+    assert "weight them" not in str(caught.value)
