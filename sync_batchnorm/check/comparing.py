@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..wrapper import cut_children_of
+from ..wrapper import children_of
 
 __all__: list[str] = []
 
@@ -113,7 +113,7 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
 
     A list with an item for each sample is cut to those of `rows`.
     """
-    some, all_ = list(cut_children_of(actual)), list(cut_children_of(expected))
+    some, all_ = [list(children_of(tree).values()) for tree in (actual, expected)]
     if not some and not all_:
         yield actual, expected
         return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..meeting import add_note
-from ..wrapper import DataParallelWithCallback, Replica, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
 from .comparing import Rows
 from .double import InDouble, border
 
@@ -104,6 +104,9 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
     if not tensors_in((inputs, kwargs)):
         raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
+    if not {"scatter", "forward"}.intersection(parallel.overridden):
+        sizes = Arguments(parallel, inputs, kwargs, number).sizes
+        return _rows_of(_at_least_two(sizes))
     try:
         chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
     except Exception as error:
@@ -115,11 +118,18 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
         args, options = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
         whole = as_tuple(args[0]), options[0]
     sizes = _sizes(whole, [(as_tuple(args), options) for args, options in chunks], parallel.dim)
-    has_forward = "forward" in parallel.overridden
-    if (len(sizes) < 2 or not sum(sizes)) and not has_forward:
+    if "forward" not in parallel.overridden:
+        return _rows_of(_at_least_two(sizes))
+    return _rows_of(sizes if len(sizes) > 1 else [1] * number)  # Its forward may cut the batch in another way.
+
+
+def _at_least_two(sizes: list[int]) -> list[int]:
+    if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
-    if len(sizes) < 2:
-        sizes = [1] * number  # Its forward cuts the batch in another way.
+    return sizes
+
+
+def _rows_of(sizes: list[int]) -> list[Rows]:
     return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
 
 

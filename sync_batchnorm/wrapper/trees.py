@@ -210,6 +210,12 @@ def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
     return made
 
 
+def children_of(tree: Any) -> dict[Any, Any]:
+    """Return what a container holds, by key, index or field, if it is taken apart; nothing for a leaf."""
+    is_leaf = isinstance(tree, (Tensor, nn.Module)) or not (isinstance(tree, _PLAIN) or holds_tensors(tree))
+    return {} if is_leaf else _children_of(tree)
+
+
 def leaves_of(tree: Any) -> list[Any]:
     """Return the leaves of a tree, in order."""
     return [leaf.value for leaf in Tree(tree, is_output=True).leaves]
