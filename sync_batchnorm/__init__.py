@@ -37,6 +37,7 @@ from .batchnorm import (
 )
 from .check import assert_matches_one_device
 from .comm import SlavePipe, SyncMaster
+from .layers import merge_messages, sync_moments
 from .meeting import ReplicaSyncError
 from .replicate import (
     CallbackContext,
@@ -44,7 +45,6 @@ from .replicate import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from .tools import merge_messages, sync_moments
 
 __all__ = [
     "CallbackContext",

@@ -1,4 +1,4 @@
-"""The synchronized layers, the conversion of a model to them and back, and whether all of a model synchronize."""
+"""The synchronized layers, conversion to them and back, `assert_synchronized`, and what norms of one's own need."""
 
 from .check import assert_synchronized
 from .conversion import convert_model, patch_sync_batchnorm, revert_model
@@ -11,6 +11,7 @@ from .layer import (
     set_sbn_eps_mode,
 )
 from .layer import _SynchronizedBatchNorm as _SynchronizedBatchNorm
+from .moments import merge_messages, sync_moments
 
 __all__ = [
     "SynchronizedBatchNorm",
@@ -19,7 +20,9 @@ __all__ = [
     "SynchronizedBatchNorm3d",
     "assert_synchronized",
     "convert_model",
+    "merge_messages",
     "patch_sync_batchnorm",
     "revert_model",
     "set_sbn_eps_mode",
+    "sync_moments",
 ]
