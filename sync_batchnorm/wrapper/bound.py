@@ -12,7 +12,7 @@ copy of that list; to look at all attributes, since `_flat_weights` of an RNN, w
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
@@ -27,22 +27,29 @@ from .converted import Conversion
 
 __all__: list[str] = []
 
-# In the dictionary of each module of a replica: what the original had there when the replica was made, and the `Kept`.
-GIVEN, KEPT = "_sync_given", "_sync_kept"
+KEPT = "_sync_kept"  # the attribute of each module of a replica that has the `Kept`
 # What a replica has of its own from the beginning.
-_OWN = frozenset({GIVEN, KEPT, "_is_replica", "_apply", "_parameters", "_buffers", "_modules", *HOOKS, *FLAGS_OF_HOOKS})
+_OWN = frozenset({KEPT, "_is_replica", "_apply", "_parameters", "_buffers", "_modules", *HOOKS, *FLAGS_OF_HOOKS})
 
 
 class Kept:
-    """Belongs to all modules of a replica, and knows them weakly: it is alive while one of them is."""
+    """Belongs to all modules of a replica, and knows them weakly: it is alive while one of them is.
 
-    __slots__ = ("__weakref__", "modules")
+    `given` has the attributes that the originals of these modules had when the replica was made.
+    """
 
-    def __init__(self) -> None:
-        self.modules: list[Conversion] = []
+    __slots__ = ("__weakref__", "given", "modules")
+
+    def __init__(self, given: Sequence[dict[str, Any]] = ()) -> None:
+        self.given, self.modules = given, list[Conversion]()
 
     def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
         return Kept, ()  # A copy of a module belongs to no replica.
+
+    def alive(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Return the modules that are alive, with what they were given."""
+        pairs = zip(self.modules, self.given, strict=True)
+        return [(module, given) for reference, given in pairs if (module := reference.module()) is not None]
 
 
 # The replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
@@ -74,19 +81,18 @@ def detach_what_has_run(original: nn.Module) -> None:
             kept = have_run.popleft()()
             if kept is not None:
                 alive.append(kept)
-    modules = [module for kept in alive for reference in kept.modules if (module := reference.module()) is not None]
+    modules = [pair for kept in alive for pair in kept.alive()]
     results: dict[int, Any] = {}
-    for module in modules:  # A parameter, or what was given, may have got another name.
-        for value in (*vars(module)[GIVEN].values(), *module._parameters.values()):
+    for module, given in modules:  # A parameter, or what was given, may have got another name.
+        for value in (*given.values(), *module._parameters.values()):
             results[id(value)] = value
-    for module in modules:
-        _detach_bound(module, results)
+    for module, given in modules:
+        _detach_bound(module, given, results)
     have_run.extend(map(ref, alive))  # A hook may bind more until the backward pass has ended.
 
 
-def _detach_bound(module: nn.Module, results: dict[int, Any]) -> None:
+def _detach_bound(module: nn.Module, given: dict[str, Any], results: dict[int, Any]) -> None:
     state, buffers = vars(module), module._buffers
-    given = state[GIVEN]
     for name, value in bound_on(module, given).items():
         state[name] = _detached(value, results)
     for name, buffer in list(buffers.items()):

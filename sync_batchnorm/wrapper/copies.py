@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
-from .bound import GIVEN, KEPT, Kept
+from .bound import KEPT, Kept
 from .converted import Conversion
-from .hooks import Copies, Flags, bind, bind_hooks, hooks_of, set_hooks
+from .hooks import Copies, Shared, bind, bind_hooks, hooks_of, set_hooks
 
 __all__: list[str] = []
 
@@ -147,17 +147,11 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     # Without the interpreter lock, a thread may get a number of a hook again: torch counts them without a lock (2.12).
     has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
     shared = FLAGS_OF_HOOKS if has_lock else ()
-    flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
-    belongings = [Kept() for _ in tensors]
+    given = [child.__dict__.copy() for child in modules]
+    belongings: list[Shared] = [{KEPT: Kept(given), **{name: OrderedDict() for name in shared}} for _ in tensors]
     for child in modules:
-        given = child.__dict__.copy()
-        for copy_of, copy, kept in zip(copies, _copies_of(child, tensors, flags), belongings, strict=True):
+        for copy_of, copy in zip(copies, _copies_of(child, tensors, belongings), strict=True):
             copy_of[child] = copy
-            conversion, state = Conversion(copy), copy.__dict__
-            kept.modules.append(conversion)
-            state[GIVEN], state[KEPT] = given, kept
-            if not isinstance(copy, torch.jit.ScriptModule):
-                state["_apply"] = conversion
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
@@ -177,7 +171,7 @@ def _connect(
         copy.__dict__[name] = bind(value, lambda module: copy_of.get(module, module))
 
 
-def _copies_of(module: nn.Module, tensors: Sequence[Tensors], flags: Sequence[Flags]) -> list[nn.Module]:
+def _copies_of(module: nn.Module, tensors: Sequence[Tensors], belongings: Sequence[Shared]) -> list[nn.Module]:
     """Return a copy of a module for each replica, with its parameters and buffers, and submodules of the original."""
     # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same in less time.
     replicate: Any = module._replicate_for_data_parallel
@@ -186,8 +180,14 @@ def _copies_of(module: nn.Module, tensors: Sequence[Tensors], flags: Sequence[Fl
     # What is the same for all replicas is looked up once.
     has_hooks = any(hooks_of(module))
     sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
-    for copy, tensor_of, flags_of in zip(copies, tensors, flags, strict=True):
-        set_hooks(copy, module, flags_of, has_hooks)
+    converts = not isinstance(module, torch.jit.ScriptModule)
+    for copy, tensor_of, shared in zip(copies, tensors, belongings, strict=True):
+        copy.__dict__.update(shared)
+        set_hooks(copy, module, has_hooks, shared)
+        conversion = Conversion(copy)
+        shared[KEPT].modules.append(conversion)
+        if converts:
+            copy.__dict__["_apply"] = conversion
         if sets_itself:
             _set_tensors(copy, module, tensor_of)
         else:

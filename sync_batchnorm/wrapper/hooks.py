@@ -27,11 +27,12 @@ __all__: list[str] = []
 
 Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
 References = dict[nn.Module, "ref[nn.Module]"]  # the same, weakly
-# The dictionaries of flags of hooks, by name. All modules of a replica that have no hooks share them, since 3 of the 7
-# dictionaries of hooks would otherwise be new objects, thousands in a large model, that the garbage collector visits.
-# Their keys are the numbers of hooks. A thread gives each number once, so the flags of two modules do not mix. A module
-# that has hooks has dictionaries of its own: a model that was unpickled has numbers that are given once more.
-Flags = dict[str, OrderedDict[int, bool]]
+# Attributes that all modules of a replica share, by name. With them come the dictionaries of flags of hooks, for those
+# without hooks: 3 of the 7 dictionaries of hooks would otherwise be new objects, thousands in a large model, which the
+# garbage collector visits. Their keys are the numbers of hooks. A thread gives each number once, so the flags of two
+# modules do not mix. A module that has hooks has dictionaries of its own, since a model that was unpickled has numbers
+# that are given once more.
+Shared = dict[str, Any]
 _METHODS = (MethodType, partial, nn.Module)  # what may refer to the modules of a replica
 
 
@@ -59,14 +60,13 @@ def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
     return result
 
 
-def set_hooks(copy: nn.Module, module: nn.Module, flags_of: Flags, has_hooks: bool) -> None:
+def set_hooks(copy: nn.Module, module: nn.Module, has_hooks: bool, shared: Shared) -> None:
     """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module, if it `has_hooks`."""
     state, original = vars(copy), vars(module)
-    state.update(flags_of)
     for name in HOOKS:  # What a replica registers ends with it.
         state[name] = original[name].copy()
     state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
-    if flags_of and not has_hooks:
+    if not has_hooks and FLAGS_OF_HOOKS[0] in shared:
         return
     for name in FLAGS_OF_HOOKS:
         state[name] = original[name].copy()
@@ -83,7 +83,7 @@ def bind_hooks(modules: Sequence[nn.Module], copies: Sequence[Copies], records: 
     """
     references: list[References] = []
     for module in modules:
-        for name in HOOKS:
+        for name in HOOKS if any(hooks_of(module)) else ():
             if any([isinstance(hook, _METHODS) for hook in vars(module)[name].values()]):
                 references = references or [{key: ref(copy) for key, copy in copy_of.items()} for copy_of in copies]
                 for copy_of, references_of in zip(copies, references, strict=True):
