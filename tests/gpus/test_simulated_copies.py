@@ -33,7 +33,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous tensor of 
     "odd stride of one row": lambda x: x.as_strided((1, 4), (17, 2), 3),
     "channels last": lambda x: x.reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
     "one channel": lambda x: x.reshape(4, 1, 2, 3).to(memory_format=torch.channels_last),
-    "conjugate": lambda x: x.t().conj(),
+    "conjugate": lambda x: x.conj(),
+    "conjugate of a transposed": lambda x: x.t().conj(),
     "one row of a conjugate": lambda x: x.conj().t()[5:],
     "negative": lambda x: torch._neg_view(x)[:, 2:] if x.dtype != torch.bool else x[:, 2:],
     "negative imaginary part": lambda x: x.conj().imag if x.is_complex() else x,
@@ -74,7 +75,9 @@ def test_copy_of_any_layout_is_that_of_the_cpu(layout, dtype):
             assert contents(part.copy_(source)) == contents(expected), f"from {name} into a part on {device}"
 
 
-@pytest.mark.parametrize("layout", ["conjugate", "one row of a conjugate", "negative", "contiguous"])
+@pytest.mark.parametrize(
+    "layout", ["conjugate", "conjugate of a transposed", "one row of a conjugate", "negative", "contiguous"]
+)
 def test_copy_into_a_view_of_any_layout_is_that_of_the_cpu(layout):
     base, source = torch.zeros(4, 6, dtype=torch.complex64), torch.randn(6, 6, dtype=torch.complex64)
     there = base.to("cuda:0")
