@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.machinery
@@ -73,6 +74,10 @@ def _install() -> None:
     comm.install()
     storages.install()
     _hand_over_host_order(native())
+    wait_for_autograd = native().wait_for_autograd
+    atexit.register(wait_for_autograd)
+    # A fork has no threads of the engine, and torch starts none there if its parent had them.
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(wait_for_autograd))
 
 
 def _hand_over_host_order(simulator: ModuleType) -> None:

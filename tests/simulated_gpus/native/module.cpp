@@ -2,6 +2,7 @@
 //
 // All files are one translation unit, because almost all of the time goes into reading the headers of torch.
 #include "batch_norm.h"
+#include "engine.h"
 #include "fallback.h"
 
 using namespace simulated_gpus;
@@ -61,6 +62,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock;
     return world().log.size();
   });
+  module.def("wait_for_autograd", &wait_for_autograd, py::call_guard<py::gil_scoped_release>());
   module.def("set_costs_nothing", [](bool on) { costs_nothing = on; });
   // As torch._C has them in a build for CUDA.
   module.def("current_stream", [](int device) {

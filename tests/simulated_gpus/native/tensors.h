@@ -104,19 +104,28 @@ inline void copy_between_devices(Tensor& self, const Tensor& source) {
   all.counts["bytes_between_devices"] += bytes;
 }
 
-// Copy between host and device. Only a dense block is copied as it is, and only to the same dtype and strides: everything
-// else is converted first, on the side of the source, and put in place after the copy.
+// Return whether two tensors have their elements in the same order in memory: the stride of a dimension of one element says
+// nothing about it.
+inline bool are_laid_out_alike(const Tensor& first, const Tensor& second) {
+  if (!first.sizes().equals(second.sizes())) return false;
+  for (int64_t i = 0; i < first.dim(); i++)
+    if (first.size(i) != 1 && first.stride(i) != second.stride(i)) return false;
+  return true;
+}
+
+// Copy between host and device. Only a dense block is copied as it is, and only to the same dtype and layout: everything
+// else is first made a contiguous block, on the side of the source, and put in place after the copy.
 inline void copy_from_or_to_host(Tensor& self, const Tensor& source, bool non_blocking) {
   bool plain = self.scalar_type() == source.scalar_type() && self.is_non_overlapping_and_dense() &&
-      self.strides().equals(source.strides()) && self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
+      are_laid_out_alike(self, source) && self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
   if (!plain) {
-    auto converted = at::empty_like(self, source.options().dtype(self.dtype()), at::MemoryFormat::Contiguous);
-    converted.copy_(source.expand_as(self));
-    if (self.is_contiguous()) {
-      copy_from_or_to_host(self, converted, non_blocking);
+    auto block = at::empty(self.sizes(), source.options().dtype(self.dtype()));
+    block.copy_(source.expand_as(self));
+    if (self.is_contiguous() && !self.is_conj() && !self.is_neg()) {
+      copy_from_or_to_host(self, block, non_blocking);
     } else {
-      auto arrived = at::empty_like(converted, self.options());
-      copy_from_or_to_host(arrived, converted, non_blocking);
+      auto arrived = at::empty(self.sizes(), self.options());
+      copy_from_or_to_host(arrived, block, non_blocking);
       self.copy_(arrived);
     }
     return;
