@@ -100,6 +100,9 @@ class _WeakHook(NamedTuple):
     def bound(self) -> Any:
         return bind(self.hook, self._of_replica)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # by who looks it up by its number
+        return self.bound()(*args, **kwargs)
+
     def _of_replica(self, module: nn.Module) -> nn.Module:
         reference = self.references.get(module)
         copy = module if reference is None else reference()
@@ -133,3 +136,9 @@ class _HooksOfReplica(OrderedDict[int, Any]):
 
     def values(self) -> Any:
         return [hook for _, hook in self.items()]
+
+    def copy(self) -> Any:
+        return OrderedDict(self.items())
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (self.items(),)  # In a copy of the model, the hooks are methods of the copy.

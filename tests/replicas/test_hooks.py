@@ -1,7 +1,9 @@
 """Hooks that a replica registers on itself or its submodules in `forward`: they act there, as on one device."""
 
 import copy
+import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -299,3 +301,36 @@ def test_backward_hook_of_the_older_kind_acts_where_one_replica_runs_the_module(
     parallel = WRAPPERS["wrapper"](model).eval()
     parallel(torch.randn(1, 3)).square().sum().backward()
     assert calls == [model]
+
+
+WAYS = {
+    "copy": lambda layer, x: layer._forward_hooks.copy().popitem()[1](layer, (x,), x),
+    "deepcopy": lambda layer, x: copy.deepcopy(layer)(x),
+    "pickle": lambda layer, x: pickle.loads(pickle.dumps(layer))(x),
+    "by number": lambda layer, x: layer._forward_hooks[next(iter(layer._forward_hooks))](layer, (x,), x),
+    "popitem": lambda layer, x: layer._forward_hooks.popitem()[1](layer, (x,), x),
+}
+
+
+class Adding(nn.Module):
+    """Its layer without parameters has a hook that is a method."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.bn, self.way = nn.Identity(), nn.BatchNorm1d(3), way
+        self.layer.register_forward_hook(self.add)
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + self.bn.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return WAYS[self.way](self.layer, self.bn(input))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_devices
+def test_hooks_of_a_replica_are_copied_and_looked_up_as_those_of_any_module(devices, way):
+    plain, parallel = twins(Adding(way).double(), devices)
+    with torch.no_grad():  # Torch copies no parameters that are in a graph.
+        data = doubles(6, 3, devices=devices)
+        assert_equal(parallel(data), plain(data))
