@@ -100,7 +100,11 @@ class _WeakHook(NamedTuple):
     def bound(self) -> Any:
         return bind(self.hook, self._of_replica)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # by who looks it up by its number
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook, as the compiler does, and who looks it up by its number."""
+        hook = self.hook
+        if isinstance(hook, MethodType) and isinstance(hook.__self__, nn.Module):  # The compiler cannot make a method.
+            return hook.__func__(self._of_replica(hook.__self__), *args, **kwargs)
         return self.bound()(*args, **kwargs)
 
     def _of_replica(self, module: nn.Module) -> nn.Module:

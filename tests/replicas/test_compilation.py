@@ -177,3 +177,23 @@ parallel(torch.randn(4, 3)).backward(torch.randn(4, 3))
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class Scaling(Body):
+    """Compiles a layer that has a hook, which is a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv.register_forward_hook(self.scale)
+
+    def scale(self, module, args, output):
+        return output * self.bn.weight.sum()
+
+    def forward(self, input):
+        return self.bn(torch.compile(self.conv, backend="eager", fullgraph=True)(input))
+
+
+def test_hook_that_is_a_method_is_compiled_with_its_layer():
+    plain, parallel = twins(Scaling().double(), ["cpu"] * 2, timeout=SECONDS)
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(6, 3, 2, 2))
