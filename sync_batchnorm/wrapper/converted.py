@@ -2,51 +2,52 @@
 
 The replicas of PyTorch have no parameters that could be moved, so a forward that moves its layers to a fixed device
 runs in them. A replica of this package has parameters, and keeps them on its device.
+
+NOTE [conversions in replicas]: All these methods call `nn.Module._apply`, which is wrapped when the first replicas are
+made, and is what it was for all modules that belong to no replica. An attribute of the replica's modules in place of
+the method does not work: a class may override the method, and a copy of the module's dictionary would take along what
+converts the original.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
+
+from .bound import KEPT
 
 __all__: list[str] = []
 
 Function = Callable[[Tensor], Tensor]
 
 
-class Conversion(ref[nn.Module]):
-    """Replaces `_apply`, which all these methods call, in a module of a replica; a weak reference to that module."""
+def keep_replicas_on_their_devices() -> None:
+    """Let conversions leave modules of replicas on their devices; see NOTE [conversions in replicas]."""
+    apply: Any = nn.Module._apply
+    if hasattr(apply, "_sync_converts"):
+        return
 
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Conversion, (self.module(),)  # In a copy of the module, this is the copy.
-
-    def module(self) -> nn.Module | None:
-        """Return the module, or None if it has ended."""
-        return super().__call__()
-
-    def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Convert the tensors of the module with `function`, and return the module; the other arguments are torch's."""
-        module: Any = self.module()
+    @wraps(apply)
+    def convert(self: nn.Module, fn: Function, *args: Any, **kwargs: Any) -> Any:
+        kept = vars(self).get(KEPT)
+        if kept is None or not kept.modules:  # as of a copy of a replica's module
+            return apply(self, fn, *args, **kwargs)
 
         def on_its_device(tensor: Tensor) -> Tensor:
-            result = function(tensor)
+            result = fn(tensor)
             return result if result.device == tensor.device else tensor.to(result.dtype)
 
-        parameters = module._parameters
+        parameters: Any = self._parameters
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = on_its_device(parameter)
-        # PyTorch would ask for the `grad` of the parameters, which are no leaves, and warn. So they are attributes
-        # meanwhile, as in its own replicas.
-        as_attributes = {name: parameter for name, parameter in parameters.items() if name not in vars(module)}
-        vars(module).update(as_attributes, _parameters={})
+        # PyTorch would ask for the `grad` of the parameters, which are no leaves, and warn.
+        vars(self)["_parameters"] = {}
         try:
-            type(module)._apply(module, on_its_device, *args, **kwargs)
+            return apply(self, on_its_device, *args, **kwargs)
         finally:
-            for name in as_attributes:
-                vars(module).pop(name, None)
-            vars(module)["_parameters"] = parameters
-        return module
+            vars(self)["_parameters"] = parameters
+
+    vars(convert)["_sync_converts"] = True
+    nn.Module._apply = convert  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from functools import partial, reduce
 from itertools import chain
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn.parallel import comm
 
 from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
 from .bound import KEPT, Kept
-from .converted import Conversion
+from .converted import keep_replicas_on_their_devices
 from .hooks import Copies, Shared, bind, bind_hooks, hooks_of, set_hooks
 
 __all__: list[str] = []
@@ -74,6 +75,7 @@ def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Modu
     Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
     buffers of the module itself, all others have copies.
     """
+    keep_replicas_on_their_devices()
     modules = modules_of(module)
     differentiable: Tensors = {}
     plain: Tensors = {}
@@ -148,7 +150,8 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
     shared = FLAGS_OF_HOOKS if has_lock else ()
     given = [child.__dict__.copy() for child in modules]
-    belongings: list[Shared] = [{KEPT: Kept(given), **{name: OrderedDict() for name in shared}} for _ in tensors]
+    flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
+    belongings: list[Shared] = [{KEPT: Kept(given, records), **flags_of} for flags_of in flags]
     for child in modules:
         for copy_of, copy in zip(copies, _copies_of(child, tensors, belongings), strict=True):
             copy_of[child] = copy
@@ -180,14 +183,10 @@ def _copies_of(module: nn.Module, tensors: Sequence[Tensors], belongings: Sequen
     # What is the same for all replicas is looked up once.
     has_hooks = any(hooks_of(module))
     sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
-    converts = not isinstance(module, torch.jit.ScriptModule)
     for copy, tensor_of, shared in zip(copies, tensors, belongings, strict=True):
         copy.__dict__.update(shared)
         set_hooks(copy, module, has_hooks, shared)
-        conversion = Conversion(copy)
-        shared[KEPT].modules.append(conversion)
-        if converts:
-            copy.__dict__["_apply"] = conversion
+        shared[KEPT].modules.append(ref(copy))
         if sets_itself:
             _set_tensors(copy, module, tensor_of)
         else:

@@ -25,7 +25,7 @@ from ..refusals import (
 )
 from ..torch_private import has_attribute, uncompiled
 from .arguments import Arguments, check_dims
-from .bound import detach_what_has_run
+from .bound import detach_what_was_bound_again
 from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
 from .copies import replicate
 from .derived import derived_class
@@ -166,7 +166,7 @@ class _ReplicationMixin(DataParallel[Any]):
         self._check_reached("scatter", self.in_dims)
         if is_in_replica():
             refuse_training(self, module)
-        detach_what_has_run(module)
+        detach_what_was_bound_again(module)  # in the last backward pass, too
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)
@@ -196,6 +196,7 @@ class _ReplicationMixin(DataParallel[Any]):
         try:
             outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
             failure = coordinator.failure()
+            detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
             # Asked before replicas fail because of the abort; not for Ctrl-C, which is what the user wants to see.
             failure = coordinator.failure() if isinstance(error, Exception) else None

