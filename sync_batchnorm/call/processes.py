@@ -216,7 +216,8 @@ def _different_layers(number: int, packed: Tensor, device: Any, peers: Peers) ->
     texts = [bytes(row).decode(errors="replace").strip() for row in peers.gathered(written).tolist()]
     return RuntimeError(
         f"expected all processes to call the same synchronized batch norm, but got {', '.join(texts)}; make every "
-        "process call the same layers in the same order, on the same kind of device"
+        "process call the same layers in the same order, on the same kind of device (a copy of a layer is another "
+        "layer: copy a model in all processes)"
     )
 
 

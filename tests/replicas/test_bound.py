@@ -1,6 +1,7 @@
 """Replicas end with their pass, whatever `forward` or a hook keeps on them."""
 
 import gc
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, as_devices, assert_equal, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -159,6 +160,67 @@ def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices
     gc.collect()
 
 
+class Closed(dict):
+    """As a store that was closed."""
+
+    def keys(self):
+        raise KeyError("closed")
+
+    __iter__ = keys
+
+
+class ClosedList(list):
+    def __iter__(self):
+        raise ValueError("closed")
+
+
+def view_of_changed(tensor: Tensor) -> Tensor:
+    base = tensor * 1
+    first = base.unbind()[0]
+    base.mul_(2)
+    return first  # PyTorch raises an error where its `grad_fn` is asked for.
+
+
+def proxy(tensor: Tensor) -> Any:
+    tensor.record = Record(1)  # which ends with the output of the replica
+    return weakref.proxy(tensor.record)
+
+
+def chained(tensor: Tensor) -> Record:
+    record = Record(tensor)
+    for _ in range(2000):
+        record = Record(record)
+    return record
+
+
+HARD_TO_READ = {
+    "mapping": lambda tensor: Closed(a=tensor),
+    "list": lambda tensor: ClosedList([tensor]),
+    "proxy": proxy,
+    "view": view_of_changed,
+    "penalty": lambda tensor: view_of_changed(tensor.sum()[None]),
+    "chain": chained,
+}
+
+
+@pytest.mark.parametrize("make", HARD_TO_READ.values(), ids=list(HARD_TO_READ))
+@pytest.mark.filterwarnings("ignore:forward.. of Net set kept")
+@on_devices
+def test_what_cannot_be_read_is_kept_without_an_error(devices, make):
+    def forward(net, input):
+        output = net.layer(net.bn(input))
+        net.kept = make(output)
+        replicas.append(net)
+        return output
+
+    replicas: list[Any] = []
+    net = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
+    plain, parallel = twins(net, devices)
+    parallel.module.kept = 0
+    for _ in range(3):
+        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+
+
 class Discriminator(nn.Module):
     """Reads what its forward keeps, in its checkpoint and in its backward hook."""
 
@@ -204,6 +266,31 @@ def test_two_passes_and_one_backward_read_what_each_pass_has_kept(devices):
         assert_equal(actual, expected)
 
 
+@on_devices
+def test_evaluation_before_the_backward_pass_leaves_the_graph_of_what_training_has_kept(devices):
+    def body(net, hidden):
+        return net.layer(hidden).tanh() * net.gate
+
+    def forward(net, input):
+        hidden = net.bn(net.stem(input))
+        if not net.training:
+            return net.layer(hidden)
+        net.gate = net.stem(input).sigmoid()  # A reentrant checkpoint takes its gradient where it recomputes.
+        return checkpoint(body, net, hidden, use_reentrant=True)
+
+    net = Net(forward, stem=nn.Linear(3, 4), bn=nn.BatchNorm1d(4), layer=nn.Linear(4, 4)).double()
+    plain, parallel = twins(net, devices)
+    data = doubles(6, 3, devices=devices)
+    for model in (plain, parallel):
+        loss = model(data).square().sum()
+        with torch.no_grad():
+            model.eval()(data)
+        model.train()
+        loss.backward()
+    for expected, actual in zip(plain.parameters(), parallel.parameters(), strict=True):
+        assert_equal(actual.grad, expected.grad)
+
+
 def test_what_is_no_part_of_a_replica_keeps_its_graph():
     def forward(net, input):
         store = net.store
@@ -239,3 +326,31 @@ def test_replica_that_is_kept_has_what_it_was_given():
         assert all(tensor.grad_fn is not None for tensor in [*replica.parameters(), *replica.layer._flat_weights])
         assert set(bound_on(replica, vars(replica)[KEPT].given[0])) == {"kept", "number"}
     assert all(replica.kept[0].grad_fn is not None for replica in replicas[2:])
+
+
+class Tagged(nn.Module):
+    """Keeps under a name for each kind of images; both passes go backward at once, with a penalty in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn, self.layer = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def body(self, hidden: Tensor, tag: str) -> Tensor:
+        return self.layer(hidden).tanh() * getattr(self, f"gate_{tag}")
+
+    def forward(self, input: Tensor, tag: str) -> Tensor:
+        hidden = self.bn(self.stem(input))
+        setattr(self, f"gate_{tag}", self.stem(input).sigmoid())
+        hidden.register_hook(lambda grad: grad * getattr(self, f"gate_{tag}"))
+        return checkpoint(self.body, hidden, tag, use_reentrant=True)
+
+
+@on_devices
+def test_names_that_a_later_pass_does_not_bind_keep_their_graphs(devices):
+    plain, parallel = twins(Tagged().double(), devices)
+    real, fake = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    for model in (plain, parallel):
+        loss = model(real, "real").square().sum() + model(fake, "fake").square().sum()
+        loss.backward(create_graph=False)
+    for expected, actual in zip(plain.parameters(), parallel.parameters(), strict=True):
+        assert_equal(actual.grad, expected.grad)

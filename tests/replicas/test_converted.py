@@ -158,3 +158,55 @@ def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices
         for name, buffer in plain.named_buffers():
             assert_equal(parallel.module.get_buffer(name), buffer, name)
         pristine.load_state_dict(parallel.module.state_dict())
+
+
+class Own(nn.Linear):
+    """Has a conversion of its own, which sees its parameters."""
+
+    def _apply(self, fn, recurse=True):
+        self.seen = len(list(self.parameters()))
+        return self if self.refuses else super()._apply(fn, recurse)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@on_devices
+def test_conversion_of_a_class_is_asked_first(devices, refuses):
+    def forward(net, input):
+        net.layer.float()
+        assert net.layer.seen == 2
+        assert net.layer.weight.dtype == (torch.float64 if refuses else torch.float32)
+        return net.layer(input.to(net.layer.weight.dtype))
+
+    layer = Own(3, 3)
+    layer.refuses = False
+    _, parallel = twins(Net(forward, layer=layer).double(), devices)
+    parallel.module.layer.refuses = refuses
+    assert parallel(doubles(6, 3, devices=devices)).shape == (6, 3)
+
+
+def test_clones_of_a_layer_of_a_replica_are_what_is_converted():
+    """As clones of meta learning make them: with a copy of the dictionary, and other parameters."""
+
+    def forward(net, input):
+        clone = net.layer.__new__(type(net.layer))
+        clone.__dict__ = {**vars(net.layer), "_parameters": {}}
+        for name, parameter in net.layer._parameters.items():
+            clone._parameters[name] = parameter * 2
+        assert clone._apply(lambda tensor: tensor + 1) is clone
+        shallow = copy.copy(net.layer)
+        assert shallow.to(input.device) is shallow
+        return clone(input)
+
+    plain, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
+    data = doubles(4, 3)
+    weight, bias = (2 * parameter + 1 for parameter in (plain.layer.weight, plain.layer.bias))
+    assert_equal(parallel(data), data @ weight.t() + bias)
+
+
+def test_modules_that_belong_to_no_replica_are_converted_as_by_torch():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    parameters = list(model.parameters())
+    assert model.double() is model
+    assert all(parameter is other for parameter, other in zip(model.parameters(), parameters, strict=True))
+    assert {tensor.dtype for tensor in parameters} == {torch.float64}
+    assert model.to("meta")[0].weight.device.type == "meta"
