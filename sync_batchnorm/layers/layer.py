@@ -164,7 +164,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             raise in_transform_error(type(self).__name__)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
-        weight, bias = self._tensors("_parameters", "weight", "bias")
+        weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
         if self.training and self.track_running_stats and connection.copy_id == 0:
             running = self._running_statistics()
         _let_torch_check(input, weight, bias, running, self.eps)
@@ -184,17 +184,18 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return sync_batch_norm(input, part, connection.pipe)
 
     def _running_statistics(self) -> RunningStatistics:
-        mean, var, number = self._tensors("_buffers", "running_mean", "running_var", "num_batches_tracked")
+        registered = self.__dict__["_buffers"]
+        mean, var, number = self._attributes(registered, "running_mean", "running_var", "num_batches_tracked")
         return RunningStatistics(mean, var, number, self.momentum)
 
-    def _tensors(self, registered: str, *names: str) -> Any:
-        """Return attributes as `getattr` does, in a tenth of its time: what `forward` has set comes before the rest."""
-        state = self.__dict__
-        tensors = state[registered]
-        try:
-            return [state[name] if name in state else tensors[name] for name in names]
-        except KeyError:  # One of them is computed, as by a parametrization.
-            return [getattr(self, name) for name in names]
+    def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
+        """Return attributes as `getattr` does, in a tenth of its time: from `registered`, or as `forward` has set them."""
+        if self.__dict__.keys().isdisjoint(names):
+            try:
+                return [registered[name] for name in names]
+            except KeyError:  # One of them is computed, as by a parametrization.
+                pass
+        return [getattr(self, name) for name in names]
 
     def _peers(self) -> processes.Peers:
         position, names = self._sync_layer

@@ -65,9 +65,9 @@ def set_hooks(copy: nn.Module, module: nn.Module, has_hooks: bool, shared: Share
     state, original = vars(copy), vars(module)
     for name in HOOKS:  # What a replica registers ends with it.
         state[name] = original[name].copy()
-    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
     if not has_hooks and FLAGS_OF_HOOKS[0] in shared:
         return
+    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
     for name in FLAGS_OF_HOOKS:
         state[name] = original[name].copy()
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
