@@ -97,8 +97,7 @@ def unused_dims_error(wrapper: DataParallel[Any], step: str) -> RuntimeError:
     dims = "in_dims" if step == "scatter" else "out_dims"
     return RuntimeError(
         f"{dims} of a {type(wrapper).__name__} would be ignored, as its own {step} does not call that of "
-        f"DataParallelWithCallback; call super().{step} in a class derived from DataParallelWithCallback, or leave out "
-        f"{dims}"
+        f"DataParallelWithCallback; call super().{step}, or leave out {dims}"
     )
 
 

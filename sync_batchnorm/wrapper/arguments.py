@@ -1,10 +1,8 @@
 """The arguments of a call, by the names that `forward` has for them: along which dimensions they are cut, and where."""
 
-import bisect
 import functools
-import inspect
 import math
-from fractions import Fraction
+from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +16,7 @@ from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
 
-Kind = inspect.Parameter
+_IN_DIMS = "name the dimension of its samples in in_dims, or None there if every replica needs the whole"
 
 _kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # of the parameters of a method, by name
 
@@ -31,18 +29,14 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     while isinstance(module, DataParallel):  # whose own forward takes anything
         module = module.module
     forward = original_module(module).forward
-    method = getattr(forward, "__func__", None)
-    if method in _kinds:
-        return _kinds[method]
+    method = getattr(forward, "__func__", forward)
     try:
-        kinds: dict[str, int] = {
-            name: parameter.kind for name, parameter in inspect.signature(forward).parameters.items()
-        }
+        if method not in _kinds:
+            parameters = signature(forward).parameters
+            _kinds[method] = {name: parameter.kind for name, parameter in parameters.items()}
+        return _kinds[method]
     except (TypeError, ValueError):
-        return {"inputs": Kind.VAR_POSITIONAL, "kwargs": Kind.VAR_KEYWORD}
-    if method:
-        _kinds[method] = kinds
-    return kinds
+        return {"inputs": Parameter.VAR_POSITIONAL, "kwargs": Parameter.VAR_KEYWORD}
 
 
 def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
@@ -53,7 +47,7 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
         if any([dim is not None and type(dim) is not int for dim in leaves_of(dims)]):
             raise TypeError(f"dimensions must be ints or None, or a tuple or dict of such, got {dims!r} for {name}")
     kinds = parameters_of(module) if in_dims else {}
-    others = [name for name, kind in kinds.items() if kind is Kind.VAR_KEYWORD]
+    others = [name for name, kind in kinds.items() if kind is Parameter.VAR_KEYWORD]
     unknown = [name for name in in_dims or () if (name in others if name in kinds else not others)]
     if unknown:
         raise ValueError(
@@ -68,8 +62,8 @@ def chunk_sizes(rows: int, most: int) -> list[int]:
     return [min(size, rows - first) for first in range(0, rows, size)] if rows else [0] * most
 
 
-def _shares(rows: int, most: int) -> list[Fraction]:
-    return [Fraction(size, rows or 1) for size in chunk_sizes(rows, most)]
+def _shares(rows: int, most: int) -> list[float]:
+    return [size / (rows or 1) for size in chunk_sizes(rows, most)]
 
 
 class Arguments:
@@ -81,16 +75,17 @@ class Arguments:
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
         # On one device without `in_dims`, nothing is cut and nothing is named.
         kinds = parameters_of(wrapper.module) if wrapper.in_dims or most > 1 else {}
-        names = [name for name, kind in kinds.items() if kind < Kind.VAR_POSITIONAL]
+        names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
         self._number, self._dim, self._most, self._rest = len(arguments), wrapper.dim, most, ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
-            self._rest = next((name for name, kind in kinds.items() if kind is Kind.VAR_POSITIONAL), "inputs")
+            self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
             raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
         self.tree = Tree(arguments | kwargs, wrapper.in_dims or USUAL)
+        _warn_of_unused_dims(wrapper, kinds, arguments | kwargs)
         self.sizes = self._sizes() if most > 1 else []
 
     def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -105,16 +100,9 @@ class Arguments:
         return list(map(self._dim_of, self.tree.leaves))
 
     def _dim_of(self, leaf: Leaf) -> int | None:
-        path, value, dim = leaf
-        if dim is None or not isinstance(value, Tensor) or (dim is USUAL and not value.dim()):
+        if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is USUAL and not leaf.value.dim()):
             return None
-        dim = self._dim if dim is USUAL else dim
-        if not -value.dim() <= dim < value.dim():
-            raise ValueError(
-                f"{written(path)} of shape {tuple(value.shape)} has no dimension {dim} to cut; pass "
-                f"{_in_dims(path, None)} if every replica needs the whole, or the dimension of its samples there"
-            )
-        return int(dim % value.dim())
+        return leaf.dimension(self._dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
@@ -127,8 +115,8 @@ class Arguments:
         batch = cut[0][0]
         for number, leaf in cut:
             if number != batch and _shares(number, self._most) != _shares(batch, self._most):
-                raise self._unequal_error(cut[0], (number, leaf))
-        self._warn_of_lists(rows)
+                raise self._unequal_error(batch, cut[0][1], number, leaf)
+        self._warn_of_lists(rows, batch)
         return chunk_sizes(batch, self._most)
 
     def _rows(self, leaf: Leaf, dim: int | None) -> int | None:
@@ -145,9 +133,9 @@ class Arguments:
         return int(value.shape[dim])
 
     def _by_sample(self, *paths: Path) -> str:
-        """Return what to pass if a list on one of the paths has an entry for each sample."""
-        lists = [found for found, *_ in self.tree.lists if found in [path[: len(found)] for path in paths]]
-        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists[-1:]])
+        """Return what to pass if the outermost list on each of the paths has an entry for each sample."""
+        lists = {path[:1]: found for path in paths for found, *_ in self.tree.lists if found == path[: len(found)]}
+        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists.values()])
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
@@ -157,7 +145,7 @@ class Arguments:
         )
 
     def _nothing_to_cut_error(self) -> TypeError:
-        values = [value for leaf in self.tree.leaves for value in leaves_of(leaf.value)]
+        values = leaves_of([leaf.value for leaf in self.tree.leaves])
         kinds = ["whole Tensor" if isinstance(value, Tensor) else type(value).__name__ for value in values]
         return TypeError(
             f"expected tensors to cut into chunks, but got arguments of {', '.join(dict.fromkeys(kinds))} only, of "
@@ -165,33 +153,40 @@ class Arguments:
             "(torch.from_numpy(array) for an array), name dimensions in in_dims, or call the wrapped module"
         )
 
-    def _unequal_error(self, first: tuple[int, Leaf], other: tuple[int, Leaf]) -> ValueError:
-        (rows, one), (rows_of_other, two) = first, other
+    def _unequal_error(self, rows: int, one: Leaf, rows_of_other: int, two: Leaf) -> ValueError:
         odd = one if one.is_list() else two
-        dims = (0,) * len(odd.value) if odd.is_list() else None
-        remedy = "its tensors have the rows" if odd.is_list() else "every replica needs the whole"
+        dims = (0,) * len(odd.value) or None if isinstance(odd.value, tuple) else None
+        remedy = "its tensors have the rows" if dims else "every replica needs the whole"
         return ValueError(
             f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
             f"get rows that do not belong together; pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}, or the "
             f"dimension of its samples there{self._by_sample(one.path, two.path)}"
         )
 
-    def _warn_of_lists(self, rows: list[int | None]) -> None:
+    def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
         """Warn once of a list whose tensors have other rows than the batch, or that has a dict for each sample."""
-        cut = [i for i, number in enumerate(rows) if number is not None]
         for path, entries, start, end in self.tree.lists:
-            first, last = bisect.bisect_left(cut, start), bisect.bisect_left(cut, end)
-            inside = {rows[i] for i in cut[first:last]}
-            outside = [rows[i] for i in (*cut[: min(first, 1)], *cut[last : last + 1])]
-            has_other_rows = len(inside | {*outside[:1]}) > 1
-            is_as_long = not outside or outside[0] == len(entries)
-            has_dicts = is_as_long and all([isinstance(entry, dict) for entry in entries])
-            if len(entries) > 1 and inside and (has_other_rows or has_dicts):
+            of_tensors = {*rows[start:end]} - {None}
+            has_dicts = len(entries) == batch and all([isinstance(entry, dict) for entry in entries])
+            if len(entries) > 1 and of_tensors and (has_dicts or of_tensors != {batch}):
                 return warn_once(
                     f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets some "
                     "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
                     f"pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
                 )
+
+
+def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[str, Any]) -> None:
+    """Warn once of dimensions that name no argument of a call that passes others without a parameter of their own."""
+    in_dims = wrapper.in_dims or {}
+    unused = [name for name in in_dims if name not in kinds and name not in arguments]
+    # Those of ``**kwargs`` are no parameters themselves.
+    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if name not in in_dims]
+    if unused and Parameter.VAR_POSITIONAL in others:
+        warn_once(
+            f"in_dims names {unused}, but a call passes no such keyword arguments, and forward of "
+            f"{type(wrapper.module).__name__} takes {list(kinds)}; pass them by keyword, by the names in in_dims"
+        )
 
 
 def _in_dims(path: Path, dims: Dims) -> str:

@@ -119,6 +119,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 class _ReplicationMixin(DataParallel[Any]):
     """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
 
+    _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
     _sync_timeout: float = DEFAULT_TIMEOUT
     in_dims: InDims | None = None  # also of wrappers from pickles of older versions
     out_dims: Dims = None
@@ -293,8 +294,7 @@ def patch_replication_callback(
 
     Args:
         data_parallel: the object to patch.
-        timeout, in_dims, out_dims: as of `DataParallelWithCallback`; a subclass of `DataParallel` has only the scatter
-            and gather of torch, so with `in_dims` or `out_dims` its calls are an error.
+        timeout, in_dims, out_dims: as of `DataParallelWithCallback`.
 
     Raises:
         TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.

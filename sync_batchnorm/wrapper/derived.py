@@ -45,4 +45,5 @@ def derived_class(original: Any, base: Any) -> Any:
     if hasattr(original, "__deepcopy__"):
         names["__deepcopy__"] = __deepcopy__
     name = f"Synchronized{original.__name__}" if issubclass(base, BatchNormBase) else original.__name__
-    return type(name, (DynamicSubclass, base, original), {**names, "_sync_original": original, "_sync_base": base})
+    bases = (DynamicSubclass, base, original, *getattr(base, "_sync_behind", ()))
+    return type(name, bases, {**names, "_sync_original": original, "_sync_base": base})

@@ -7,7 +7,6 @@ import copy
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -21,18 +20,8 @@ from .trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 
 __all__: list[str] = []
 
-Devices = Sequence[torch.device]
+_OUT_DIMS = "name the dimension of its samples in out_dims, or None there if it is equal in all replicas"
 _SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"  # as torch
-
-
-class _Missing:
-    """In place of what a replica has not returned."""
-
-    def __repr__(self) -> str:
-        return "nothing there"
-
-
-_MISSING = _Missing()
 
 
 def is_on(tree: Tree, device: torch.device) -> bool:
@@ -44,7 +33,9 @@ def is_on(tree: Tree, device: torch.device) -> bool:
     return True
 
 
-def scatter(tree: Tree, dims: Sequence[int | None], devices: Devices, by_torch: bool = False) -> list[Any]:
+def scatter(
+    tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool = False
+) -> list[Any]:
     """Cut the leaves of a tree into chunks, one for each device, and return a tree for each chunk.
 
     `dims` has the dimension of each leaf that is cut. Each chunk has a copy of every other tensor, list and dict, and
@@ -66,11 +57,10 @@ def scatter(tree: Tree, dims: Sequence[int | None], devices: Devices, by_torch: 
     return [tree.build(iter(of_device)) for of_device in zip(*chunks, strict=True)]
 
 
-def _chunks(leaf: Leaf, dim: int | None, devices: Devices) -> Sequence[Any]:
+def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device]) -> Sequence[Any]:
     path, value, named = leaf
     if dim is not None:
-        pieces = value.chunk(len(devices), dim)
-        return [piece.to(device, copy=True) for piece, device in zip(pieces, devices, strict=True)]
+        return [piece.to(at, copy=True) for piece, at in zip(value.chunk(len(devices), dim), devices, strict=True)]
     if leaf.is_list():
         size = math.ceil(len(value) / len(devices))
         return [_moved(Leaf(path, value[size * i :][:size], 0), device, True) for i, device in enumerate(devices)]
@@ -86,7 +76,8 @@ def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     if leaf.is_list():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_moved(entry, device, copies) for entry in entries.leaves]))
-    return leaf.value.to(device) if moves(type(leaf.value)) else leaf.value
+    # A `to` that moves in place, as that of a `BatchEncoding`, must not move what others have, too.
+    return copy.copy(leaf.value).to(device) if moves(type(leaf.value)) else leaf.value
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = USUAL) -> Any:
@@ -102,7 +93,8 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
         if leaf.is_list():
             leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
         elif isinstance(leaf.value, Tensor) and leaf.dim is not None:
-            groups.setdefault(dim if leaf.dim is USUAL else leaf.dim, []).append(i)
+            along = leaf.dimension(dim, _OUT_DIMS) if leaf.value.dim() else dim if leaf.dim is USUAL else leaf.dim
+            groups.setdefault(along, []).append(i)
         joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
     for along, places in groups.items():
         tensors = _join([values[i] for i in places], device, along, by_torch)
@@ -113,66 +105,51 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
 
 def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
     """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
-    misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if not _can_be_returned(leaf)]
+    misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
     for path, kind in (*first.hidden, *misplaced):
         raise TypeError(
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
             f"{written(path)}; return tensors, or a list with an entry for each sample, and pass out_dims=0 for it"
         )
-    values = [[leaf.value] for leaf in first.leaves]
-    for i, other in enumerate(others, 1):
-        found = {leaf.path: leaf.value for leaf in other.leaves}
-        for leaf, of_leaf in zip(first.leaves, values, strict=True):
-            of_leaf.append(found.pop(leaf.path, _MISSING))
-            if not _agree(leaf, of_leaf[i]):
-                raise _unlike_error(leaf, of_leaf[i], i)
-        for path, value in found.items():
-            raise _unlike_error(Leaf(path, _MISSING, USUAL), value, i)
-    return values
+    of_replicas = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
+    for i, of_replica in enumerate(of_replicas[1:], 1):
+        for path in {**of_replicas[0], **of_replica}:
+            one, other = of_replicas[0].get(path), of_replica.get(path)
+            if not (one and other and _agree(one, other.value)):
+                raise ValueError(
+                    f"replica 0 returned {written(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}; "
+                    "return the same keys, lengths and types in every replica, and equal values of what is no tensor "
+                    "or None in out_dims, or name a list with an entry for each sample in out_dims=0"
+                )
+    return [[of_replica[leaf.path].value for of_replica in of_replicas] for leaf in first.leaves]
 
 
-def _can_be_returned(leaf: Leaf) -> bool:
-    if isinstance(leaf.value, Tensor) or leaf.value is None or leaf.dim is None or leaf.is_list():
-        return True
+def _shown(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return "nothing there"
+    return "a tensor" if isinstance(leaf.value, Tensor) and leaf.dim is not None else reprlib.repr(leaf.value)
+
+
+def _is_misplaced(leaf: Leaf) -> bool:
     is_entry = any([type(key) is not Index for key in leaf.path[1:]])  # of a mapping or dataclass
-    return is_entry or isinstance(leaf.value, (list, tuple, Mapping)) or is_dataclass(leaf.value)
+    is_usual = isinstance(leaf.value, (Tensor, list, tuple, Mapping)) or is_dataclass(leaf.value)
+    return not (is_entry or is_usual or leaf.dim is None or leaf.value is None)
 
 
 def _agree(leaf: Leaf, found: Any) -> bool:
     """Return whether what another replica has in place of a leaf of the first can be put together with it."""
     value = leaf.value
-    if isinstance(value, Tensor):
-        return isinstance(found, Tensor) and (leaf.dim is not None or _are_close(value.detach(), found.detach()))
-    if leaf.is_list():
-        return isinstance(found, list)
+    if leaf.is_list() or (isinstance(value, Tensor) and leaf.dim is not None):
+        return isinstance(found, list if leaf.is_list() else Tensor)
+    if isinstance(value, Tensor) and value.device.type != "cpu":  # A comparison would make the host wait.
+        return isinstance(found, Tensor) and value.shape == found.shape
     try:
-        if hasattr(value, "shape"):  # an array, which compares its elements
-            return value is found or bool(value.shape == found.shape and (value == found).all())
+        if hasattr(value, "shape"):  # a tensor or an array
+            torch.testing.assert_close(found, value, equal_nan=True)
+            return True
         return value is found or bool(value == found or (value != value and found != found))
-    except Exception:
+    except Exception:  # such as an `AssertionError` for tensors and arrays that are not close
         return False
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal to rounding; on accelerators, where the host would wait, whether shapes are."""
-    if one.device.type != "cpu":
-        return one.shape == other.shape
-    with suppress(AssertionError):
-        torch.testing.assert_close(other, one, equal_nan=True)
-        return True
-    return False
-
-
-def _unlike_error(leaf: Leaf, found: Any, replica: int) -> ValueError:
-    shown = [
-        "a tensor" if isinstance(value, Tensor) and leaf.dim is not None else reprlib.repr(value)
-        for value in (leaf.value, found)
-    ]
-    return ValueError(
-        f"replica 0 returned {written(leaf.path)} = {shown[0]}, but replica {replica} returned {shown[1]}; return the "
-        "same keys, lengths and types in every replica, and equal values of what is no tensor or None in out_dims, or "
-        "name a list with an entry for each sample in out_dims=0"
-    )
 
 
 def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
@@ -186,17 +163,16 @@ def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by
     except (RuntimeError, IndexError) as error:
         for tensors in groups:
             shapes = [tuple(tensor.shape) for tensor in tensors]
-            if len({len(shape) for shape in shapes}) > 1:
-                raise RuntimeError(
-                    f"replicas returned tensors of shapes {shapes}: their numbers of dimensions differ, as after "
-                    "squeeze() of a single row; write squeeze(-1)"
-                ) from error
-            if len({(*shape[:dim], *shape[dim:][1:]) for shape in shapes}) > 1:
-                raise RuntimeError(
-                    f"replicas returned tensors of shapes {shapes}; outputs are put together along dimension {dim}, so "
-                    "all other sizes must be equal; pad them, for example with total_length=input.shape[1] in "
-                    "pad_packed_sequence, or name the dimension of the samples in out_dims"
-                ) from error
+            other_sizes = {(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}
+            why = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
+            if len({*map(len, shapes)}) == 1:
+                why = (
+                    f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, "
+                    "for example with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the "
+                    "samples in out_dims"
+                )
+            if len(other_sizes) > 1:
+                raise RuntimeError(f"replicas returned tensors of shapes {shapes}{why}") from error
         raise
 
 

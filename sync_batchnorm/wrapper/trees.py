@@ -19,13 +19,11 @@ from torch.nn.utils.rnn import PackedSequence
 __all__: list[str] = []
 
 Dims = Any  # what is named for a tree: a dimension, None for the whole, or a dict, list or tuple of such
-USUAL: Any = object()  # in place of a dimension: nothing is named
+USUAL: Any = "usual"  # in place of a dimension: nothing is named
 Path = tuple[Any, ...]  # the name of a tree, and the keys, indices and fields that lead from it to a part
-Build = Callable[[Iterator[Any]], Any]  # makes a tree of the leaves that it takes from an iterator
 
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _PLAIN = (list, tuple, dict)
-_MOST_SEARCHED = 500  # containers, and children of each that are searched; arbitrary, and less than 1 ms
 
 
 class Index(int):
@@ -60,7 +58,14 @@ class Leaf(NamedTuple):
 
     def is_list(self) -> bool:
         """Return whether this is a list that is cut or put together by its entries."""
-        return self.dim is not USUAL and self.dim == 0 and is_list(type(self.value))
+        return bool(self.dim == 0) and is_list(type(self.value))
+
+    def dimension(self, usual: int, remedy: str) -> int:
+        """Return the dimension of a tensor that is named for it, or else the usual one."""
+        dim, number = usual if self.dim is USUAL else self.dim, self.value.dim()
+        if -number <= dim < number:
+            return int(dim % number)
+        raise ValueError(f"{written(self.path)} of shape {tuple(self.value.shape)} has no dimension {dim}; {remedy}")
 
 
 class Tree:
@@ -82,7 +87,8 @@ class Tree:
                 "arguments or outputs are nested too deeply, or contain themselves; pass or return their tensors alone"
             ) from None
 
-    def _add(self, path: Path, tree: Any, dims: Dims) -> Build:
+    def _add(self, path: Path, tree: Any, dims: Dims) -> Callable[[Iterator[Any]], Any]:
+        """Add the leaves of a tree; return what builds such a tree of the leaves that it takes from an iterator."""
         kind = type(tree)
         is_leaf = kind is Tensor or kind in _ATOMS or self._is_leaf(tree, kind, dims)
         children = {} if is_leaf else self._children(path, tree, kind, dims)
@@ -100,21 +106,20 @@ class Tree:
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
         if dims is USUAL and kind in (list, dict) and not self._is_output:  # A list of words is copied at once.
             return {*map(type, tree.values() if kind is dict else tree)} <= _ATOMS
-        is_by_entries = type(dims) is int and dims == 0 and is_list(kind)
-        is_leaf = is_by_entries and not (self._is_output and issubclass(kind, tuple))
-        return is_leaf or issubclass(kind, (Tensor, nn.Module)) or (dims is None and moves(kind))
+        is_by_entries = dims == 0 and is_list(kind) and not (self._is_output and issubclass(kind, tuple))
+        return is_by_entries or issubclass(kind, (Tensor, nn.Module)) or (dims is None and moves(kind))
 
     def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
-        """Return what a container holds, by key, index or field; nothing for a leaf."""
+        """Return what a container with tensors holds; nothing for a leaf."""
         items = list(tree) if self._is_output and _is_iterable(kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
         if not is_plain and not holds_tensors(items):
             return {}
-        children = _children_of(items)
+        children = children_of(items)
         if dims is not None and kind not in _PLAIN:
             attributes = getattr(tree, "__dict__", {}) if is_plain or dataclasses.is_dataclass(kind) else {}
             others = [value for name, value in attributes.items() if value is not children.get(name)]
-            if not (children or is_plain) or (others and holds_tensors(others)):
+            if not (children or is_plain) or holds_tensors(others):
                 self.hidden.append((path, kind.__name__))
         return children
 
@@ -139,7 +144,8 @@ def _is_iterable(kind: type) -> bool:
     return hasattr(kind, "__iter__") and not hasattr(kind, "__next__") and not is_other
 
 
-def _children_of(tree: Any) -> dict[Any, Any]:
+def children_of(tree: Any) -> dict[Any, Any]:
+    """Return what a container holds, by key, index or field; nothing for a leaf."""
     kind = type(tree)
     if issubclass(kind, dict):
         return dict(dict.items(tree))  # without the code of its class
@@ -155,18 +161,18 @@ def _children_of(tree: Any) -> dict[Any, Any]:
 def holds_tensors(tree: Any) -> bool:
     """Return whether tensors can be seen in an object, or in containers in it, without calling its code.
 
-    What can be called, such as a module or a function, is no data.
+    A module, a class and a function are no data; what can be called and has items, as graphs of PyTorch Geometric, is.
     """
     nodes, seen = [tree], {id(tree)}
     for node in nodes:  # which grows
-        if callable(node) or type(node) is ModuleType or len(nodes) > _MOST_SEARCHED:
+        if isinstance(node, (nn.Module, type, ModuleType)) or (callable(node) and not isinstance(node, Collection)):
             continue
         held = list(node.values()) if type(node) is dict else gc.get_referents(node)
         kinds = {*map(type, held)}
         if any([issubclass(kind, Tensor) for kind in kinds]):
             return True
         kinds = {kind for kind in kinds - _ATOMS if issubclass(kind, Collection) or dataclasses.is_dataclass(kind)}
-        children = [child for child in held[:_MOST_SEARCHED] if type(child) in kinds and gc.is_tracked(child)]
+        children = [child for child in held if type(child) in kinds and gc.is_tracked(child)] if kinds else []
         nodes += [child for child in children if id(child) not in seen]
         seen.update(map(id, children))
     return False
@@ -192,28 +198,15 @@ def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
         made = dataclasses.replace(like, **children)
         for name, child in children.items():  # The constructor has changed it, as it had changed that of `like`.
             object.__setattr__(made, name, child)
-    elif issubclass(kind, list):
-        made = copy.copy(like)  # whose constructor may take other arguments
-        made[:] = children.values()
     elif hasattr(kind, "__copy__") and issubclass(kind, Mapping):
         made = copy.copy(like)  # with the default of a defaultdict
         made.update(children)
-    elif issubclass(kind, Mapping):
-        made = kind(children)
-        if list(made.keys()) != list(children):
-            raise TypeError(f"made of its items, it has the keys {list(made.keys())} instead of {list(children)}")
     else:
-        made = kind(*children.values()) if hasattr(kind, "_fields") else kind(children.values())
-    for name, value in getattr(like, "__dict__", {}).items():  # what was set on the object afterwards
-        if name not in vars(made):
-            object.__setattr__(made, name, value)
+        items = children if issubclass(kind, Mapping) else children.values()
+        made = kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if hasattr(like, "__dict__"):  # what was set on the object afterwards
+        vars(made).update({**vars(like), **vars(made)})
     return made
-
-
-def children_of(tree: Any) -> dict[Any, Any]:
-    """Return what a container holds, by key, index or field, if it is taken apart; nothing for a leaf."""
-    is_leaf = isinstance(tree, (Tensor, nn.Module)) or not (isinstance(tree, _PLAIN) or holds_tensors(tree))
-    return {} if is_leaf else _children_of(tree)
 
 
 def leaves_of(tree: Any) -> list[Any]:

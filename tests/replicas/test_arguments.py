@@ -33,7 +33,7 @@ LISTS = {  # what is passed, and how the warning names the list and its remedy
     "rows in proportion": ([X, BOXES], {}, "y, a list,", "in_dims={'y': 0}"),
     "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "in_dims={'x': 0}"),
     "targets": ([X, [{"boxes": box, "name": "a"} for box in [X] * 4]], {}, "y, a list,", "in_dims={'y': 0}"),
-    "targets alone": ([[{"image": X}] * 3], {}, "x, a list,", "in_dims={'x': 0}"),
+    "targets alone": ([[{"image": X}] * 4], {}, "x, a list,", "in_dims={'x': 0}"),
     "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "in_dims={'boxes': 0}"),
     "first": ([BOXES, X], {}, "x, a list,", "in_dims={'x': 0}"),
     "below": (
@@ -77,6 +77,7 @@ NO_LISTS = {
     "none": [X, [None] * 4],
     "fields": [X, Four(X, X, "c", {"a": X})],
     "scalars": [X, list(torch.arange(4))],
+    "dicts alone": [[{"a": X}] * 3],
     "one entry": [torch.zeros(1, 2), [{"a": torch.zeros(1)}]],
     "another number of dicts": [X, [{"a": X}] * 3],
     "auxiliary outputs": [X, {"aux": [{"a": X}] * 6}],
@@ -122,6 +123,10 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
         [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
         "or the dimension of its samples there, in_dims={'y': 0} for a list with an entry for each sample",
     ),
+    "lists": (
+        [[torch.zeros(3, 2)] * 4, [{"a": torch.zeros(n)} for n in (1, 2)]],
+        "in_dims={'x': 0} for a list with an entry for each sample, in_dims={'y': 0} for a list with an entry",
+    ),
     "keys": (
         [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],
         "x has 4 rows, but y[0][1] has 5, so that replicas would get rows that do not belong together; pass "
@@ -142,7 +147,7 @@ def test_chunks_that_do_not_belong_together_are_refused_with_names_and_remedy(ki
 
 
 def test_arguments_without_the_dimension_of_the_wrapper_are_refused():
-    text = "y of shape (4,) has no dimension 1 to cut; pass in_dims={'y': None} if every replica needs the whole"
+    text = "y of shape (4,) has no dimension 1; name the dimension of its samples in in_dims, or None there if every"
     with pytest.raises(ValueError, match=re.escape(text)):
         call([torch.zeros(2, 4), torch.zeros(4)], {}, dim=1)
     DataParallelWithCallback(Takes(), ["cpu"] * 2, dim=1, in_dims={"y": 0})(torch.zeros(2, 4), torch.zeros(4))

@@ -371,10 +371,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
         {"mask": 2},
         (X, X),
         ValueError,
-        "mask of shape (4, 3) has no dimension 2 to cut; pass in_",
+        "mask of shape (4, 3) has no dimension 2; name the dimension of its samples in in_dims, or None there if",
     ),
-    "negative": (Two(), {"mask": -3}, (X, X), ValueError, "mask of shape (4, 3) has no dimension -3 to cut; pass in_"),
-    "scalar": (Two(), {"mask": 0}, (X, X.sum()), ValueError, "mask of shape () has no dimension 0 to cut"),
+    "negative": (Two(), {"mask": -3}, (X, X), ValueError, "mask of shape (4, 3) has no dimension -3; name the"),
+    "scalar": (Two(), {"mask": 0}, (X, X.sum()), ValueError, "mask of shape () has no dimension 0; name the dim"),
     "text": (Two(), {"mask": 1}, (X, "a"), TypeError, "mask, a str without dimensions, cannot be cut"),
     "rows": (Two(), {"x": 1}, (X, X), ValueError, "x has 3 rows, but mask has 4, so that"),
     "entries": (
@@ -443,7 +443,12 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
     "other shapes": (lambda x: (x, x[: int(x[0, 0])]), (0, None), "but replica 1 returned tensor("),
     "no list": (lambda x: (x, x[0] if x[0, 0] else [x]), (0, 0), "output[1] = [tensor"),
     "tree": (lambda x: x, (0, 0), "output, a Tensor of 0 entries, does not fit the dimensions (0, 0)"),
-    "no dimension": (lambda x: x, 3, "Dimension out of range"),
+    "no dimension": (
+        lambda x: x,
+        3,
+        "output of shape (2, 2) has no dimension 3; name the dimension of its samples in o",
+    ),
+    "no negative": (lambda x: (x, x), (0, -3), "output[1] of shape (2, 2) has no dimension -3; name the dimension"),
 }
 
 
@@ -503,7 +508,9 @@ def test_own_step_that_never_reaches_that_of_the_wrapper_is_told_that_it_ignores
     assert torch.equal(Own(Two(), R)(X), X)
     for parallel in (Own(Two(), R, **dims), patch_replication_callback(OwnTorch(Two()), **dims)):
         parallel.device_ids, parallel.output_device, parallel.dim = R, torch.device("cpu"), 0
-        with pytest.raises(RuntimeError, match=rf"its own {step} does not call that of .*; call super\(\)\.{step}"):
+        with pytest.raises(
+            RuntimeError, match=rf"its own {step} does not call that of .*; call super\(\)\.{step}, or leave out"
+        ):
             parallel(X)
 
 
@@ -519,6 +526,84 @@ class OwnTorch(nn.DataParallel):
 
     def gather(self, outputs, output_device):
         return torch.cat(outputs)
+
+
+class InPlace(Boxes):
+    def to(self, device):
+        self.corners = self.corners.to(device)
+        return self
+
+
+@pytest.mark.parametrize("devices", device_lists(1, 3))
+def test_objects_that_move_in_place_are_copied(devices):
+    device = as_devices(devices)[0]
+    images, whole, boxes = X[:, :2].to(device), InPlace(X), [InPlace(X + i) for i in range(4)]
+
+    def forward(net, images, whole, boxes):
+        assert all(box.corners.device == images.device for box in [whole, *boxes])
+        return images, [InPlace(box.corners[:1]) for box in boxes]
+
+    net = Net(forward)
+    net.forward = lambda images, whole, boxes: forward(net, images, whole, boxes)
+    dims = {"in_dims": {"whole": None, "boxes": 0}, "out_dims": (0, 0)}
+    _, made = DataParallelWithCallback(net, devices, **dims)(images, whole, boxes)
+    assert all(box.corners.device.type == "cpu" for box in [whole, *boxes])
+    assert all(box.corners.device == device for box in made)
+
+
+class Passing(nn.DataParallel):
+    """As many write it: attributes are those of the module, and the steps call those of torch's class."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def scatter(self, inputs, kwargs, device_ids):
+        return super().scatter(inputs, kwargs, device_ids)
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_patched_object_of_a_subclass_knows_the_dimensions(devices):
+    case = CASES["detector"]
+    plain = case.make().double().to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(convert_model(copy.deepcopy(plain)), devices)
+    object.__setattr__(parallel, "__class__", Passing)
+    parallel = copy.deepcopy(patch_replication_callback(parallel, timeout=5.0, **case.dims))
+    assert isinstance(parallel, Passing)
+    for rows in (1, 5, 7):
+        arguments = case.arguments(rows, devices)
+        for model in (plain, parallel):
+            model.train(rows > 1)
+        expected, actual = plain(**arguments), parallel(**arguments)
+        assert rest(actual) == rest(expected)
+        for ours, theirs in zip(tensors(actual), tensors(expected), strict=True):
+            assert_equal(ours, theirs)
+
+
+class Decorated(nn.Module):
+    """Has a decorator that hides the names of its arguments."""
+
+    def forward(self, *args, **kwargs):
+        return (lambda x, mask=None: x)(*args, **kwargs)
+
+
+def test_names_that_a_call_does_not_pass_are_told_if_it_passes_others():
+    text = (
+        r"in_dims names \['mask'\], but a call passes no such keyword .* of Decorated takes \['args', 'kwargs'\]; pass"
+    )
+    parallel = DataParallelWithCallback(Decorated(), R, in_dims={"mask": None})
+    with pytest.warns(UserWarning, match=text):
+        parallel(X, X)
+    with pytest.warns(UserWarning, match=r"in_dims names \['msk'\], but a call passes no such"):
+        DataParallelWithCallback(Rest(), R, in_dims={"msk": None})(X, mask=X)
+
+
+def test_names_that_a_call_does_not_pass_are_not_told_if_all_it_passes_has_names():
+    DataParallelWithCallback(Decorated(), R, in_dims={"mask": None, "args": 0})(X)
+    DataParallelWithCallback(Decorated(), R, in_dims={"mask": None})(X, mask=X[0])
+    DataParallelWithCallback(Rest(), R, in_dims={"mask": None})(X)
 
 
 def test_wrappers_show_keep_and_revert_their_dimensions():
