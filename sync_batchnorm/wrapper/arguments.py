@@ -181,8 +181,8 @@ def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[st
     in_dims = wrapper.in_dims or {}
     unused = [name for name in in_dims if name not in kinds and name not in arguments]
     # Those of ``**kwargs`` are no parameters themselves.
-    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if name not in in_dims]
-    if unused and Parameter.VAR_POSITIONAL in others:
+    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in in_dims]
+    if Parameter.VAR_POSITIONAL in others:
         warn_once(
             f"in_dims names {unused}, but a call passes no such keyword arguments, and forward of "
             f"{type(wrapper.module).__name__} takes {list(kinds)}; pass them by keyword, by the names in in_dims"
@@ -191,6 +191,4 @@ def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[st
 
 def _in_dims(path: Path, dims: Dims) -> str:
     """Return how `in_dims` names dimensions for a path."""
-    for key in reversed(path):
-        dims = {key: dims}
-    return f"in_dims={dims}"
+    return f"in_dims={functools.reduce(lambda of_key, key: {key: of_key}, reversed(path), dims)}"

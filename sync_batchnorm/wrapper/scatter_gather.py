@@ -76,7 +76,7 @@ def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     if leaf.is_list():
         entries = Tree(leaf.value, None, leaf.path)
         return entries.build(iter([_moved(entry, device, copies) for entry in entries.leaves]))
-    # A `to` that moves in place, as that of a `BatchEncoding`, must not move what others have, too.
+    # A `to` that moves in place, as that of a batch of tokens, must not move what others have, too.
     return copy.copy(leaf.value).to(device) if moves(type(leaf.value)) else leaf.value
 
 
@@ -90,11 +90,11 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
     groups: dict[int, list[int]] = {}  # the places of the leaves that are put together along a dimension
     values = _values_by_leaf(first, others)
     for i, leaf in enumerate(first.leaves):
-        if leaf.is_list():
-            leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
-        elif isinstance(leaf.value, Tensor) and leaf.dim is not None:
+        if isinstance(leaf.value, Tensor) and leaf.dim is not None:
             along = leaf.dimension(dim, _OUT_DIMS) if leaf.value.dim() else dim if leaf.dim is USUAL else leaf.dim
             groups.setdefault(along, []).append(i)
+        elif leaf.is_list():
+            leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
         joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
     for along, places in groups.items():
         tensors = _join([values[i] for i in places], device, along, by_torch)
@@ -103,7 +103,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
     return first.build(iter(joined))
 
 
-def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
+def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[Any]:
     """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
     misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
     for path, kind in (*first.hidden, *misplaced):
@@ -111,17 +111,19 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
             f"{written(path)}; return tensors, or a list with an entry for each sample, and pass out_dims=0 for it"
         )
-    of_replicas = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
-    for i, of_replica in enumerate(of_replicas[1:], 1):
-        for path in {**of_replicas[0], **of_replica}:
-            one, other = of_replicas[0].get(path), of_replica.get(path)
+    of_replicas = [[leaf.value for leaf in first.leaves]]
+    for i, tree in enumerate(others, 1):
+        found = {leaf.path: leaf for leaf in tree.leaves}
+        pairs: list[Any] = [(leaf, found.pop(leaf.path, None)) for leaf in first.leaves]
+        for one, other in (*pairs, *[(None, leaf) for leaf in found.values()]):
             if not (one and other and _agree(one, other.value)):
                 raise ValueError(
-                    f"replica 0 returned {written(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}; "
-                    "return the same keys, lengths and types in every replica, and equal values of what is no tensor "
-                    "or None in out_dims, or name a list with an entry for each sample in out_dims=0"
+                    f"replica 0 returned {written((one or other).path)} = {_shown(one)}, but replica {i} returned "
+                    f"{_shown(other)}; return the same keys, lengths and types in every replica, and equal values of "
+                    "what is no tensor or None in out_dims, or name a list with an entry for each sample in out_dims=0"
                 )
-    return [[of_replica[leaf.path].value for of_replica in of_replicas] for leaf in first.leaves]
+        of_replicas.append([other.value for _, other in pairs])
+    return list(zip(*of_replicas, strict=True))
 
 
 def _shown(leaf: Leaf | None) -> str:
@@ -131,16 +133,16 @@ def _shown(leaf: Leaf | None) -> str:
 
 
 def _is_misplaced(leaf: Leaf) -> bool:
-    is_entry = any([type(key) is not Index for key in leaf.path[1:]])  # of a mapping or dataclass
-    is_usual = isinstance(leaf.value, (Tensor, list, tuple, Mapping)) or is_dataclass(leaf.value)
-    return not (is_entry or is_usual or leaf.dim is None or leaf.value is None)
+    if leaf.value is None or isinstance(leaf.value, (Tensor, list, tuple, Mapping)) or is_dataclass(leaf.value):
+        return False
+    return leaf.dim is not None and all([type(key) is Index for key in leaf.path[1:]])  # in no mapping or dataclass
 
 
 def _agree(leaf: Leaf, found: Any) -> bool:
     """Return whether what another replica has in place of a leaf of the first can be put together with it."""
     value = leaf.value
-    if leaf.is_list() or (isinstance(value, Tensor) and leaf.dim is not None):
-        return isinstance(found, list if leaf.is_list() else Tensor)
+    if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.is_list():
+        return isinstance(found, Tensor if isinstance(value, Tensor) else list)
     if isinstance(value, Tensor) and value.device.type != "cpu":  # A comparison would make the host wait.
         return isinstance(found, Tensor) and value.shape == found.shape
     try:

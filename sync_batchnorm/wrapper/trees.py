@@ -111,7 +111,7 @@ class Tree:
 
     def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
         """Return what a container with tensors holds; nothing for a leaf."""
-        items = list(tree) if self._is_output and _is_iterable(kind) else tree
+        items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
         if not is_plain and not holds_tensors(items):
             return {}
