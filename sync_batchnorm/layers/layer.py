@@ -189,7 +189,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         return RunningStatistics(mean, var, number, self.momentum)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
-        """Return attributes as `getattr` does, in less time: from `registered`, unless `forward` has set some itself."""
+        """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
         if self.__dict__.keys().isdisjoint(names):
             try:
                 return [registered[name] for name in names]
