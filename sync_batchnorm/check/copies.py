@@ -40,7 +40,7 @@ def copied(tree: Any, dtype: torch.dtype) -> Any:
 class Copy:
     """A copy of a model and of its arguments."""
 
-    def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_recorded: bool) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype) -> None:
         self.dropped = dict[str, None]()  # attributes with a probability of dropout that was switched off
         self.uncounted: set[str] = set()  # buffers that the user's own class need not change
         self.order = dict[str, None]()  # the names of parameters, as they get gradients in a backward pass
@@ -54,7 +54,7 @@ class Copy:
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
             self._prepare(name, module, copies)
-            if is_recorded and not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
                 # Before hooks of the user, which may raise.
                 module.register_forward_pre_hook(partial(border, name), with_kwargs=True, prepend=True)
                 module.register_forward_hook(partial(border, name), with_kwargs=True, always_call=True)

@@ -1,12 +1,16 @@
-"""The mode in which copies of a model compute: on the CPU, in one dtype, and without dropout."""
+"""The mode in which copies compute: on the CPU, in one dtype, without dropout; it knows the calls of modules that run."""
 
 import random
 import sys
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
+
+from ..torch_private import in_transform
 
 __all__: list[str] = []
 
@@ -44,6 +48,25 @@ def border(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the mode of this thread that a call of a module begins or ends; other threads have none."""
 
 
+CallKey = tuple[str, int]  # the name of the module, and which of its calls it is
+
+
+@dataclass
+class Call:
+    """A call of a module, on one device or in a replica."""
+
+    module: Any
+    key: CallKey
+    norms: set[str] = field(default_factory=set)  # the names of the functions that it calls itself to normalize a batch
+    arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
+    output: Any = None  # on one device, a copy
+    in_replicas: "list[Call]" = field(default_factory=list)  # the same call, compared with that on one device
+    replica: int = 0
+    agrees: bool = False  # whether it gets in its replica what it gets on one device
+    gap: float = 0.0  # of what it returns there
+    where: list[int] = field(default_factory=list)  # which rows of its output differ
+
+
 class InDouble(TorchFunctionMode):
     """A mode in which torch computes on the CPU, in float64 or another `dtype`, and without dropout."""
 
@@ -51,16 +74,19 @@ class InDouble(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
-        self.failed = ""  # the function that has raised an error
+        self.failed: tuple[str, Call] | None = None  # the first function that has raised an error, and who called it
+        self._running = [Call(None, ("", -1))]
+        self._begun: Counter[str] = Counter()  # calls, by the name of the module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func is border:
-            return self.pass_border(*args)
+            return self._pass_border(*args)
         if name in _DROPOUTS and _drops(name, args, kwargs):
             return self._without_dropout(name, args[0] if args else kwargs["input"])
-        if name in ("batch_norm", "sync_batch_norm"):
-            self.note_norm(name, args[5] if len(args) > 5 else kwargs.get("training", False))
+        trains = name == "batch_norm" and (args[5] if len(args) > 5 else kwargs.get("training", False))
+        if trains or name == "sync_batch_norm":
+            self._running[-1].norms.add(name)
         kwargs = {key: self.converted(value) for key, value in kwargs.items()}
         if name in _DROPOUT_P:
             args = self._without_probability(name, list(args), kwargs)
@@ -69,7 +95,7 @@ class InDouble(TorchFunctionMode):
         try:
             return self.converted(func(*args, **kwargs))
         except Exception:
-            self.note_failure(name)
+            self.failed = self.failed or (name, self._running[-1])
             raise
 
     def converted(self, value: Any) -> Any:
@@ -99,15 +125,27 @@ class InDouble(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
         return args
 
-    def note_failure(self, name: str) -> None:
-        """Take note of the first function that raises an error."""
-        self.failed = self.failed or name
+    def _pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+        if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
+            return None
+        if not output:
+            call = Call(module, (name, self._begun[name]))
+            self._begun[name] += 1
+            self.begin(call, (args, kwargs))
+            self._running.append(call)
+            return None
+        # A hook may have raised before its module's call began here, or an exception may have ended a call.
+        while any(call.module is module for call in self._running):
+            call = self._running.pop()
+            if call.module is module:
+                return self.end(call, *output)
+        return None
 
-    def pass_border(self, name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-        """Take note that a call begins or ends."""
+    def begin(self, call: Call, arguments: Any) -> None:
+        """Take note that a call begins."""
 
-    def note_norm(self, name: str, trains: bool) -> None:
-        """Take note that a batch norm of torch or of this library is computed."""
+    def end(self, call: Call, output: Any) -> Any:
+        """Take note that a call ends; return another output, if it shall have one."""
 
 
 def _drops(name: str, args: Any, kwargs: Any) -> bool:

@@ -12,9 +12,8 @@ from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import tensors_in
 from .comparing import Rows, agree, gap, in_layout, much
 from .copies import copied, modules_in_closure
-from .double import InDouble, border, seed
+from .double import Call, InDouble, border, seed
 from .passes import Pass
-from .recording import Call, InReplica
 
 __all__: list[str] = []
 
@@ -43,7 +42,7 @@ _PLAIN_NORM = (
 
 
 def where_and_why(
-    one: Call, suspects: Sequence[InReplica], model: nn.Module, dtype: torch.dtype, known: str | None
+    one: Call, suspects: Sequence[Call], model: nn.Module, rows: Sequence[Rows], dtype: torch.dtype, known: str | None
 ) -> tuple[str, str | None]:
     """Return which call differs and by how much, and the cause that is known or that experiments tell.
 
@@ -52,7 +51,7 @@ def where_and_why(
     converted, found = dict(model.named_modules())[one.key[0]], suspects[0]
     cause = _cause_in_norm(converted, found.norms, len(one.in_replicas)) or known
     for suspect in suspects if cause is None else ():
-        if cause := _cause_in_call(one, suspect, converted, dtype):
+        if cause := _cause_in_call(one, suspect, converted, rows[suspect.replica], dtype):
             found = suspect
             break
     if cause in (None, SAMPLES) and "batch_norm" in found.norms:
@@ -61,12 +60,12 @@ def where_and_why(
         cause += _where_else(one.module)
     where = f"output of {_name_of_call(one, converted)}, in replica {found.replica}, {much(found.gap)}"
     if cause is None and found.where:
-        where += f", in its samples {found.where} of {list(range(found.rows.number))}"
+        where += f", in its samples {found.where} of {list(range(rows[found.replica].number))}"
     return f"first difference: {where}", cause
 
 
-def _cause_in_call(one: Call, suspect: InReplica, converted: nn.Module, dtype: torch.dtype) -> str | None:
-    arguments = suspect.arguments, one.arguments, suspect.rows, dtype
+def _cause_in_call(one: Call, suspect: Call, converted: nn.Module, rows: Rows, dtype: torch.dtype) -> str | None:
+    arguments = suspect.arguments, one.arguments, rows, dtype
     with suppress(Exception):  # It may not run again.
         if type(converted) is not type(one.module) and Experiment(one.module, *arguments).tells_apart(converted):
             return (
@@ -86,7 +85,7 @@ def _where_else(module: nn.Module) -> str:
     return f"; look at {' and '.join(places)}" if places else ""
 
 
-def cause_of_failure(call: Call, model: nn.Module, failed: str) -> str:
+def cause_of_failure(failed: str, call: Call, model: nn.Module) -> str:
     """Return in which call a function has raised an error in a replica, and why, if that is a plain batch norm."""
     converted, cause = dict(model.named_modules())[call.key[0]], None
     if failed == "batch_norm" and "batch_norm" in call.norms and not isinstance(converted, _SynchronizedBatchNorm):

@@ -21,7 +21,7 @@ from .explaining import (
     where_and_why,
 )
 from .passes import IN_FORWARD, FailsInReplicas, Pass, Passes, Side
-from .recording import Borders, Compared, Corrected, OneDevice, suspects_in
+from .recording import Compared, Corrected, OneDevice, suspects_in
 
 __all__: list[str] = []
 
@@ -38,16 +38,16 @@ class Investigation:
 
     def __init__(self, passes: Passes, number: int, found: Difference) -> None:
         self._passes, self._number, self._found = passes, number, found
-        self._one = passes.side(True, number, is_recorded=True)
+        self._one = passes.side(True, number)
         one, self._lost = self._one.copy.module, list[Attribute]()
         if number:
-            self._many = passes.side(False, number, is_recorded=True)
+            self._many = passes.side(False, number)
             self._lost = _different_attributes(one, self._many.copy.module)
         self._values = {key: copied(_value_of(one, key), passes.dtype) for key in self._lost[:_MOST]}
         self._record = OneDevice(passes.dtype)
         self._of_one = self._one.take(number, found.kind, [self._record])
         if not number:
-            self._many = passes.side(False, is_recorded=True)  # not before, to hold less at a time
+            self._many = passes.side(False)  # not before, to hold less at a time
         many = self._many.copy.module
         modes = [Compared(self._record, i, passes.rows, many) for i in range(len(passes.rows))]
         self._of_many = self._many.take(number, found.kind, modes)
@@ -76,11 +76,11 @@ class Investigation:
         """Return the first call that gets what it gets on one device, returns something else, and matters."""
         model, rows = self._many.copy.module, self._passes.rows
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
-            many = self._passes.side(False, self._number, is_recorded=True)
+            many = self._passes.side(False, self._number)
             if not self._changes(many, [Corrected(self._passes.dtype, call, of_replica) for of_replica in rows]):
                 continue
             known = changed_parameter(call, self._of_one, self._of_many, self._one.copy.module) or state
-            where, cause = where_and_why(call, suspects_in(call, model), model, self._passes.dtype, known)
+            where, cause = where_and_why(call, suspects_in(call, model), model, rows, self._passes.dtype, known)
             names = _names([key for key in self._changed if key[0].startswith(call.key[0])])
             if cause in (CHANGES, STATE, None) and names:
                 cause = "; ".join(filter(None, [cause, f"{names} changed in this pass, and in replicas otherwise"]))
@@ -132,18 +132,11 @@ class Investigation:
         return f"the loss differs: {text}" if self._found.kind == "loss" else f"{self._found.text}; {text}"
 
 
-def text_of_failure(passes: Passes, number: int, text: str) -> str:
-    """Return what only replicas raise, and in which module: the pass is taken again, and its calls are known."""
-    modes = [Borders(passes.dtype) for _ in passes.rows]
-    try:
-        many = passes.side(False, number, is_recorded=True)
-        many.take(number, modes=modes)
-    except FailsInReplicas:
-        for mode in modes:
-            if mode.failed_in is not None and mode.failed_in.module is not None:
-                text += cause_of_failure(mode.failed_in, many.copy.module, mode.failed)
-                break
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(passes.side(True, 1).copy.module)}"
+def text_of_failure(passes: Passes, text: str, model: nn.Module, modes: Sequence[InDouble]) -> str:
+    """Return what only replicas raise, and in which module; `model` has the replicas."""
+    failed = next((mode.failed for mode in modes if mode.failed and mode.failed[1].module is not None), None)
+    where = cause_of_failure(*failed, model) if failed else ""
+    return f"runs on one device, but not in replicas: {text}{where}{text_of_hooks(passes.side(True, 1).copy.module)}"
 
 
 def _names(attributes: Sequence[Attribute]) -> str:

@@ -18,7 +18,7 @@ from ..meeting import add_note
 from ..refusals import check_module, check_number, silence
 from .comparing import agree, gap
 from .differences import Difference, differences, moved, scalars
-from .double import random_states, restore_random_states
+from .double import InDouble, random_states, restore_random_states
 from .investigating import Investigation, text_of_failure
 from .passes import IN_FORWARD, FailsInReplicas, Key, Loss, Pass, Passes
 
@@ -120,7 +120,7 @@ def _differing_pass(passes: Passes, first: int) -> _Differing | str | None:
         try:
             of_one = one.take(number)
         except Exception as error:
-            _note_float32(error, passes, one.parallel.modes[0].failed)
+            _note_float32(error, passes, one.parallel.modes[0])
             raise
         many = many or passes.side(False, first)  # not before, to hold less at a time
         of_many = many.take(number)
@@ -133,11 +133,11 @@ def _differing_pass(passes: Passes, first: int) -> _Differing | str | None:
     return warning
 
 
-def _note_float32(error: Exception, passes: Passes, failed: str) -> None:
+def _note_float32(error: Exception, passes: Passes, mode: InDouble) -> None:
     """Give an error on one device a note, if it is not raised in float32."""
     with suppress(Exception):
         replace(passes, dtype=torch.float32).side(True, 1)
-        where = f", where {failed} fails in float64" if failed else ""
+        where = f", where {mode.failed[0]} fails in float64" if mode.failed else ""
         add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
 
 

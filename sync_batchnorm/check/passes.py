@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 
 class FailsInReplicas(Exception):
-    """An error in replicas that one device did not have: the number of the pass, and the text."""
+    """An error in replicas that one device did not have: its text, and the copy and the modes that had it."""
 
 
 @dataclass
@@ -56,11 +56,9 @@ class Passes:
         parallel = wrapper_like(self.wrapper, self.model, self.replicas)
         self.rows = rows_of_chunks(parallel, *copied(self.arguments, self.dtype))
 
-    def side(
-        self, is_one: bool, passes: int = 0, noise: float = 0.0, is_recorded: bool = False, is_moved: bool = True
-    ) -> "Side":
+    def side(self, is_one: bool, passes: int = 0, noise: float = 0.0, is_moved: bool = True) -> "Side":
         """Return a copy that has taken some passes, on one device or in replicas."""
-        model = Copy(self.model, self.arguments, self.dtype, is_recorded)
+        model = Copy(self.model, self.arguments, self.dtype)
         if is_one:
             model.unconvert()
         if is_moved:
@@ -90,7 +88,8 @@ class Side:
             return self._taken(number < _BACKWARD and kind not in IN_FORWARD)
         except Exception as error:
             if not self._is_one:
-                raise FailsInReplicas(number, f"{type(error).__name__}: {error}") from error
+                text = f"{type(error).__name__}: {error}"
+                raise FailsInReplicas(text, self.copy.module, self.parallel.modes) from error
             _explain(error, self._passes.dtype, self.parallel.overridden)
             raise
 

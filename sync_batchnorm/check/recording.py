@@ -5,92 +5,20 @@ compared with that of one device as it ends. What all replicas have been compare
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import in_transform
 from ..wrapper import leaves_of, with_leaves
 from .comparing import Rows, agree, chunk_of, gap, leaves_by_path
-from .double import InDouble
+from .double import Call, CallKey, InDouble
 
 __all__: list[str] = []
 
-CallKey = tuple[str, int]  # the name of the module, and which of its calls it is
 
-
-@dataclass
-class InReplica:
-    """A call in a replica, compared with the same one on one device."""
-
-    replica: int
-    rows: Rows
-    agrees: bool  # whether it gets what it gets on one device
-    gap: float  # of what it returns
-    arguments: Any  # kept if it is a suspect
-    norms: set[str]  # the names of the functions that it calls itself to normalize a batch
-    where: list[int]  # which rows of its output differ
-
-
-@dataclass
-class Call:
-    """A call of a module."""
-
-    module: Any
-    key: CallKey
-    arguments: Any = None  # on one device, a copy
-    output: Any = None  # on one device, a copy
-    agrees: bool = False  # in a replica, whether it gets what it gets on one device
-    norms: set[str] = field(default_factory=set)
-    in_replicas: list[InReplica] = field(default_factory=list)
-
-
-class Borders(InDouble):
-    """The mode of one device or one replica, which knows the calls of modules that run."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._running = [Call(None, ("", -1))]
-        self._begun: Counter[str] = Counter()  # calls, by the name of the module
-        self.failed_in: Call | None = None  # in which a function has raised an error
-
-    def note_failure(self, name: str) -> None:
-        if not self.failed:
-            self.failed_in = self._running[-1]
-        super().note_failure(name)
-
-    def note_norm(self, name: str, trains: bool) -> None:
-        if trains or name == "sync_batch_norm":
-            self._running[-1].norms.add(name)
-
-    def pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
-            return None
-        if not output:
-            call = Call(module, (name, self._begun[name]))
-            self._begun[name] += 1
-            self.begin(call, (args, kwargs))
-            self._running.append(call)
-            return None
-        # A hook may have raised before its module's call began here, or an exception may have ended a call.
-        while any(call.module is module for call in self._running):
-            call = self._running.pop()
-            if call.module is module:
-                return self.end(call, *output)
-        return None
-
-    def begin(self, call: Call, arguments: Any) -> None:
-        """Take note that a call begins."""
-
-    def end(self, call: Call, output: Any) -> Any:
-        """Take note that a call ends; return another output, if it shall have one."""
-
-
-class OneDevice(Borders):
+class OneDevice(InDouble):
     """Keeps what goes into each call and comes out, until all replicas have been compared with it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -122,7 +50,7 @@ class OneDevice(Borders):
         return copied
 
 
-class Compared(Borders):
+class Compared(InDouble):
     """Compares each call in a replica with that on one device."""
 
     def __init__(self, one: OneDevice, replica: int, rows: Sequence[Rows], model: nn.Module) -> None:
@@ -142,19 +70,17 @@ class Compared(Borders):
         on_one = self._one.calls.get(call.key)
         if on_one is None or on_one.arguments is None:
             return
-        by, where = 0.0, list[int]()
         for actual, right in _compared(output, on_one.output, self._rows):
-            if (gap_here := gap(actual, right)) > by:
-                by, where = gap_here, _rows_that_differ(actual, right, self._rows.number)
-        kept = call.arguments if by else None
-        found = InReplica(self._replica, self._rows, call.agrees, by, kept, call.norms, where)
-        on_one.in_replicas.append(found)
+            if (by := gap(actual, right)) > call.gap:
+                call.gap, call.where = by, _rows_that_differ(actual, right, self._rows.number)
+        call.module, call.replica, call.arguments = None, self._replica, call.arguments if call.gap else None
+        on_one.in_replicas.append(call)
         is_compared = len(on_one.in_replicas) == self._replicas
         if is_compared and not suspects_in(on_one, self._model):
             on_one.arguments = on_one.output = None
 
 
-class Corrected(Borders):
+class Corrected(InDouble):
     """Lets one call in a replica return what it returns on one device."""
 
     def __init__(self, dtype: torch.dtype, on_one: Call, rows: Rows) -> None:
@@ -168,7 +94,7 @@ class Corrected(Borders):
         return with_leaves(output, iter([_corrected(leaf, right.get(id(leaf))) for leaf in leaves_of(output)]))
 
 
-def suspects_in(call: Call, model: nn.Module) -> list[InReplica]:
+def suspects_in(call: Call, model: nn.Module) -> list[Call]:
     """Return where a call gets what it gets on one device, and returns something else; `model` has replicas.
 
     What a layer that synchronizes returns depends on what it gets in all replicas.
