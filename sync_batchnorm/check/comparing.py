@@ -1,7 +1,7 @@
 """How far two tensors or trees differ, zero where only rounding does; which rows of a batch a chunk has."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,24 +87,26 @@ def _largest(numbers: Tensor) -> float:
 
 
 def chunk_of(whole: Tensor, like: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a chunk, in the layout that is nearer to `like`; see `in_layout`."""
-    block, blocks = (in_layout(whole, like, rows, has_blocks) for has_blocks in (False, True))
-    if rows == WHOLE or blocks.shape != like.shape:
+    """Return the rows of a chunk, in the layout that is nearer to `like`; see `samples_of`."""
+    wanted = range(rows.first, rows.first + rows.number)
+    block = whole if rows == WHOLE else samples_of(whole, like, rows, wanted)
+    if rows == WHOLE or not (by := gap(like, block)):
         return block
-    by = gap(like, block)
-    return blocks if by and gap(like, blocks) < by else block
+    blocks = samples_of(whole, like, rows, wanted, has_blocks=True)
+    return blocks if gap(like, blocks) < by else block
 
 
-def in_layout(whole: Tensor, like: Tensor, rows: Rows, has_blocks: bool) -> Tensor:
-    """Return the rows of a chunk: one block of `whole`, or one in each of several, as torch.cat of two views has."""
+def samples_of(whole: Tensor, like: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool = False) -> Tensor:
+    """Return the wanted samples of `whole`; `like` shows, by those of `rows`, which dimensions have samples.
+
+    They lie in one block, or in each of several, as those of two views in one batch.
+    """
     for dim, (size, whole_size) in enumerate(zip(like.shape, whole.shape, strict=False)):
-        if size * rows.total != rows.number * whole_size:
-            continue  # In a similarity matrix, two dimensions are samples.
-        if has_blocks and whole_size and whole_size % rows.total == 0:
-            samples = torch.unflatten(whole, dim, (-1, rows.total)).narrow(dim + 1, rows.first, rows.number)
-            whole = samples.flatten(dim, dim + 1)
-        else:
-            whole = whole.narrow(dim, rows.first * whole_size // rows.total, size)
+        if size * rows.total == rows.number * whole_size and whole_size and whole_size % rows.total == 0:
+            index = torch.arange(whole_size)
+            blocks = index.reshape(-1, rows.total)[:, list(wanted)]
+            index = blocks if has_blocks else index.reshape(rows.total, -1)[list(wanted)]
+            whole = whole.index_select(dim, index.flatten())  # In a similarity matrix, two dimensions are samples.
     return whole
 
 

@@ -1,4 +1,4 @@
-"""The mode in which copies compute: on the CPU, in one dtype, without dropout; it knows the calls of modules that run."""
+"""The mode in which copies compute: on the CPU, in one dtype, without dropout; it knows the calls that run."""
 
 import random
 import sys

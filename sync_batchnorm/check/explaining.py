@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import tensors_in
-from .comparing import Rows, agree, gap, in_layout, much
+from .comparing import Rows, agree, chunk_of, gap, much, samples_of
 from .copies import copied, modules_in_closure
 from .double import Call, InDouble, border, seed
 from .passes import Pass
@@ -172,31 +172,23 @@ class Experiment:
 
     def cause(self) -> str | None:
         """Return on what the rows of the replica depend; None if that is open."""
-        everywhere = self._everywhere
-        first, total = self._rows.first, self._rows.total
+        everywhere, rows = self._everywhere, self._rows
         expected, again = self._outputs(everywhere, times=2)
         if not agree(self._outputs(everywhere)[0], expected):
             return CHANGES
         if not agree(self._outputs(everywhere, other_seed=1)[0], expected):
             return RANDOM
         alone = self._outputs(self._here)[0]
-        right = self._rows_at(first, expected, alone)
+        right = [chunk_of(whole, some, rows) for whole, some in zip(expected, alone, strict=True)]
         if agree(alone, right):
             return None if any(map(_uses_batch, self._module.modules())) else STATE
-        others = [row if row in self._here else first for row in everywhere]
-        if not agree(self._rows_at(first, self._outputs(others)[0], alone), right):
+        others = [row if row in self._here else rows.first for row in everywhere]
+        if not agree(right, self._outputs(others)[0], rows):
             return SAMPLES
         if not agree(again, expected):
             return CHANGES
-        turned = [(row + first) % total for row in everywhere]
-        if not agree(self._rows_at(0, self._outputs(turned)[0], alone), right):
-            return PLACE
-        return SIZE
-
-    def _rows_at(self, first: int, outputs: list[Tensor], alone: list[Tensor]) -> list[Tensor]:
-        """Return the rows of the replica, which begin at `first` in a batch; `alone` has as many."""
-        rows = self._rows._replace(first=first)
-        return [in_layout(whole, some, rows, self._has_blocks) for whole, some in zip(outputs, alone, strict=True)]
+        turned = [(row + rows.first) % rows.total for row in everywhere]
+        return SIZE if agree(right, self._outputs(turned)[0], rows._replace(first=0)) else PLACE
 
     def tells_apart(self, other: nn.Module) -> bool:
         """Return whether another module returns something else for the whole batch."""
@@ -219,8 +211,8 @@ class Experiment:
 
     def _selected(self, some: Any, whole: Any, rows: Sequence[int]) -> Any:
         """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
-        if isinstance(some, Tensor):
-            return self._selected_tensor(some, whole.clone(), rows)  # a copy, as the module may change it
+        if isinstance(some, Tensor):  # A copy, as the module may change it.
+            return samples_of(whole.clone(), some, self._rows, rows, self._has_blocks)
         if type(some) is dict:
             return {key: self._selected(some[key], whole[key], rows) for key in some}
         if type(some) not in (list, tuple):
@@ -228,17 +220,6 @@ class Experiment:
         if len(some) == self._rows.number and len(whole) == self._rows.total:
             return type(some)(whole[row] for row in rows)
         return type(some)(self._selected(*pair, rows) for pair in zip(some, whole, strict=True))
-
-    def _selected_tensor(self, some: Tensor, whole: Tensor, rows: Sequence[int]) -> Tensor:
-        number, total = self._rows.number, self._rows.total
-        for dim, (size, whole_size) in enumerate(zip(some.shape, whole.shape, strict=True)):
-            if size * total == number * whole_size:
-                each = range(whole_size // total)  # rows of a sample
-                index = [row * len(each) + i for row in rows for i in each]
-                if self._has_blocks:
-                    index = [i * total + row for i in each for row in rows]
-                whole = whole.index_select(dim, torch.tensor(index, dtype=torch.long))
-        return whole
 
 
 def _uses_batch(module: nn.Module) -> bool:

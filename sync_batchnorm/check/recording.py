@@ -99,12 +99,12 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
 
     What a layer that synchronizes returns depends on what it gets in all replicas.
     """
+    modules = dict(model.named_modules())[call.key[0]].modules()
+    synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
+    if synchronizes and not all(found.agrees for found in call.in_replicas):
+        return []
     suspects = [found for found in call.in_replicas if found.agrees and found.gap]
-    if len(suspects) < len(call.in_replicas) and not all(found.agrees for found in call.in_replicas):
-        modules = dict(model.named_modules())[call.key[0]].modules()
-        if any(hasattr(module, "__data_parallel_replicate__") for module in modules):
-            return []
-    return suspects
+    return sorted(suspects, key=lambda found: found.replica)  # They have ended in any order.
 
 
 def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
