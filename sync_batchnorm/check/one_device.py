@@ -17,10 +17,9 @@ from ..call.processes import active_group
 from ..meeting import add_note
 from ..refusals import check_module, check_number, silence
 from .comparing import agree, gap
-from .differences import Difference, differences, moved, scalars
-from .double import InDouble, random_states, restore_random_states
-from .investigating import Investigation, text_of_failure
-from .passes import IN_FORWARD, FailsInReplicas, Key, Loss, Pass, Passes
+from .copies import InDouble, random_states, restore_random_states
+from .explaining import Investigation, text_of_failure
+from .passes import IN_FORWARD, Difference, FailsInReplicas, Key, Loss, Pass, Passes, differences, moved, scalars
 
 __all__ = ["assert_matches_one_device"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..wrapper import leaves_of, with_leaves
 from .comparing import Rows, agree, chunk_of, gap, leaves_by_path
-from .double import Call, CallKey, InDouble
+from .copies import Call, CallKey, InDouble
 
 __all__: list[str] = []
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..meeting import add_note
 from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
 from .comparing import Rows
-from .double import InDouble, border
+from .copies import InDouble, border
 
 __all__: list[str] = []
 
