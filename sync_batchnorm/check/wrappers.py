@@ -1,7 +1,6 @@
 """The wrapper around a copy of a model: it scatters, gathers and forwards as that of the user, on CPUs."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -104,43 +103,31 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
     if not tensors_in((inputs, kwargs)):
         raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
-    if not {"scatter", "forward"}.intersection(parallel.overridden):
+    if {"scatter", "forward"}.intersection(parallel.overridden):
+        sizes = _sizes_of_scatter(parallel, inputs, kwargs)
+    else:
         sizes = Arguments(parallel, inputs, kwargs, number).sizes
-        return _rows_of(_at_least_two(sizes))
+    if len(sizes) < 2 and "forward" in parallel.overridden:  # which may cut the batch in another way
+        sizes = [1] * number
+    if len(sizes) < 2 or not sum(sizes):
+        raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
+    return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
+
+
+def _sizes_of_scatter(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Return the number of rows of each chunk: of the first tensors whose sizes add up to one of the batch."""
     try:
         chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
     except Exception as error:
         if "scatter" in parallel.overridden:
             add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
         raise
-    whole = inputs, kwargs
-    with suppress(Exception):  # A forward of the user's own may never scatter to one device.
-        args, options = parallel.scatter(inputs, kwargs, parallel.device_ids[:1])
-        whole = as_tuple(args[0]), options[0]
-    sizes = _sizes(whole, [(as_tuple(args), options) for args, options in chunks], parallel.dim)
-    if "forward" not in parallel.overridden:
-        return _rows_of(_at_least_two(sizes))
-    return _rows_of(sizes if len(sizes) > 1 else [1] * number)  # Its forward may cut the batch in another way.
-
-
-def _at_least_two(sizes: list[int]) -> list[int]:
-    if len(sizes) < 2 or not sum(sizes):
-        raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
-    return sizes
-
-
-def _rows_of(sizes: list[int]) -> list[Rows]:
-    return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
-
-
-def _sizes(whole: Any, chunks: Sequence[Any], dim: int) -> list[int]:
-    """Return the number of rows of each chunk: of the first tensor whose sizes add up, in `dim` if in any dimension."""
+    totals = {size for tensor in tensors_in((inputs, kwargs)) for size in tensor.shape if size}
     of_chunks = [tensors_in(chunk) for chunk in chunks]
-    for i, tensor in enumerate(tensors_in(whole)):
-        for other in sorted(range(tensor.dim()), key=lambda other: other not in (dim, dim + tensor.dim())):
-            sizes = [part[i].shape[other] if i < len(part) and part[i].dim() > other else 0 for part in of_chunks]
-            if sum(sizes) == tensor.shape[other] > 0:
+    for i, tensor in enumerate(of_chunks[0] if of_chunks else ()):
+        for dim in sorted(range(tensor.dim()), key=lambda dim: dim not in (parallel.dim, parallel.dim + tensor.dim())):
+            sizes = [part[i].shape[dim] if i < len(part) and part[i].dim() > dim else 0 for part in of_chunks]
+            if sum(sizes) in totals:
                 return sizes
-    one = 1 if any(tensor.numel() for tensor in tensors_in(whole)) else 0
-    lists = [next((leaf for leaf in args if isinstance(leaf, (list, tuple))), [0] * one) for args, _ in chunks]
+    lists = [next((leaf for leaf in as_tuple(args) if isinstance(leaf, (list, tuple))), ()) for args, _ in chunks]
     return [len(items) for items in lists]  # with an item for each sample
