@@ -9,7 +9,8 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType
@@ -26,22 +27,20 @@ __all__: list[str] = []
 
 _OF_A_BATCH = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _DROPOUTS = {*_OF_A_BATCH, "feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
-# Which argument of these functions is the probability of dropout.
-_DROPOUT_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
-def random_states() -> tuple[Any, Any, Any]:
-    """Return the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
     numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-
-
-def restore_random_states(states: tuple[Any, Any, Any]) -> None:
-    of_torch, of_python, of_numpy = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def seed(number: int) -> None:
@@ -98,8 +97,10 @@ class InDouble(TorchFunctionMode):
         if trains or name == "sync_batch_norm":
             self._running[-1].norms.add(name)
         kwargs = {key: self.converted(value) for key, value in kwargs.items()}
-        if name in _DROPOUT_P:
-            args = self._without_probability(name, list(args), kwargs)
+        if name == "scaled_dot_product_attention":
+            if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):
+                self.dropped[name] = None
+            args = (*args[:4], *[0.0 for _ in args[4:5]], *args[5:])
         if not name.endswith("_"):  # What works in place gets the tensors themselves.
             args = tuple(map(self.converted, args))
         try:
@@ -122,18 +123,6 @@ class InDouble(TorchFunctionMode):
         self.dropped[name] = None
         output = self.converted(input).clone()
         return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
-
-    def _without_probability(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Return positional arguments that make no dropout, and see to it that `kwargs` make none."""
-        position = _DROPOUT_P[name]
-        given = args[position] if len(args) > position else kwargs.pop("dropout_p", 0.0)
-        if given:
-            self.dropped[name] = None
-        if len(args) > position:
-            args[position] = 0.0
-        elif name == "multi_head_attention_forward":  # where it has no default
-            kwargs["dropout_p"] = 0.0
-        return args
 
     def _pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
@@ -190,7 +179,6 @@ class Copy:
 
     def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype) -> None:
         self.dropped = dict[str, None]()  # attributes with a probability of dropout that was switched off
-        self.uncounted: set[str] = set()  # buffers that the user's own class need not change
         self.order = dict[str, None]()  # the names of parameters, as they get gradients in a backward pass
         try:
             self.module, self.arguments = copied((model, arguments), dtype)
@@ -222,14 +210,13 @@ class Copy:
 
     def unconvert(self) -> None:
         """Give layers that a class of `convert_model(classes=)` has replaced their own class: it says what is right."""
-        for name, module in self.module.named_modules():
+        for module in self.module.modules():
             if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
                 object.__setattr__(module, "__class__", module._former_class)
-                self.uncounted.add(f"{name}.num_batches_tracked".strip("."))
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint has, and that the user's own class would have."""
-        names = self.module.state_dict(keep_vars=True).keys() - self.uncounted
+        """Return the buffers that a checkpoint has; but a class of the user's own may not count the calls of a norm."""
+        names = [name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")]
         return {name: buffer for name, buffer in self.module.named_buffers() if name in names}
 
     def restore(self, buffers: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ from ..call.processes import active_group
 from ..meeting import add_note
 from ..refusals import check_module, check_number, silence
 from .comparing import agree, gap
-from .copies import InDouble, random_states, restore_random_states
+from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure
-from .passes import IN_FORWARD, Difference, FailsInReplicas, Key, Loss, Pass, Passes, differences, moved, scalars
+from .passes import IN_FORWARD, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, moved, scalars
 
 __all__ = ["assert_matches_one_device"]
 
 _PASSES = 3  # State that is lost in the first shows in the second, that of a schedule which begins there in the third.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does
+
+Pair = tuple[Pass, Pass]  # a pass on one device, and the same one in replicas
 
 
 def assert_matches_one_device(
@@ -79,65 +81,53 @@ def assert_matches_one_device(
     wrapper = model if isinstance(model, nn.DataParallel) else None
     number = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-    states, warning = random_states(), None
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), silence(), torch.compiler.set_stance("force_eager"):
-            warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
-    finally:
-        restore_random_states(states)
+    gradients = torch.inference_mode(False), torch.enable_grad()
+    with random_states_kept(), silence(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
+        warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
 
 
-class _Differing(NamedTuple):
-    """A pass that differs."""
-
-    number: int
-    one: Pass
-    many: Pass
-
-
 def _compare(passes: Passes) -> str | None:
     """Raise an error for the first difference beyond rounding; return what to warn of if there is none."""
-    number = 0
     try:
-        while isinstance(differing := _differing_pass(passes, number), _Differing):
-            number, found = differing.number, _beyond_rounding(passes, differing)
-            del differing  # to hold less at a time
-            if found is not None:
-                raise AssertionError(Investigation(passes, number, found).text())
-            number += 1
+        return _compare_passes(passes)
     except FailsInReplicas as failure:
         raise AssertionError(text_of_failure(passes, *failure.args)) from failure.__cause__
-    return differing
 
 
-def _differing_pass(passes: Passes, first: int) -> _Differing | str | None:
-    """Return the first pass, from `first` on, in which the caller sees a difference; or else what to warn of."""
-    one, many, warning = passes.side(True, first), None, None
-    for number in range(first, _PASSES):
-        try:
-            of_one = one.take(number)
-        except Exception as error:
-            _note_float32(error, passes, one.parallel.modes[0])
-            raise
-        many = many or passes.side(False, first)  # not before, to hold less at a time
+def _compare_passes(passes: Passes) -> str | None:
+    one, many, warning = None, None, None
+    for number in range(_PASSES):
+        one = one or passes.side(True, number)
+        of_one = _on_one_device(passes, one, number)
+        many = many or passes.side(False, number)  # not before, to hold less at a time
         of_many = many.take(number)
-        if next(differences(of_one, of_many), None) is not None:
-            return _Differing(number, of_one, of_many)
-        warning = warning or _warning_of_equal_chunks(passes, of_one, of_many)
-        del of_one, of_many  # to hold less at a time
-        one.copy.move(number)
-        many.copy.move(number)
+        if next(differences(of_one, of_many), None) is None:
+            warning = warning or _warning_of_equal_chunks(passes, of_one, of_many)
+            one.copy.move(number)
+            many.copy.move(number)
+        else:
+            one = many = None
+            found = _beyond_rounding(passes, number, (of_one, of_many))
+            if found is not None:
+                del of_one, of_many
+                raise AssertionError(Investigation(passes, number, found).text())
+        del of_one, of_many
     return warning
 
 
-def _note_float32(error: Exception, passes: Passes, mode: InDouble) -> None:
-    """Give an error on one device a note, if it is not raised in float32."""
-    with suppress(Exception):
-        replace(passes, dtype=torch.float32).side(True, 1)
-        where = f", where {mode.failed[0]} fails in float64" if mode.failed else ""
-        add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
+def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
+    """Take a pass; an error gets a note if it is not raised in float32."""
+    try:
+        return one.take(number)
+    except Exception as error:
+        with suppress(Exception):
+            replace(passes, dtype=torch.float32).side(True, 1)
+            failed = one.parallel.modes[0].failed
+            where = f", where {failed[0]} fails in float64" if failed else ""
+            add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
+        raise
 
 
 def _warning_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str | None:
@@ -151,47 +141,45 @@ def _warning_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str | Non
     )
 
 
-def _beyond_rounding(passes: Passes, differing: _Differing) -> Difference | None:
+def _beyond_rounding(passes: Passes, number: int, pair: Pair) -> Difference | None:
     """Return the first difference that a change of the parameters by rounding does not make, too."""
-    first = next(differences(differing.one, differing.many))
+    first = next(differences(*pair))
     for kind in dict.fromkeys((first.kind, "gradient")):
-        rounding = _moved(passes, differing, _ROUNDING[passes.dtype], kind)
-        found = _first_lasting(passes, differing, rounding)
+        rounding = _moved(passes, number, pair, _ROUNDING[passes.dtype], kind)
+        found = _first_lasting(passes, number, pair, rounding)
         if found is None:  # Does that move without a change, too, as random numbers do?
-            itself = _moved(passes, differing, 0.0, kind)
+            itself = _moved(passes, number, pair, 0.0, kind)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
-            found = _first_lasting(passes, differing, rounding)
+            found = _first_lasting(passes, number, pair, rounding)
         if found is not None and (found.kind in IN_FORWARD or kind not in IN_FORWARD):
             return found
     return None
 
 
-def _moved(passes: Passes, differing: _Differing, noise: float, kind: str) -> dict[Key, float]:
+def _moved(passes: Passes, number: int, pair: Pair, noise: float, kind: str) -> dict[Key, float]:
     """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
     found = dict[Key, float]()
-    for is_one, before in ((True, differing.one), (False, differing.many)):
-        after = passes.side(is_one, differing.number, noise).take(differing.number, kind)
+    for is_one, before in zip((True, False), pair, strict=True):
+        after = passes.side(is_one, number, noise).take(number, kind)
         for key, by in moved(before, after).items():
             found[key] = max(by, found.get(key, 0.0))
     return found
 
 
-def _first_lasting(passes: Passes, differing: _Differing, rounding: Mapping[Key, float]) -> Difference | None:
-    for found in differences(differing.one, differing.many, rounding):
-        if found.kind != "buffer" or _is_state(passes, differing, str(found.name)):
+def _first_lasting(passes: Passes, number: int, pair: Pair, rounding: Mapping[Key, float]) -> Difference | None:
+    for found in differences(*pair, rounding):
+        if found.kind != "buffer" or _is_state(passes, number, pair, str(found.name)):
             return found
     return None
 
 
-def _is_state(passes: Passes, differing: _Differing, name: str) -> bool:
+def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
-    side = passes.side(True, differing.number)
-    buffer = dict(side.copy.module.named_buffers()).get(name)
-    if buffer is None:
-        return True
-    buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+    side = passes.side(True, number)
     try:
-        after = side.take(differing.number, "buffer").of("buffer").get(name)
-    except Exception:  # It depends on the buffer.
+        buffer = side.copy.module.get_buffer(name)
+        buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+        after = side.take(number, "buffer").of("buffer")[name]
+    except Exception:  # It depends on the buffer, or makes it anew.
         return True
-    return after is None or bool(gap(after, differing.one.of("buffer")[name]))
+    return bool(gap(after, pair[0].of("buffer")[name]))
