@@ -33,7 +33,9 @@ class Pass(NamedTuple):
     returned: list[list[Tensor]]  # by each replica
 
     def of(self, kind: str) -> dict[Any, Tensor]:
-        """Return the tensors of a kind by their names, without gradients that are None."""
+        """Return the tensors of a kind by their names, without gradients that are None; or the values."""
+        if kind == "values":
+            return dict(enumerate(self.values))
         return {name: tensor for (other, name), tensor in self.tensors.items() if other == kind and tensor is not None}
 
 
