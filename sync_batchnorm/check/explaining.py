@@ -16,7 +16,7 @@ from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import tensors_in
 from .comparing import SCALARS, Rows, agree, chunk_of, much, samples_of
 from .copies import Call, InDouble, border, copied, modules_in_closure, seed
-from .passes import IN_FORWARD, Difference, FailsInReplicas, Passes, differences, evidence, scalars
+from .passes import IN_FORWARD, Difference, FailsInReplicas, Passes, Side, differences, evidence, scalars
 from .recording import Compared, Corrected, OneDevice, suspects_in
 
 __all__: list[str] = []
@@ -56,10 +56,10 @@ class Investigation:
     def __init__(self, passes: Passes, number: int, found: Difference) -> None:
         self._passes, self._number, self._found = passes, number, found
         self._lost = self._lost_attributes() if number else {}
-        self._record, self._one = OneDevice(passes.dtype), passes.side(True, number)
+        self._record, self._one = OneDevice(passes.dtype), Side(passes, True, number)
         self._of_one = self._one.take(number, found.kind, [self._record])
-        self._many = passes.side(False, number)  # not before, to hold less at a time
-        model = self._many.copy.module
+        self._many = Side(passes, False, number)  # not before, to hold less at a time
+        model = self._many.module
         modes = [Compared(self._record, i, passes.rows, model) for i in range(len(passes.rows))]
         self._of_many = self._many.take(number, found.kind, modes)
 
@@ -80,14 +80,14 @@ class Investigation:
             text = "; ".join(filter(None, [text, note if overridden and kind in IN_FORWARD else "", state]))
         if self._number:
             text = f"in pass {self._number + 1}, while the passes before agree: {text}"
-        text += text_of_hooks(self._one.copy.module)
-        dropped = ", ".join(list(self._one.copy.dropped | self._record.dropped)[:3])
+        text += text_of_hooks(self._one.module)
+        dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         has_note = dropped and RANDOM not in text
         return f"{text} (compared with dropout switched off: {dropped})" if has_note else text
 
     def _lost_attributes(self) -> dict[str, Any]:
         """Return the attributes that differ before the pass, as they are on one device."""
-        one, many = (self._passes.side(is_one, self._number).copy.module for is_one in (True, False))
+        one, many = (Side(self._passes, is_one, self._number).module for is_one in (True, False))
         values = _attributes_of(one)
         return {name: values.get(name) for name in _different_attributes(one, many)}
 
@@ -103,10 +103,10 @@ class Investigation:
 
     def _changes(self, attributes: Mapping[str, Any], modes: Sequence[InDouble] = ()) -> bool:
         """Return whether the caller sees something else in replicas where one thing is as on one device."""
-        many, found = self._passes.side(False, self._number), self._found
+        many, found = Side(self._passes, False, self._number), self._found
         for name, value in attributes.items():
             module, _, attribute = name.rpartition(".")
-            setattr(many.copy.module.get_submodule(module), attribute, value)
+            setattr(many.module.get_submodule(module), attribute, value)
         try:
             after = many.take(self._number, found.kind, modes)
         except FailsInReplicas:
@@ -120,7 +120,7 @@ class Investigation:
         if self._found.kind not in ("loss", "gradient"):
             return ""
         taken = self._of_one, self._of_many
-        one, many = (self._passes.side(is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
+        one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
         if self._number == 0 and any(other.kind == "loss" for other in differences(one, many)):
             taken = one, many
         pairs = sorted(scalars(*taken), key=lambda pair: agree(pair[0].mean(), pair[1]))
@@ -131,7 +131,7 @@ class Investigation:
 
     def _where(self, state: str) -> str:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
-        one, model, dtype = self._one.copy.module, self._many.copy.module, self._passes.dtype
+        one, model, dtype = self._one.module, self._many.module, self._passes.dtype
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes({}, [Corrected(dtype, call, rows) for rows in self._passes.rows]):
                 found, cause = self._cause(call, suspects_in(call, model), state)
@@ -148,7 +148,7 @@ class Investigation:
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the cause that is known or that experiments tell."""
-        converted, found = dict(self._many.copy.module.named_modules())[call.key[0]], suspects[0]
+        converted, found = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
         cause = _cause_in_norm(converted, found.norms, len(call.in_replicas)) or self._changed_parameter(call) or state
         for suspect in suspects if not cause else ():
             if cause := self._cause_in_call(call, suspect, converted):
@@ -191,7 +191,7 @@ def text_of_failure(passes: Passes, text: str, model: nn.Module, modes: Sequence
         module = dict(model.named_modules())[call.key[0]]
         if name == "batch_norm" in call.norms and not isinstance(module, _SynchronizedBatchNorm):
             text += f": {_cause_in_norm(module, call.norms, 1) or _PLAIN_NORM}"
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(passes.side(True, 1).copy.module)}"
+    return f"runs on one device, but not in replicas: {text}{text_of_hooks(Side(passes, True, 1).module)}"
 
 
 def _different_attributes(one: nn.Module, many: nn.Module) -> list[str]:

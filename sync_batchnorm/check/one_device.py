@@ -99,14 +99,12 @@ def _compare(passes: Passes) -> str | None:
 def _compare_passes(passes: Passes) -> str | None:
     one, many, warning = None, None, None
     for number in range(_PASSES):
-        one = one or passes.side(True, number)
+        one = one or Side(passes, True, number)
         of_one = _on_one_device(passes, one, number)
-        many = many or passes.side(False, number)  # not before, to hold less at a time
+        many = many or Side(passes, False, number)  # not before, to hold less at a time
         of_many = many.take(number)
         if next(differences(of_one, of_many), None) is None:
             warning = warning or _warning_of_equal_chunks(passes, of_one, of_many)
-            one.copy.move(number)
-            many.copy.move(number)
         else:
             one = many = None
             found = _beyond_rounding(passes, number, (of_one, of_many))
@@ -118,12 +116,19 @@ def _compare_passes(passes: Passes) -> str | None:
 
 
 def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
-    """Take a pass; an error gets a note if it is not raised in float32."""
+    """Take a pass; an error gets notes, also if it is not raised in float32."""
     try:
         return one.take(number)
     except Exception as error:
+        dtype = str(passes.dtype).removeprefix("torch.")
+        add_note(error, f"This is from a copy of the model on one device: on the CPU, in {dtype}.")
+        if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
+            raise RuntimeError(
+                "your gather calls that of torch, which takes no tensors of the CPU; call super().gather(outputs, "
+                "output_device), which takes them"
+            ) from error
         with suppress(Exception):
-            replace(passes, dtype=torch.float32).side(True, 1)
+            Side(replace(passes, dtype=torch.float32), True, 1)
             failed = one.parallel.modes[0].failed
             where = f", where {failed[0]} fails in float64" if failed else ""
             add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
@@ -160,7 +165,7 @@ def _moved(passes: Passes, number: int, pair: Pair, noise: float, kind: str) -> 
     """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
     found = dict[Key, float]()
     for is_one, before in zip((True, False), pair, strict=True):
-        after = passes.side(is_one, number, noise).take(number, kind)
+        after = Side(passes, is_one, number, noise).take(number, kind)
         for key, by in moved(before, after).items():
             found[key] = max(by, found.get(key, 0.0))
     return found
@@ -175,9 +180,9 @@ def _first_lasting(passes: Passes, number: int, pair: Pair, rounding: Mapping[Ke
 
 def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
-    side = passes.side(True, number)
+    side = Side(passes, True, number)
     try:
-        buffer = side.copy.module.get_buffer(name)
+        buffer = side.module.get_buffer(name)
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         after = side.take(number, "buffer").of("buffer")[name]
     except Exception:  # It depends on the buffer, or makes it anew.

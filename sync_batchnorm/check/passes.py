@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..meeting import add_note
 from ..wrapper import leaves_of, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, copied, seed
@@ -19,7 +18,7 @@ __all__: list[str] = []
 
 IN_FORWARD = ("output", "shapes", "value", "loss")  # kinds of what the caller sees without a backward pass
 _BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
-_BEFORE, _NOISE = -1, -2  # the numbers of what moves parameters before the first pass, in full and by rounding
+_NOISE = -1  # the number of the move of parameters by rounding
 
 Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of a tensor, and its name
@@ -45,7 +44,7 @@ class FailsInReplicas(Exception):
 
 @dataclass
 class Passes:
-    """What all passes have in common; makes the copies that take them."""
+    """What all passes have in common."""
 
     model: nn.Module
     arguments: Any
@@ -59,61 +58,57 @@ class Passes:
         parallel = wrapper_like(self.wrapper, self.model, self.replicas)
         self.rows = rows_of_chunks(parallel, *copied(self.arguments, self.dtype))
 
-    def side(self, is_one: bool, passes: int = 0, noise: float = 0.0, is_moved: bool = True) -> "Side":
-        """Return a copy that has taken some passes, on one device or in replicas."""
-        model = Copy(self.model, self.arguments, self.dtype)
+
+class Side(Copy):
+    """A copy that has taken some passes, on one device or in replicas, and takes more."""
+
+    def __init__(
+        self, passes: Passes, is_one: bool, number: int = 0, noise: float = 0.0, is_moved: bool = True
+    ) -> None:
+        super().__init__(passes.model, passes.arguments, passes.dtype)
+        self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
         if is_one:
-            model.unconvert()
+            self.unconvert()
+        self.parallel = wrapper_like(passes.wrapper, self.module, 1 if is_one else passes.replicas)
         if is_moved:
-            model.move_constants()
-            model.move(_BEFORE)  # Copies that begin equal hide what stands before them, too.
-        model.move(_NOISE, noise)
-        side = Side(model, self, is_one)
-        for number in range(passes):
-            side.take(number)
-            model.move(number)
-        return side
-
-
-class Side:
-    """A copy that takes passes, on one device or in replicas."""
-
-    def __init__(self, copy: Copy, passes: Passes, is_one: bool) -> None:
-        self.copy, self._passes, self._is_one = copy, passes, is_one
-        self.parallel = wrapper_like(passes.wrapper, copy.module, 1 if is_one else passes.replicas)
+            self.move_constants()
+        self.move(_NOISE, noise)
+        for before in range(number):
+            self.take(before)
 
     def take(self, number: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
         """Take a pass, as far as tensors of a kind need it; its number gives random numbers, others in replicas."""
+        if self._is_moved:
+            self.move(number)  # before the first pass, too: copies that begin equal hide what stands before them
         plain = [InDouble(self._passes.dtype) for _ in self._passes.rows[: 1 if self._is_one else None]]
         self.parallel.modes, self.parallel.returned = modes or plain, []
         seed(number if self._is_one else 1000 + number)
         try:
             return self._taken(number < _BACKWARD and kind not in IN_FORWARD)
         except Exception as error:
-            if not self._is_one:
-                text = f"{type(error).__name__}: {error}"
-                raise FailsInReplicas(text, self.copy.module, self.parallel.modes) from error
-            _explain(error, self._passes.dtype, self.parallel.overridden)
-            raise
+            if self._is_one:
+                raise
+            text = f"{type(error).__name__}: {error}"
+            raise FailsInReplicas(text, self.module, self.parallel.modes) from error
 
     def _taken(self, has_backward: bool) -> Pass:
-        dtype, module, parallel = self._passes.dtype, self.copy.module, self.parallel
-        leaves, initial = [_fresh(leaf) for leaf in leaves_of(self.copy.arguments)], dict(module.named_parameters())
-        inputs, kwargs = with_leaves(self.copy.arguments, iter(leaves))
-        self.copy.order.clear()
+        dtype, module, parallel = self._passes.dtype, self.module, self.parallel
+        leaves, initial = [_fresh(leaf) for leaf in leaves_of(self.arguments)], dict(module.named_parameters())
+        inputs, kwargs = with_leaves(self.arguments, iter(leaves))
+        self.order.clear()
         with parallel.modes[0] if self._is_one else InDouble(dtype):
             output = parallel(*inputs, **kwargs)
         outputs = self._outputs(output)
         seen: dict[str, Any] = {"output": dict(enumerate([tensor.detach() for tensor in outputs]))}
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        buffers = {name: buffer.detach().clone() for name, buffer in self.copy.saved_buffers().items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()}
         with InDouble(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             _go_backward(loss, [*initial.values(), *leaves], dtype)
-        self.copy.restore(buffers)
-        grads = {name: initial[name].grad for name in self.copy.order | initial}
+        self.restore(buffers)
+        grads = {name: initial[name].grad for name in self.order | initial}
         of_inputs = dict(enumerate([leaf.grad for leaf in leaves if isinstance(leaf, Tensor)]))
         seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "gradient of input": of_inputs}
         seen |= {"parameter": parameters, "buffer": buffers}
@@ -124,12 +119,10 @@ class Side:
 
     def _outputs(self, output: Any) -> list[Tensor]:
         """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
-        outputs, returned = tensors_in(output), [tensors_in(part) for part in self.parallel.returned]
-        number = len(returned[0]) if returned else 0
-        is_listed = number < len(outputs) == sum(map(len, returned)) and {*map(len, returned)} == {number}
-        if "gather" not in self.parallel.overridden or not is_listed:
+        outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
+        if "gather" not in self.parallel.overridden or len({*numbers}) != 1 or len(outputs) != sum(numbers):
             return outputs
-        groups = [outputs[i::number] for i in range(number)]
+        groups = [outputs[i :: numbers[0]] for i in range(numbers[0])]
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
 
     def _random_loss(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -141,19 +134,6 @@ class Side:
         for tensor, grad in zip(outputs, self._passes.grads, strict=False):
             loss = loss + ((tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad).sum().real
         return loss
-
-
-def _explain(error: Exception, dtype: torch.dtype, overridden: Sequence[str]) -> None:
-    """Give an error on one device notes; raise another one for a gather that calls that of torch."""
-    name = str(dtype).removeprefix("torch.")
-    add_note(error, f"This is from a copy of the model on one device: on the CPU, in {name}.")
-    if "forward" in overridden:
-        add_note(error, "Your wrapper has a forward of its own, which was called with one device in device_ids.")
-    if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
-        raise RuntimeError(
-            "your gather calls that of torch, which takes no tensors of the CPU; call super().gather(outputs, "
-            "output_device), which takes them"
-        ) from error
 
 
 def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
@@ -175,20 +155,18 @@ def _fresh(leaf: Any) -> Any:
 
 def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
-    known = {id(tensor) for tensor in of_copy}
-    edge = torch.autograd.graph.get_gradient_edge(loss)
-    nodes, seen = [edge.node], {edge.node}
-    for node in nodes:  # which grows
-        behind = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= behind
-        nodes += behind
-    others = [node.variable for node in nodes if hasattr(node, "variable") and id(node.variable) not in known]
-    grads = [leaf.grad for leaf in others]
-    for leaf in others:
+    known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
+    nodes, new = set[Any](), set[Any]({edge.node})
+    while new:
+        nodes |= new
+        new = {following for node in new for following, _ in node.next_functions} - nodes - {None}
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
+    for leaf, _ in grads:
         leaf.grad = None  # An addition would change the tensor.
     with InDouble(dtype):  # also while checkpoints are recomputed
         torch.autograd.backward(edge)  # A backward pass from a tensor would leave the mode.
-    for leaf, grad in zip(others, grads, strict=True):
+    for leaf, grad in grads:
         leaf.grad = grad
 
 
@@ -295,18 +273,16 @@ def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor]]:
 
 def evidence(of_replicas: Tensor, on_one: Tensor, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
-    ways = {"sum": of_replicas.sum(), "mean": of_replicas.mean()}
-    if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
+    numbers, ways = of_replicas.tolist(), {"sum": of_replicas.sum(), "mean": of_replicas.mean()}
+    if len(set(sizes)) > 1 and len(sizes) == len(numbers):
         ways["mean weighted by rows"] = torch.tensor(sizes, dtype=torch.float64) / sum(sizes) @ of_replicas
     equal = [way for way, value in ways.items() if on_one.isfinite() and not gap(value, on_one)]
-    numbers = of_replicas.tolist()
     text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
     text += f"{float(on_one):.6g}"
-    broken = [f"replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
-    if broken and on_one.isfinite():
-        text += f"; {broken[0]}"
-    elif on_one.isfinite():
-        text += f"; {', '.join([f'their {way} is {float(value):.6g}' for way, value in ways.items()])}: "
-        text += f"{f'the {equal[0]}' if equal else 'none of these'} is that of one device"
+    if on_one.isfinite():
+        broken = [f"replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
+        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value in ways.items()])
+        found += f": {f'the {equal[0]}' if equal else 'none of these'} is that of one device"
+        text += f"; {broken[0] if broken else found}"
     what_to_do = _REMEDIES[equal[0]] if equal else "return sums and counts from the replicas, and divide outside"
     return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" in docs/losses.md'
