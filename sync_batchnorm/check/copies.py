@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType
@@ -92,7 +92,9 @@ class InDouble(TorchFunctionMode):
         if func is border:
             return self._pass_border(*args)
         if name in _DROPOUTS and _drops(name, args, kwargs):
-            return self._without_dropout(name, args[0] if args else kwargs["input"])
+            self.dropped[name] = None
+            output = self.converted(args[0] if args else kwargs["input"]).clone()
+            return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
         trains = name == "batch_norm" and (args[5] if len(args) > 5 else kwargs.get("training", False))
         if trains or name == "sync_batch_norm":
             self._running[-1].norms.add(name)
@@ -117,12 +119,6 @@ class InDouble(TorchFunctionMode):
             return value.to("cpu", self.dtype.to_complex())
         has_numbers = value.is_floating_point() and value.element_size() > 1
         return value.to("cpu", self.dtype if has_numbers else value.dtype)
-
-    def _without_dropout(self, name: str, input: Tensor) -> Any:
-        """Return what a function of that name returns if it drops nothing."""
-        self.dropped[name] = None
-        output = self.converted(input).clone()
-        return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
 
     def _pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
@@ -200,13 +196,11 @@ class Copy:
         originals: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.module.named_parameters():
             if originals[name].requires_grad:  # which copies of scripted modules do not say
-                parameter.requires_grad_().register_hook(partial(self._note, name))
+                # It notes the name and not the gradient, which would be a copy.
+                parameter.requires_grad_().register_hook(lambda _, name=name: self.order.setdefault(name))
         originals |= dict(model.named_buffers(remove_duplicate=False))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             vars(tensor).update(vars(originals[name]))
-
-    def _note(self, name: str, grad: Tensor) -> None:
-        self.order[name] = None  # and not the gradient, which would be a copy
 
     def unconvert(self) -> None:
         """Give layers that a class of `convert_model(classes=)` has replaced their own class: it says what is right."""
@@ -238,11 +232,6 @@ class Copy:
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
-        if isinstance(module, torch.jit.ScriptModule):
-            if "Dropout" in module.original_name and module.training:
-                module.eval()
-                self.dropped[name] = None
-            return
         names = (*_PROBABILITIES, "p") if type(module).__name__ in _DROPOUT_CLASSES else _PROBABILITIES
         for attribute in [*names, *[f"_{name}" for name in names]]:
             if type(vars(module).get(attribute)) is float and vars(module)[attribute]:
@@ -291,9 +280,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 def modules_in_closure(hook: Any) -> list[nn.Module]:
     """Return the modules that a function refers to by its closure; all its variables have values then."""
-    if not isinstance(hook, FunctionType) or not hook.__closure__:
-        return []
-    try:
-        return [cell.cell_contents for cell in hook.__closure__ if isinstance(cell.cell_contents, nn.Module)]
-    except ValueError:  # of a variable that is not set yet
-        return []
+    cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
+    with suppress(ValueError):  # of a variable that is not set yet
+        return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, nn.Module)]
+    return []

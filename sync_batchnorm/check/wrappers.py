@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..meeting import add_note
 from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
 from .comparing import Rows
-from .copies import InDouble, border
+from .copies import InDouble
 
 __all__: list[str] = []
 
@@ -28,7 +27,7 @@ class CheckedWrapper(DataParallelWithCallback):
         if len(self.device_ids) > 1:
             return super().forward(*inputs, **kwargs)
         args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
-        output = _run(self.module, self.module, as_tuple(args[0]), kwargs_of[0])
+        output = self.module(*as_tuple(args[0]), **kwargs_of[0])
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
 
     def replicate(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -48,17 +47,7 @@ class _ReplicaInMode(Replica):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._sync_mode:
-            return _run(super().__call__, self._sync_replica, args, kwargs)
-
-
-def _run(function: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a model, and tell the mode of this thread if it is scripted, and refuses hooks."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return function(*args, **kwargs)
-    border("", module, args, kwargs)
-    output = function(*args, **kwargs)
-    right = border("", module, args, kwargs, output)
-    return output if right is None else right
+            return super().__call__(*args, **kwargs)
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:

@@ -346,19 +346,6 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: nn.Sequential(nn.Flatten(), quietly(torch.jit.script, Drops())), IMAGES),
         "output of the model itself (Sequential), in replica 0, ...: it draws random numbers",
     ),
-    "of a compiled model": (
-        *(lambda: quietly(torch.jit.script, Drops()), IMAGES),
-        "output of the model itself (RecursiveScriptModule), in replica 0, ...: it draws random numbers, which "
-        "differ in",
-    ),
-    "mix in a compiled model": (
-        *(lambda: quietly(torch.jit.script, Centers()), IMAGES),
-        f"output of the model itself (RecursiveScriptModule), in replica 0, ...{MIXES}ding to the longest sample$",
-    ),
-    "size in a compiled model": (
-        *(lambda: quietly(torch.jit.script, Divides()), IMAGES[:4]),
-        f"output of the model itself (RecursiveScriptModule), in replica 0, ...{SIZE}$",
-    ),
     "another number of outputs": (
         *(lambda: Apply(lambda self, x: (x, x) if len(x) == 2 else (x,)), VECTORS),
         "outputs have shapes [(4, 3)] on one device, [(4, 3), (4, 3)] in replicas; return a row for each sample",
@@ -776,16 +763,6 @@ def test_a_planted_cause_is_named(planted):
     model, text = build(), re.escape(message).replace(r"\.\.\.", ".*").replace(r"\$", "$")
     with torch.inference_mode(), torch.autocast("cpu"), pytest.raises(AssertionError, match=text):
         assert_matches_one_device(model, input, **dict(*options))
-
-
-class Centers(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0) if self.training else x
-
-
-class Divides(nn.Module):
-    def forward(self, x):
-        return x / len(x)
 
 
 class Drops(nn.Module):

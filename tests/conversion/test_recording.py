@@ -137,12 +137,6 @@ RIGHT = {
     ),
     "dropout in other words": (lambda: Apply(drop_in_other_words), VECTORS),
     "dropout that is changed": (lambda: Apply(drop_and_change, nn.Linear(3, 3)), VECTORS),
-    "dropout of a script": (
-        *(
-            lambda: nn.Sequential(nn.ReLU(), quietly(torch.jit.script, nn.Sequential(nn.Linear(3, 3), nn.Dropout()))),
-            VECTORS,
-        ),
-    ),
     "stochastic depth": (stochastic_depth, VECTORS),
     "drop path": (lambda: nn.Sequential(nn.Linear(3, 3), pytest.importorskip("timm.layers").DropPath(0.5)), VECTORS),
     "layer drop": (lambda: Net(lambda self, x: x * (random.random() >= self.layerdrop), layerdrop=0.5), VECTORS),
