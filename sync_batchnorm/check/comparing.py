@@ -60,12 +60,7 @@ def much(by: float) -> str:
 
 def largest(*tensors: Tensor) -> float:
     """Return the largest finite absolute value."""
-    found = 0.0
-    for tensor in tensors:
-        numbers = numbers_of(tensor)
-        value = _largest(numbers)
-        found = max(found, value if math.isfinite(value) else _largest(numbers.nan_to_num(0.0, 0.0, 0.0)))
-    return found
+    return max([_largest(numbers_of(tensor).nan_to_num(0.0, 0.0, 0.0)) for tensor in tensors], default=0.0)
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
@@ -138,11 +133,10 @@ def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
 
 
 def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
+    if isinstance(actual, float) and isinstance(expected, float):
+        actual, expected = (torch.tensor(number, dtype=torch.float64) for number in (actual, expected))
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, float) and isinstance(expected, float):
-        both_nan = math.isnan(actual) and math.isnan(expected)
-        return both_nan or math.isclose(actual, expected, rel_tol=LEAST, abs_tol=LEAST**2)
     if isinstance(actual, SCALARS) or isinstance(expected, SCALARS):
         return bool(actual == expected)
     return isinstance(actual, Tensor) == isinstance(expected, Tensor)

@@ -156,7 +156,7 @@ class Investigation:
                 break
         if cause in ("", SAMPLES) and "batch_norm" in found.norms:
             cause = _PLAIN_NORM
-        elif cause in (SAMPLES, PLACE, SIZE) and not isinstance(call.module, torch.jit.ScriptModule):
+        elif cause in (SAMPLES, PLACE, SIZE):
             cause += _where_else(call.module)
         return found, cause
 
@@ -184,14 +184,14 @@ class Investigation:
         return ""
 
 
-def text_of_failure(passes: Passes, text: str, model: nn.Module, modes: Sequence[InDouble]) -> str:
+def text_of_failure(text: str, model: nn.Module, modes: Sequence[InDouble]) -> str:
     """Return what only replicas raise, and in which module; `model` has the replicas."""
     for name, call in [mode.failed for mode in modes if mode.failed and mode.failed[1].module is not None][:1]:
         text += f"; raised in {_name_of_call(call, model)}"
         module = dict(model.named_modules())[call.key[0]]
         if name == "batch_norm" in call.norms and not isinstance(module, _SynchronizedBatchNorm):
             text += f": {_cause_in_norm(module, call.norms, 1) or _PLAIN_NORM}"
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(Side(passes, True, 1).module)}"
+    return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
 
 
 def _different_attributes(one: nn.Module, many: nn.Module) -> list[str]:
@@ -268,10 +268,10 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str | 
     )
 
 
-def text_of_hooks(one: nn.Module) -> str:
-    """Return which hooks read or write attributes of the original in replicas; `one` has run on one device."""
+def text_of_hooks(model: nn.Module) -> str:
+    """Return which hooks read or write attributes of the original in replicas; `model` has run."""
     texts = []
-    for name, module in one.named_modules():
+    for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
             for other in modules_in_closure(hook):
                 words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
@@ -324,8 +324,11 @@ class Experiment:
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[list[Tensor]]:
         """Return what a copy of the module returns for these rows of the batch, so many times in a row."""
         module = copied(self._module, self._dtype)
-        for norm in filter(_uses_batch, module.modules()):
-            _fix_statistics(norm)
+        for norm in filter(_uses_batch, module.modules()):  # It mixes samples rightly, so with fixed statistics.
+            norm.training = False
+            if norm.running_mean is None:
+                norm.running_mean = torch.zeros(norm.num_features, dtype=self._dtype)
+                norm.running_var = torch.ones(norm.num_features, dtype=self._dtype)
         return [self._called(module, rows, other_seed) for _ in range(times)]
 
     def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
@@ -349,12 +352,3 @@ class Experiment:
 
 def _uses_batch(module: nn.Module) -> bool:
     return isinstance(module, _SynchronizedBatchNorm) and module.training
-
-
-def _fix_statistics(norm: Any) -> None:
-    """Let a synchronized layer, which mixes samples rightly, use fixed statistics."""
-    norm.training = False
-    if norm.running_mean is None:
-        like = next(norm.parameters(), torch.zeros(()))
-        norm.running_mean = like.new_zeros(norm.num_features)
-        norm.running_var = like.new_ones(norm.num_features)

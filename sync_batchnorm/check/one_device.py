@@ -19,7 +19,7 @@ from ..refusals import check_module, check_number, silence
 from .comparing import agree, gap
 from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure
-from .passes import IN_FORWARD, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, moved, scalars
+from .passes import Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, moved, scalars
 
 __all__ = ["assert_matches_one_device"]
 
@@ -83,20 +83,16 @@ def assert_matches_one_device(
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
     gradients = torch.inference_mode(False), torch.enable_grad()
     with random_states_kept(), silence(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
-        warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
+        try:
+            warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
+        except FailsInReplicas as failure:
+            raise AssertionError(text_of_failure(*failure.args)) from failure.__cause__
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
 
 
 def _compare(passes: Passes) -> str | None:
     """Raise an error for the first difference beyond rounding; return what to warn of if there is none."""
-    try:
-        return _compare_passes(passes)
-    except FailsInReplicas as failure:
-        raise AssertionError(text_of_failure(passes, *failure.args)) from failure.__cause__
-
-
-def _compare_passes(passes: Passes) -> str | None:
     one, many, warning = None, None, None
     for number in range(_PASSES):
         one = one or Side(passes, True, number)
@@ -148,34 +144,24 @@ def _warning_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str | Non
 
 def _beyond_rounding(passes: Passes, number: int, pair: Pair) -> Difference | None:
     """Return the first difference that a change of the parameters by rounding does not make, too."""
-    first = next(differences(*pair))
-    for kind in dict.fromkeys((first.kind, "gradient")):
-        rounding = _moved(passes, number, pair, _ROUNDING[passes.dtype], kind)
-        found = _first_lasting(passes, number, pair, rounding)
-        if found is None:  # Does that move without a change, too, as random numbers do?
-            itself = _moved(passes, number, pair, 0.0, kind)
+    rounding = _moved(passes, number, pair, _ROUNDING[passes.dtype])
+    for is_repeated in (False, True):
+        if is_repeated:  # What moves without a change, too, as random numbers do, is no rounding.
+            itself = _moved(passes, number, pair, 0.0)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
-            found = _first_lasting(passes, number, pair, rounding)
-        if found is not None and (found.kind in IN_FORWARD or kind not in IN_FORWARD):
-            return found
+        for found in differences(*pair, rounding):
+            if found.kind != "buffer" or _is_state(passes, number, pair, str(found.name)):
+                return found
     return None
 
 
-def _moved(passes: Passes, number: int, pair: Pair, noise: float, kind: str) -> dict[Key, float]:
+def _moved(passes: Passes, number: int, pair: Pair, noise: float) -> dict[Key, float]:
     """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
     found = dict[Key, float]()
     for is_one, before in zip((True, False), pair, strict=True):
-        after = Side(passes, is_one, number, noise).take(number, kind)
-        for key, by in moved(before, after).items():
+        for key, by in moved(before, Side(passes, is_one, number, noise).take(number)).items():
             found[key] = max(by, found.get(key, 0.0))
     return found
-
-
-def _first_lasting(passes: Passes, number: int, pair: Pair, rounding: Mapping[Key, float]) -> Difference | None:
-    for found in differences(*pair, rounding):
-        if found.kind != "buffer" or _is_state(passes, number, pair, str(found.name)):
-            return found
-    return None
 
 
 def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
