@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import tensors_in
-from .comparing import SCALARS, Rows, agree, chunk_of, much, samples_of
+from .comparing import SCALARS, Compared, Corrected, OneDevice, Rows, agree, chunk_of, much, samples_of, suspects_in
 from .copies import Call, InDouble, border, copied, modules_in_closure, seed
 from .passes import IN_FORWARD, Difference, FailsInReplicas, Passes, Side, differences, evidence, scalars
-from .recording import Compared, Corrected, OneDevice, suspects_in
 
 __all__: list[str] = []
 
@@ -111,8 +110,8 @@ class Investigation:
             after = many.take(self._number, found.kind, modes)
         except FailsInReplicas:
             return True
-        kind = {"shapes": "output", "value": "values"}.get(found.kind, found.kind)
-        seen, before = after.of(kind), self._of_many.of(kind)
+        kind = "output" if found.kind == "shapes" else found.kind
+        seen, before = after[kind], self._of_many[kind]
         return not agree(seen.get(found.name, seen), before.get(found.name, before))
 
     def _evidence(self) -> str:
@@ -151,7 +150,10 @@ class Investigation:
         converted, found = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
         cause = _cause_in_norm(converted, found.norms, len(call.in_replicas)) or self._changed_parameter(call) or state
         for suspect in suspects if not cause else ():
-            if cause := self._cause_in_call(call, suspect, converted):
+            rows, dtype = self._passes.rows[suspect.replica], self._passes.dtype
+            with suppress(Exception):  # It may not run again.
+                cause = Experiment(converted, suspect.arguments, call.arguments, rows, dtype).cause(call.module)
+            if cause:
                 found = suspect
                 break
         if cause in ("", SAMPLES) and "batch_norm" in found.norms:
@@ -164,23 +166,11 @@ class Investigation:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         inside = {f"{call.key[0]}.{name}".strip(".") for name, _ in call.module.named_parameters()}
         for kind, name, _ in differences(self._of_one, self._of_many):
-            if kind == "parameter" and name in inside.intersection(self._of_many.of(kind)):
+            if kind == "parameter" and name in inside.intersection(self._of_many[kind]):
                 return (
                     f"its forward() changes the parameter {name} in place, and each replica once more, as all share "
                     "its memory; compute another tensor from it, or change it outside the forward pass"
                 )
-        return ""
-
-    def _cause_in_call(self, call: Call, suspect: Call, converted: nn.Module) -> str:
-        rows, dtype = self._passes.rows[suspect.replica], self._passes.dtype
-        former, now = (Experiment(m, suspect.arguments, call.arguments, rows, dtype) for m in (call.module, converted))
-        with suppress(Exception):  # It may not run again.
-            if type(converted) is not type(call.module) and former.returns_other(now):
-                return (
-                    f"{type(converted).__name__} computes something else than {type(call.module).__name__}, which it "
-                    f"replaces, on one device, too. {_FORMULA}"
-                )
-            return now.cause()
         return ""
 
 
@@ -245,22 +235,20 @@ def _name_of_call(call: Call, model: nn.Module) -> str:
     return f"{name or 'the model itself'} ({name_of_class}{f', call {number + 1}' if number else ''})"
 
 
-def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str | None:
-    """Return why a batch norm does not synchronize in a replica; None if that is not the cause."""
-    reason = why_left(module, {})
-    if reason is not None:
+def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
+    """Return why a batch norm does not synchronize in a replica; nothing if that is not the cause."""
+    if reason := why_left(module, {}):
         return f"a batch norm that convert_model leaves as it is, because it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
-        if isinstance(module, BatchNormBase):
-            return "a batch norm that is not synchronized; call convert_model(model)"
-        return None
+        is_plain = isinstance(module, BatchNormBase)
+        return "a batch norm that is not synchronized; call convert_model(model)" if is_plain else ""
     if (module.group_size or replicas) < replicas:
         return (
             f"with its group_size of {module.group_size}, groups of so many of the {replicas} replicas normalize "
             "separately; set it to None, unless that is meant"
         )
     if "sync_batch_norm" in called:
-        return None
+        return ""
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
     return (
         f"its forward never calls that of {base}, so each replica normalizes with its own chunk; call {base}."
@@ -296,8 +284,13 @@ class Experiment:
         self._has_blocks = False
         self._has_blocks = not agree(self._selected(some, whole, self._here), some)
 
-    def cause(self) -> str:
-        """Return on what the rows of the replica depend; nothing if that is open."""
+    def cause(self, former: nn.Module) -> str:
+        """Return on what the rows of the replica depend; nothing if that is open. The module has replaced `former`."""
+        if type(former) is not type(self._module):
+            now, then = (self._called(copied(module, self._dtype)) for module in (self._module, former))
+            names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
+            if not agree(now, then):
+                return f"{names}, which it replaces, on one device, too. {_FORMULA}"
         everywhere, rows = self._everywhere, self._rows
         expected, again = self._outputs(everywhere, times=2)
         if not agree(self._outputs(everywhere)[0], expected):
@@ -316,11 +309,6 @@ class Experiment:
         turned = [(row + rows.first) % rows.total for row in everywhere]
         return SIZE if agree(right, self._outputs(turned)[0], rows._replace(first=0)) else PLACE
 
-    def returns_other(self, other: "Experiment") -> bool:
-        """Return whether another module returns something else for the whole batch."""
-        one, two = (run._called(copied(run._module, self._dtype), self._everywhere) for run in (self, other))
-        return not agree(one, two)
-
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[list[Tensor]]:
         """Return what a copy of the module returns for these rows of the batch, so many times in a row."""
         module = copied(self._module, self._dtype)
@@ -331,8 +319,8 @@ class Experiment:
                 norm.running_var = torch.ones(norm.num_features, dtype=self._dtype)
         return [self._called(module, rows, other_seed) for _ in range(times)]
 
-    def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
-        args, kwargs = self._selected(self._some, self._whole, rows)
+    def _called(self, module: nn.Module, rows: Sequence[int] | None = None, number: int = 0) -> list[Tensor]:
+        args, kwargs = self._selected(self._some, self._whole, rows or self._everywhere)
         seed(number)
         with torch.no_grad(), InDouble(self._dtype):
             return [output.clone() for output in tensors_in(module(*args, **kwargs))]

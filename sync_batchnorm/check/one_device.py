@@ -170,7 +170,7 @@ def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
     try:
         buffer = side.module.get_buffer(name)
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
-        after = side.take(number, "buffer").of("buffer")[name]
+        after = side.take(number, "buffer")["buffer"][name]
     except Exception:  # It depends on the buffer, or makes it anew.
         return True
-    return bool(gap(after, pair[0].of("buffer")[name]))
+    return bool(gap(after, pair[0]["buffer"][name]))

@@ -21,21 +21,11 @@ _BACKWARD = 2  # passes with a backward pass, which takes most of the time; a co
 _NOISE = -1  # the number of the move of parameters by rounding
 
 Loss = Callable[[Any], Tensor]
-Key = tuple[str, Any]  # the kind of a tensor, and its name
+Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 
-
-class Pass(NamedTuple):
-    """What the caller sees of a pass."""
-
-    tensors: dict[Key, Tensor | None]  # outputs, loss, gradients, parameters and saved buffers, in this order
-    values: list[Any]  # the numbers, flags and strings among the outputs
-    returned: list[list[Tensor]]  # by each replica
-
-    def of(self, kind: str) -> dict[Any, Tensor]:
-        """Return the tensors of a kind by their names, without gradients that are None; or the values."""
-        if kind == "values":
-            return dict(enumerate(self.values))
-        return {name: tensor for (other, name), tensor in self.tensors.items() if other == kind and tensor is not None}
+# What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
+# as "returned", the tensors of each replica.
+Pass = dict[str, dict[Any, Any]]
 
 
 class FailsInReplicas(Exception):
@@ -99,7 +89,7 @@ class Side(Copy):
         with parallel.modes[0] if self._is_one else InDouble(dtype):
             output = parallel(*inputs, **kwargs)
         outputs = self._outputs(output)
-        seen: dict[str, Any] = {"output": dict(enumerate([tensor.detach() for tensor in outputs]))}
+        values = [leaf for leaf in leaves_of(output) if isinstance(leaf, SCALARS)]
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
         buffers = {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()}
         with InDouble(dtype):
@@ -109,13 +99,15 @@ class Side(Copy):
             _go_backward(loss, [*initial.values(), *leaves], dtype)
         self.restore(buffers)
         grads = {name: initial[name].grad for name in self.order | initial}
-        of_inputs = dict(enumerate([leaf.grad for leaf in leaves if isinstance(leaf, Tensor)]))
-        seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "gradient of input": of_inputs}
-        seen |= {"parameter": parameters, "buffer": buffers}
+        grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
         returned, parallel.returned = [[x.detach() for x in tensors_in(part)] for part in parallel.returned], []
-        tensors = {(kind, name): tensor for kind, tensors in seen.items() for name, tensor in tensors.items()}
-        return Pass(tensors, [leaf for leaf in leaves_of(output) if isinstance(leaf, SCALARS)], returned)
+        seen: Pass = {
+            "output": dict(enumerate([tensor.detach() for tensor in outputs])),
+            "value": dict(enumerate(values)),
+        }
+        seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "parameter": parameters, "buffer": buffers}
+        return seen | {"returned": dict(enumerate(returned))}
 
     def _outputs(self, output: Any) -> list[Tensor]:
         """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
@@ -140,7 +132,7 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise TypeError(
-            f"expected `loss` to return a tensor with one element, but got {what}; return that of the batch"
+            f"expected a `loss` that is a tensor with one element, but got {what}; return that of the batch"
         )
     if not loss.requires_grad and any(output.requires_grad for output in outputs):
         raise ValueError("expected a `loss` with a gradient, but got a tensor without; return what training minimizes")
@@ -148,9 +140,8 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
 
 def _fresh(leaf: Any) -> Any:
     """Return a copy of a tensor, as the forward pass may change it."""
-    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
 def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> None:
@@ -192,12 +183,6 @@ _TEXTS = {
         "replica 0 writes into it in place stays, and that is from its own chunk; update it outside the forward pass"
     ),
 }
-_TEXTS["gradient of input"] = _TEXTS["gradient"].replace("{name}", "input {name}")
-_REMEDIES = {
-    "sum": "add them up",
-    "mean": "take their mean",
-    "mean weighted by rows": "weight them by their rows, or return sums and counts",
-}
 
 
 class Difference(NamedTuple):
@@ -210,41 +195,45 @@ class Difference(NamedTuple):
 
 def moved(before: Pass, after: Pass) -> dict[Key, float]:
     """Return how far the tensors of a pass have moved in another one, times the margin."""
-    pairs = {key: _pair(after.tensors.get(key), tensor) for key, tensor in before.tensors.items()}
+    pairs = {(kind, name): _pair(after[kind].get(name), before[kind][name]) for kind, name in _names_in(before)}
     return {key: _MARGIN * largest(a.double() - b.double()) for key, (a, b) in pairs.items() if a.shape == b.shape}
 
 
 def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] = MappingProxyType({})) -> Iterator[Difference]:
     """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
-    of_gradients = largest(*one.of("gradient").values())
-    sizes, agreed = {"loss": largest(*one.of("output").values()), "gradient": of_gradients}, ""
-    for (kind, name), tensor in one.tensors.items():
-        if kind == "output" and tensor is not None and tensor.numel() == 1:  # one from each replica
+    grads = [grad for grad in one["gradient"].values() if grad is not None]
+    sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
+    for kind, name in _names_in(one):
+        actual, expected = _pair(many[kind].get(name), one[kind][name])
+        if kind == "output" and expected.numel() == 1:  # one from each replica
             continue
-        actual, expected = _pair(many.tensors.get((kind, name)), tensor)
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, rounding.get((kind, name), 0.0)):
             numbers = f"{expected.sum():.6g} on one device, {actual.sum():.6g} in replicas"
-            norms = _norms(actual, expected) if kind.startswith("gradient") else ""
+            norms = _norms(actual, expected) if kind == "gradient" else ""
             text = _TEXTS[kind].format(name=name, much=much(by), norms=norms, agreed=agreed, numbers=numbers)
-            if kind == "parameter" and (kind, name) not in many.tensors:
+            if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
             yield Difference(kind, name, text)
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it in the backward pass, agrees"
 
 
+def _names_in(taken: Pass) -> list[Key]:
+    return [(kind, name) for kind in _TEXTS for name in taken[kind]]
+
+
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
-    shapes, found = ([tuple(tensor.shape) for tensor in taken.of("output").values()] for taken in (one, many))
+    shapes, found = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     pairs = zip(shapes, found, strict=False)
     if len(shapes) != len(found) or any(a != b and math.prod(a) != 1 for a, b in pairs):
         text = f"outputs have shapes {shapes} on one device, {found} in replicas; {_ROWS}"
         yield Difference("shapes", "", text)
-    for value, other in zip(one.values, many.values, strict=False):
-        if len(one.values) == len(many.values) and not agree(other, value):
+    for name, value in one["value"].items() if len(one["value"]) == len(many["value"]) else ():
+        if not agree(other := many["value"][name], value):
             text = f"among the outputs, {value!r} on one device is {other!r} in replicas: numbers, flags and strings"
-            yield Difference("value", "", f"{text} are those of replica 0; {_ROWS}")
+            yield Difference("value", name, f"{text} are those of replica 0; {_ROWS}")
 
 
 def _pair(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -265,24 +254,29 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor]]:
     """Return what replicas return where that is a number from each, and what one device returns."""
     return [
-        (torch.stack([part[i].double().real.reshape(()) for part in many.returned]), tensor.double().real.reshape(()))
-        for i, tensor in one.of("output").items()
-        if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in many.returned)
+        (
+            torch.stack([part[i].double().real.reshape(()) for part in many["returned"].values()]),
+            tensor.double().real.reshape(()),
+        )
+        for i, tensor in one["output"].items()
+        if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in many["returned"].values())
     ]
 
 
 def evidence(of_replicas: Tensor, on_one: Tensor, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
-    numbers, ways = of_replicas.tolist(), {"sum": of_replicas.sum(), "mean": of_replicas.mean()}
+    numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(numbers):
-        ways["mean weighted by rows"] = torch.tensor(sizes, dtype=torch.float64) / sum(sizes) @ of_replicas
-    equal = [way for way, value in ways.items() if on_one.isfinite() and not gap(value, on_one)]
+        weighted = "weight them by their rows, or return sums and counts"
+        ways.append(("mean weighted by rows", weights @ of_replicas, weighted))
     text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
-    text += f"{float(on_one):.6g}"
+    text, equal = f"{text}{float(on_one):.6g}", "none of these"
+    what_to_do = "return sums and counts from the replicas, and divide outside"
     if on_one.isfinite():
-        broken = [f"replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
-        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value in ways.items()])
-        found += f": {f'the {equal[0]}' if equal else 'none of these'} is that of one device"
-        text += f"; {broken[0] if broken else found}"
-    what_to_do = _REMEDIES[equal[0]] if equal else "return sums and counts from the replicas, and divide outside"
+        for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
+            equal, what_to_do = f"the {way}", remedy
+        broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
+        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
+        text += broken[0] if broken else f"; {found}: {equal} is that of one device"
     return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" in docs/losses.md'

@@ -70,7 +70,7 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number
     made.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     for name in of_object:
         function = vars(wrapper)[name]
-        is_bound = isinstance(function, MethodType) and function.__self__ is wrapper
+        is_bound = getattr(function, "__self__", None) is wrapper
         made.__dict__[name] = MethodType(function.__func__, made) if is_bound else function
     return made
 
