@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from ..meeting import add_note
 from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
 from .comparing import Rows
 from .copies import InDouble
@@ -105,12 +104,7 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
 
 def _sizes_of_scatter(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Return the number of rows of each chunk: of the first tensors whose sizes add up to one of the batch."""
-    try:
-        chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
-    except Exception as error:
-        if "scatter" in parallel.overridden:
-            add_note(error, f"Raised in your scatter, which got {parallel.device_ids} as device_ids.")
-        raise
+    chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
     totals = {size for tensor in tensors_in((inputs, kwargs)) for size in tensor.shape if size}
     of_chunks = [tensors_in(chunk) for chunk in chunks]
     for i, tensor in enumerate(of_chunks[0] if of_chunks else ()):

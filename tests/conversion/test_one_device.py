@@ -181,21 +181,6 @@ def test_a_scatter_that_was_set_on_the_object_is_that_of_the_check(is_bound):
     assert (other in called_on) == (not is_bound)
 
 
-def scatter_that_fails(inputs, kwargs, device_ids):
-    raise ValueError("cannot be cut")
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_an_error_in_a_scatter_of_your_own_is_said_to_be_there(is_own):
-    parallel = wrapped(nn.ReLU())
-    if is_own:
-        parallel.scatter = scatter_that_fails
-    with pytest.raises(ValueError, match="cannot be cut" if is_own else "do not belong together") as caught:
-        assert_matches_one_device(parallel, VECTORS, torch.ones(1))
-    notes = "".join(getattr(caught.value, "__notes__", []))
-    assert ("Raised in your scatter, which got [" in notes) == is_own
-
-
 def test_errors_of_replicas_have_the_names_of_the_model():
     model = nn.Sequential(nn.Flatten(), Apply(lambda self, x: self.parts[0](x) if x[0] < 2 else x, nn.BatchNorm1d(1)))
     model.register_module("module", model[0])
