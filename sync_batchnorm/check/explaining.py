@@ -64,12 +64,8 @@ class Investigation:
 
     def text(self) -> str:
         """Return what differs, where and why."""
-        kind, overridden, known, state = (
-            self._found.kind,
-            self._many.parallel.overridden,
-            self._evidence(),
-            self._state(),
-        )
+        kind, overridden = self._found.kind, self._many.parallel.overridden
+        known, state = self._evidence(), self._state()
         where = self._where(state) if known or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
         text = known or self._found.text
         if where:
@@ -93,12 +89,9 @@ class Investigation:
     def _state(self) -> str:
         """Return which attributes matter that differ before the pass; all of them, if none matters alone."""
         names = [name for name in list(self._lost)[:_MOST] if self._changes({name: self._lost[name]})] or [*self._lost]
-        return (
-            f"what forward() sets on self ends with the replica, so {', '.join(names[:_MOST])} differs from that on "
-            "one device; keep it in a buffer that is changed in place, or set it outside the forward pass"
-            if names
-            else ""
-        )
+        what_to_do = "keep it in a buffer that is changed in place, or set it outside the forward pass"
+        lost = f"what forward() sets on self ends with the replica, so {', '.join(names[:_MOST])} differs from that on"
+        return f"{lost} one device; {what_to_do}" if names else ""
 
     def _changes(self, attributes: Mapping[str, Any], modes: Sequence[InDouble] = ()) -> bool:
         """Return whether the caller sees something else in replicas where one thing is as on one device."""
@@ -266,12 +259,10 @@ def text_of_hooks(model: nn.Module) -> str:
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     where = f"{hook.__qualname__} of {name or 'the model itself'}"
                     texts.append(f"{where} ({', '.join(attributes)})")
-    return (
-        "; hooks that refer to the model by a closure read and write attributes of the original, not of the replica: "
-        f"{'; '.join(texts[:3])}. Make the hook a method of the module, see docs/troubleshooting.md"
-        if texts
-        else ""
-    )
+    what = "read and write attributes of the original, not of the replica"
+    what_to_do = "Make the hook a method of the module, see docs/troubleshooting.md"
+    hooks = f"; hooks that refer to the model by a closure {what}: {'; '.join(texts[:3])}. {what_to_do}"
+    return hooks if texts else ""
 
 
 class Experiment:

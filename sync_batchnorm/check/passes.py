@@ -52,9 +52,7 @@ class Passes:
 class Side(Copy):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
 
-    def __init__(
-        self, passes: Passes, is_one: bool, number: int = 0, noise: float = 0.0, is_moved: bool = True
-    ) -> None:
+    def __init__(self, passes: Passes, is_one: bool, number: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
         if is_one:
@@ -102,10 +100,8 @@ class Side(Copy):
         grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
         returned, parallel.returned = [[x.detach() for x in tensors_in(part)] for part in parallel.returned], []
-        seen: Pass = {
-            "output": dict(enumerate([tensor.detach() for tensor in outputs])),
-            "value": dict(enumerate(values)),
-        }
+        detached = [tensor.detach() for tensor in outputs]
+        seen: Pass = {"output": dict(enumerate(detached)), "value": dict(enumerate(values))}
         seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "parameter": parameters, "buffer": buffers}
         return seen | {"returned": dict(enumerate(returned))}
 
@@ -131,9 +127,7 @@ class Side(Copy):
 def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
-        raise TypeError(
-            f"expected a `loss` that is a tensor with one element, but got {what}; return that of the batch"
-        )
+        raise TypeError(f"expected a `loss` with one element, but got {what}; return that of the batch")
     if not loss.requires_grad and any(output.requires_grad for output in outputs):
         raise ValueError("expected a `loss` with a gradient, but got a tensor without; return what training minimizes")
 
@@ -253,14 +247,12 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor]]:
     """Return what replicas return where that is a number from each, and what one device returns."""
-    return [
-        (
-            torch.stack([part[i].double().real.reshape(()) for part in many["returned"].values()]),
-            tensor.double().real.reshape(()),
-        )
-        for i, tensor in one["output"].items()
-        if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in many["returned"].values())
-    ]
+    parts, found = many["returned"].values(), list[tuple[Tensor, Tensor]]()
+    for i, tensor in one["output"].items():
+        if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
+            numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
+            found.append((numbers, tensor.double().real.reshape(())))
+    return found
 
 
 def evidence(of_replicas: Tensor, on_one: Tensor, sizes: list[int]) -> str:
