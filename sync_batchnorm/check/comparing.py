@@ -104,9 +104,8 @@ def samples_of(whole: Tensor, like: Tensor, rows: Rows, wanted: Sequence[int], h
     """
     for dim, (size, whole_size) in enumerate(zip(like.shape, whole.shape, strict=False)):
         if size * rows.total == rows.number * whole_size and whole_size and whole_size % rows.total == 0:
-            index = torch.arange(whole_size)
-            blocks = index.reshape(-1, rows.total)[:, list(wanted)]
-            index = blocks if has_blocks else index.reshape(rows.total, -1)[list(wanted)]
+            shape = (-1, rows.total) if has_blocks else (rows.total, -1)
+            index = torch.arange(whole_size).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
             whole = whole.index_select(dim, index.flatten())  # In a similarity matrix, two dimensions are samples.
     return whole
 
@@ -190,24 +189,22 @@ class Compared(InDouble):
 
     def begin(self, call: Call, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
-        if on_one is not None and on_one.arguments is not None:
-            call.agrees = agree(arguments, on_one.arguments, self._rows)
-            if call.agrees:
-                leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(arguments)]
-                call.arguments = with_leaves(arguments, iter(leaves))  # in containers of its own, without a graph
+        call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows)
+        if call.agrees:
+            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(arguments)]
+            call.arguments = with_leaves(arguments, iter(leaves))  # in containers of its own, without a graph
 
     def end(self, call: Call, output: Any) -> None:
         on_one = self._one.calls.get(call.key)
-        if on_one is None or on_one.arguments is None:
+        if on_one is None:
             return
         for actual, right in _compared(output, on_one.output, self._rows):
             if (by := gap(actual, right)) > call.gap:
                 call.gap, call.where = by, _rows_that_differ(actual, right, self._rows.number)
         call.module, call.replica, call.arguments = None, self._replica, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
-        is_compared = len(on_one.in_replicas) == self._replicas
-        if is_compared and not suspects_in(on_one, self._model):
-            on_one.arguments = on_one.output = None
+        if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):
+            del self._one.calls[call.key]
 
 
 class Corrected(InDouble):
@@ -247,9 +244,7 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
         if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:  # a replica's loss
             continue
         right = chunk_of(whole, actual, rows)
-        # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
-        is_padded = actual.dim() == right.dim() > 1 and len(actual) == len(right)
-        if actual.shape == right.shape or is_padded:
+        if actual.shape == right.shape:  # What has as many rows as its values say, as x[x > 0], says nothing.
             yield actual, right
 
 
@@ -262,8 +257,7 @@ def _rows_that_differ(actual: Tensor, right: Tensor, number: int) -> list[int]:
 
 def _corrected(actual: Any, right: Tensor | None) -> Any:
     """Return the right output, with the gradient of the one that it replaces."""
-    if right is None or (actual.shape == right.shape and not gap(actual, right)):
+    if right is None or not gap(actual, right):
         return actual
-    if actual.shape == right.shape and actual.is_floating_point() and bool(actual.isfinite().all()):
-        return actual + (right - actual).detach()
-    return right.clone()
+    has_gradient = actual.is_floating_point() and bool(actual.isfinite().all())
+    return actual + (right - actual).detach() if has_gradient else right.clone()

@@ -29,15 +29,11 @@ class CheckedWrapper(DataParallelWithCallback):
         output = self.module(*as_tuple(args[0]), **kwargs_of[0])
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
 
-    def replicate(self, *args: Any, **kwargs: Any) -> list[Any]:
-        replicas = super().replicate(*args, **kwargs)
+    def parallel_apply(self, replicas: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         for replica, mode in zip(replicas, self.modes, strict=False):
             replica.__dict__["_sync_mode"] = mode
             object.__setattr__(replica, "__class__", _ReplicaInMode)
-        return replicas
-
-    def parallel_apply(self, *args: Any, **kwargs: Any) -> list[Any]:
-        self.returned = super().parallel_apply(*args, **kwargs)
+        self.returned = super().parallel_apply(replicas, *args, **kwargs)
         return list(self.returned)
 
 
