@@ -7,27 +7,19 @@ compared with that of one device as it ends. What all replicas have been compare
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..wrapper import children_of, leaves_of, with_leaves
-from .copies import Call, CallKey, InDouble
+from .copies import Call, CallKey, InDouble, Rows
 
 __all__: list[str] = []
 
 LEAST = 1e-6  # Smaller values are compared as if they were this large. Arbitrary.
 NOT_FINITE = 1e99  # the gap where only one of two numbers is finite
 SCALARS = (bool, int, float, str)
-
-
-class Rows(NamedTuple):
-    """Which rows of a batch a chunk has."""
-
-    first: int
-    number: int
-    total: int
 
 
 WHOLE = Rows(0, 1, 1)
@@ -244,7 +236,9 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
         if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:  # a replica's loss
             continue
         right = chunk_of(whole, actual, rows)
-        if actual.shape == right.shape:  # What has as many rows as its values say, as x[x > 0], says nothing.
+        # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
+        is_padded = actual.dim() == right.dim() > 1 and len(actual) == len(right)
+        if actual.shape == right.shape or is_padded:
             yield actual, right
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import tensors_in
-from .comparing import SCALARS, Compared, Corrected, OneDevice, Rows, agree, chunk_of, much, samples_of, suspects_in
-from .copies import Call, InDouble, border, copied, modules_in_closure, seed
+from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, much, samples_of, suspects_in
+from .copies import Call, InDouble, Rows, border, copied, modules_in_closure, seed
 from .passes import IN_FORWARD, Difference, FailsInReplicas, Passes, Side, differences, evidence, scalars
 
 __all__: list[str] = []
@@ -73,9 +73,8 @@ class Investigation:
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             text = "; ".join(filter(None, [text, note if overridden and kind in IN_FORWARD else "", state]))
-        if self._number:
-            text = f"in pass {self._number + 1}, while the passes before agree: {text}"
-        text += text_of_hooks(self._one.module)
+        where = f"in pass {self._number + 1}, while the passes before agree: " if self._number else ""
+        text = f"{where}{text}{text_of_hooks(self._one.module)}"
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         has_note = dropped and RANDOM not in text
         return f"{text} (compared with dropout switched off: {dropped})" if has_note else text
@@ -206,9 +205,8 @@ def _are_same(actual: Any, expected: Any, depth: int) -> bool:
 def _items_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value, *value.values()]
-    if isinstance(value, (list, tuple, set, deque)):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+    is_plain = isinstance(value, (list, tuple, set, deque))
+    return list(value if is_plain else getattr(value, "__dict__", {}).values())
 
 
 def _where_else(module: nn.Module) -> str:

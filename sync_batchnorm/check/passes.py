@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..wrapper import leaves_of, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
-from .copies import Copy, InDouble, copied, seed
-from .wrappers import rows_of_chunks, wrapper_like
+from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
