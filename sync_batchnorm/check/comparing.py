@@ -6,14 +6,14 @@ compared with that of one device as it ends. What all replicas have been compare
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..wrapper import children_of, leaves_of, with_leaves
-from .copies import Call, CallKey, InDouble, Rows
+from .copies import Call, InDouble, Rows
 
 __all__: list[str] = []
 
@@ -139,27 +139,29 @@ def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
     return isinstance(actual, Tensor) == isinstance(expected, Tensor)
 
 
+def _mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a tree with what a function returns for each tensor."""
+    return with_leaves(tree, iter([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(tree)]))
+
+
 class OneDevice(InDouble):
     """Keeps what goes into each call and comes out, until all replicas have been compared with it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self.calls: dict[CallKey, Call] = {}  # by their ends
+        self.calls: dict[tuple[str, int], Call] = {}  # by their ends
         self._copies: dict[int, tuple[Any, int | None, Tensor]] = {}  # by the id of a tensor, with it and its version
 
     def begin(self, call: Call, arguments: Any) -> None:
-        call.arguments = self._copied(arguments)
+        call.arguments = _mapped(arguments, self._copy)
 
     def end(self, call: Call, output: Any) -> None:
-        call.output = self._copied(output)
+        call.output = _mapped(output, self._copy)
         self.calls[call.key] = call
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)  # type: ignore[no-untyped-call]
         self._copies.clear()
-
-    def _copied(self, tree: Any) -> Any:
-        return with_leaves(tree, iter([self._copy(x) if isinstance(x, Tensor) else x for x in leaves_of(tree)]))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
@@ -183,8 +185,7 @@ class Compared(InDouble):
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows)
         if call.agrees:
-            leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(arguments)]
-            call.arguments = with_leaves(arguments, iter(leaves))  # in containers of its own, without a graph
+            call.arguments = _mapped(arguments, Tensor.detach)  # in containers of its own, without a graph
 
     def end(self, call: Call, output: Any) -> None:
         on_one = self._one.calls.get(call.key)
@@ -210,7 +211,7 @@ class Corrected(InDouble):
         if call.key != self._on_one.key:
             return None
         right = {id(actual): right for actual, right in _compared(output, self._on_one.output, self._rows)}
-        return with_leaves(output, iter([_corrected(leaf, right.get(id(leaf))) for leaf in leaves_of(output)]))
+        return _mapped(output, lambda actual: _corrected(actual, right.get(id(actual))))
 
 
 def suspects_in(call: Call, model: nn.Module) -> list[Call]:

@@ -58,15 +58,12 @@ def border(name: str, module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
     """Tell the mode of this thread that a call of a module begins or ends; other threads have none."""
 
 
-CallKey = tuple[str, int]  # the name of the module, and which of its calls it is
-
-
 @dataclass
 class Call:
     """A call of a module, on one device or in a replica."""
 
     module: Any
-    key: CallKey
+    key: tuple[str, int]  # the name of the module, and which of its calls it is
     norms: set[str] = field(default_factory=set)  # the names of the functions that it calls itself to normalize a batch
     arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
     output: Any = None  # on one device, a copy
@@ -274,7 +271,6 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     cells = [CellType(copies.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__]
     made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
     made.__kwdefaults__ = hook.__kwdefaults__
-    made.__dict__.update(vars(hook))
     return made
 
 

@@ -157,13 +157,12 @@ class Investigation:
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         inside = {f"{call.key[0]}.{name}".strip(".") for name, _ in call.module.named_parameters()}
-        for kind, name, _ in differences(self._of_one, self._of_many):
-            if kind == "parameter" and name in inside.intersection(self._of_many[kind]):
-                return (
-                    f"its forward() changes the parameter {name} in place, and each replica once more, as all share "
-                    "its memory; compute another tensor from it, or change it outside the forward pass"
-                )
-        return ""
+        inside &= self._of_many["parameter"].keys()
+        names = [found.name for found in differences(self._of_one, self._of_many) if found.kind == "parameter"]
+        names = [name for name in names if name in inside]
+        why = "in place, and each replica once more, as all share its memory"
+        what_to_do = "compute another tensor from it, or change it outside the forward pass"
+        return f"its forward() changes the parameter {names[0]} {why}; {what_to_do}" if names else ""
 
 
 def text_of_failure(text: str, model: nn.Module, modes: Sequence[InDouble]) -> str:
@@ -255,8 +254,7 @@ def text_of_hooks(model: nn.Module) -> str:
             for other in modules_in_closure(hook):
                 words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
-                    where = f"{hook.__qualname__} of {name or 'the model itself'}"
-                    texts.append(f"{where} ({', '.join(attributes)})")
+                    texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
     what = "read and write attributes of the original, not of the replica"
     what_to_do = "Make the hook a method of the module, see docs/troubleshooting.md"
     hooks = f"; hooks that refer to the model by a closure {what}: {'; '.join(texts[:3])}. {what_to_do}"

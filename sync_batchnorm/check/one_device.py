@@ -116,13 +116,10 @@ def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
     try:
         return one.take(number)
     except Exception as error:
-        dtype = str(passes.dtype).removeprefix("torch.")
-        add_note(error, f"This is from a copy of the model on one device: on the CPU, in {dtype}.")
+        add_note(error, f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}.")
         if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
-            raise RuntimeError(
-                "your gather calls that of torch, which takes no tensors of the CPU; call super().gather(outputs, "
-                "output_device), which takes them"
-            ) from error
+            text = "your gather calls that of torch, which takes no tensors of the CPU; call super().gather("
+            raise RuntimeError(f"{text}outputs, output_device), which takes them") from error
         with suppress(Exception):
             Side(replace(passes, dtype=torch.float32), True, 1)
             failed = one.parallel.modes[0].failed
@@ -167,10 +164,8 @@ def _moved(passes: Passes, number: int, pair: Pair, noise: float) -> dict[Key, f
 def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
     side = Side(passes, True, number)
-    try:
+    with suppress(Exception):  # if it depends on the buffer, or makes it anew
         buffer = side.module.get_buffer(name)
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
-        after = side.take(number, "buffer")["buffer"][name]
-    except Exception:  # It depends on the buffer, or makes it anew.
-        return True
-    return bool(gap(after, pair[0]["buffer"][name]))
+        return bool(gap(side.take(number, "buffer")["buffer"][name], pair[0]["buffer"][name]))
+    return True

@@ -221,8 +221,7 @@ def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     shapes, found = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     pairs = zip(shapes, found, strict=False)
     if len(shapes) != len(found) or any(a != b and math.prod(a) != 1 for a, b in pairs):
-        text = f"outputs have shapes {shapes} on one device, {found} in replicas; {_ROWS}"
-        yield Difference("shapes", "", text)
+        yield Difference("shapes", "", f"outputs have shapes {shapes} on one device, {found} in replicas; {_ROWS}")
     for name, value in one["value"].items() if len(one["value"]) == len(many["value"]) else ():
         if not agree(other := many["value"][name], value):
             text = f"among the outputs, {value!r} on one device is {other!r} in replicas: numbers, flags and strings"
