@@ -182,7 +182,13 @@ class Copy:
             raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {error}") from error
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
-            self._prepare(name, module, copies)
+            self._switch_off_dropout(name, module)
+            if isinstance(module, _SynchronizedBatchNorm):
+                module.__dict__["eps_mode"] = "plus"  # the rule of one device, where replicas exchange nothing
+            if isinstance(module, nn.DataParallel):
+                module.device_ids = []  # It runs its module.
+            for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
+                hooks.update({number: _rebound(hook, copies) for number, hook in hooks.items()})
             if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
                 # Before hooks of the user, which may raise.
                 module.register_forward_pre_hook(partial(border, name), with_kwargs=True, prepend=True)
@@ -215,17 +221,6 @@ class Copy:
         for name, buffer in self.saved_buffers().items():
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.data.copy_(buffers[name])  # On one device, a recomputation updates statistics once more.
-
-    def _prepare(self, name: str, module: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-        """Switch off what is a rule and no fault; let hooks that refer to the user's model refer to the copy."""
-        self._switch_off_dropout(name, module)
-        if isinstance(module, _SynchronizedBatchNorm):
-            module.__dict__["eps_mode"] = "plus"  # the rule of one device, where replicas exchange nothing
-        if isinstance(module, nn.DataParallel):
-            module.device_ids = []  # It runs its module.
-        for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
-            for number, hook in hooks.items():
-                hooks[number] = _rebound(hook, copies)
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
