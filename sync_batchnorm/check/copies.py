@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -33,15 +33,12 @@ _DROPOUTS = {*_OF_A_BATCH, "feature_dropout", "native_dropout", "dropout_", "alp
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
-    numpy = sys.modules.get("numpy")
-    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         yield
-    finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
 
 
 def seed(number: int) -> None:

@@ -54,7 +54,8 @@ class Investigation:
 
     def __init__(self, passes: Passes, number: int, found: Difference) -> None:
         self._passes, self._number, self._found = passes, number, found
-        self._lost = self._lost_attributes() if number else {}
+        before = [Side(passes, is_one, number).module for is_one in (True, False) if number]
+        self._lost = _different_attributes(*before)[:_MOST] if before else []
         self._record, self._one = OneDevice(passes.dtype), Side(passes, True, number)
         self._of_one = self._one.take(number, found.kind, [self._record])
         self._many = Side(passes, False, number)  # not before, to hold less at a time
@@ -79,27 +80,17 @@ class Investigation:
         has_note = dropped and RANDOM not in text
         return f"{text} (compared with dropout switched off: {dropped})" if has_note else text
 
-    def _lost_attributes(self) -> dict[str, Any]:
-        """Return the attributes that differ before the pass, as they are on one device."""
-        one, many = (Side(self._passes, is_one, self._number).module for is_one in (True, False))
-        values = _attributes_of(one)
-        return {name: values.get(name) for name in _different_attributes(one, many)}
-
     def _state(self) -> str:
-        """Return which attributes matter that differ before the pass; all of them, if none matters alone."""
-        names = [name for name in list(self._lost)[:_MOST] if self._changes({name: self._lost[name]})] or [*self._lost]
+        """Return which attributes differ before the pass."""
         what_to_do = "keep it in a buffer that is changed in place, or set it outside the forward pass"
-        lost = f"what forward() sets on self ends with the replica, so {', '.join(names[:_MOST])} differs from that on"
-        return f"{lost} one device; {what_to_do}" if names else ""
+        lost = f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from that on"
+        return f"{lost} one device; {what_to_do}" if self._lost else ""
 
-    def _changes(self, attributes: Mapping[str, Any], modes: Sequence[InDouble] = ()) -> bool:
-        """Return whether the caller sees something else in replicas where one thing is as on one device."""
-        many, found = Side(self._passes, False, self._number), self._found
-        for name, value in attributes.items():
-            module, _, attribute = name.rpartition(".")
-            setattr(many.module.get_submodule(module), attribute, value)
+    def _changes(self, modes: Sequence[InDouble]) -> bool:
+        """Return whether the caller sees something else in replicas with these modes."""
+        found = self._found
         try:
-            after = many.take(self._number, found.kind, modes)
+            after = Side(self._passes, False, self._number).take(self._number, found.kind, modes)
         except FailsInReplicas:
             return True
         kind = "output" if found.kind == "shapes" else found.kind
@@ -124,7 +115,7 @@ class Investigation:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
         one, model, dtype = self._one.module, self._many.module, self._passes.dtype
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
-            if self._changes({}, [Corrected(dtype, call, rows) for rows in self._passes.rows]):
+            if self._changes([Corrected(dtype, call, rows) for rows in self._passes.rows]):
                 found, cause = self._cause(call, suspects_in(call, model), state)
                 where = f"{_name_of_call(call, model)}, in replica {found.replica}, {much(found.gap)}"
                 if not cause and found.where:
