@@ -7,6 +7,7 @@ compared with that of one device as it ends. What all replicas have been compare
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -123,10 +124,9 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
 
 def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
     """Return whether two trees have the same tensors, numbers, flags and strings."""
-    try:
+    with suppress(LookupError):
         return all(_leaves_agree(*leaves, rows) for leaves in leaves_by_path(actual, expected, rows))
-    except LookupError:
-        return False
+    return False
 
 
 def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
@@ -229,18 +229,15 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
 
 def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor of an output, and what its rows are on one device; not numbers and selections."""
-    try:
-        pairs = list(leaves_by_path(output, on_one, rows))
-    except LookupError:
-        return
-    for actual, whole in pairs:
-        if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:  # a replica's loss
-            continue
-        right = chunk_of(whole, actual, rows)
-        # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
-        is_padded = actual.dim() == right.dim() > 1 and len(actual) == len(right)
-        if actual.shape == right.shape or is_padded:
-            yield actual, right
+    with suppress(LookupError):
+        for actual, whole in list(leaves_by_path(output, on_one, rows)):
+            if not isinstance(actual, Tensor) or not isinstance(whole, Tensor) or whole.numel() == 1:
+                continue  # The loss of a replica is no chunk.
+            right = chunk_of(whole, actual, rows)
+            # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
+            is_padded = actual.dim() == right.dim() > 1 and len(actual) == len(right)
+            if actual.shape == right.shape or is_padded:
+                yield actual, right
 
 
 def _rows_that_differ(actual: Tensor, right: Tensor, number: int) -> list[int]:

@@ -77,8 +77,7 @@ class Investigation:
         where = f"in pass {self._number + 1}, while the passes before agree: " if self._number else ""
         text = f"{where}{text}{text_of_hooks(self._one.module)}"
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
-        has_note = dropped and RANDOM not in text
-        return f"{text} (compared with dropout switched off: {dropped})" if has_note else text
+        return f"{text} (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else text
 
     def _state(self) -> str:
         """Return which attributes differ before the pass."""
