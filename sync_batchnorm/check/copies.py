@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_tb
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -78,7 +79,8 @@ class InDouble(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
-        self.failed: tuple[str, Call] | None = None  # the first function that has raised an error, and who called it
+        # The error that a replica has raised, and the function and the call of a module that have raised it.
+        self.failed: tuple[str, Call, Exception] | None = None
         self._running = [Call(None, ("", -1))]
         self._begun: Counter[str] = Counter()  # calls, by the name of the module
 
@@ -102,9 +104,18 @@ class InDouble(TorchFunctionMode):
             args = tuple(map(self.converted, args))
         try:
             return self.converted(func(*args, **kwargs))
-        except Exception:
-            self.failed = self.failed or (name, self._running[-1])
+        except Exception as error:
+            self.failed = name, self._running[-1], error
             raise
+
+    def note_failure(self, error: Exception, model: nn.Module) -> None:
+        """Take note of an error that ends a model, and that no function of torch has raised."""
+        if self.failed is None or self.failed[2] is not error:
+            frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
+            called = [frame.f_locals.get("self") for frame in frames]
+            for name, module in model.named_modules():
+                if called and module is called[-1]:
+                    self.failed = "", Call(module, (name, 0)), error
 
     def converted(self, value: Any) -> Any:
         """Return a tensor on the CPU, in the dtype unless it has integers or floats of 8 bits."""
@@ -312,7 +323,11 @@ class _ReplicaInMode(Replica):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._sync_mode:
-            return super().__call__(*args, **kwargs)
+            try:
+                return super().__call__(*args, **kwargs)
+            except Exception as error:
+                self._sync_mode.note_failure(error, self._sync_replica)
+                raise
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:

@@ -155,9 +155,12 @@ class Investigation:
         return f"its forward() changes the parameter {names[0]} {why}; {what_to_do}" if names else ""
 
 
-def text_of_failure(text: str, model: nn.Module, modes: Sequence[InDouble]) -> str:
+def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble]) -> str:
     """Return what only replicas raise, and in which module; `model` has the replicas."""
-    for name, call in [mode.failed for mode in modes if mode.failed and mode.failed[1].module is not None][:1]:
+    text = f"{type(error).__name__}: {error}"
+    for name, call, raised in [mode.failed for mode in modes if mode.failed and mode.failed[1].module is not None]:
+        if raised is not error:  # Its peers were released with errors of their own.
+            continue
         text += f"; raised in {_name_of_call(call, model)}"
         module = dict(model.named_modules())[call.key[0]]
         if name == "batch_norm" in call.norms and not isinstance(module, _SynchronizedBatchNorm):

@@ -75,8 +75,7 @@ class Side(Copy):
         except Exception as error:
             if self._is_one:
                 raise
-            text = f"{type(error).__name__}: {error}"
-            raise FailsInReplicas(text, self.module, self.parallel.modes) from error
+            raise FailsInReplicas(error, self.module, self.parallel.modes) from error
 
     def _taken(self, has_backward: bool) -> Pass:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel

@@ -193,6 +193,12 @@ def log_and_mix(self, x):
     return self.parts[1](self.parts[2](x))
 
 
+def refuse_one_row(self, x):
+    if len(x) == 1:
+        raise ValueError("one row")
+    return x
+
+
 def frozen_norm_and_mix(self, x):
     hidden = F.batch_norm(x, torch.zeros(6), torch.ones(6))
     return hidden - hidden.mean(0)
@@ -262,6 +268,18 @@ FAULTS = {
             "not in replicas: ValueError: Expected more than 1",
             "raised in 1 (BatchNorm1d): a batch norm that is not sync",
         ],
+        [],
+        3,
+    ),
+    "an error behind a norm": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Apply(refuse_one_row)),
+        ["not in replicas: ValueError: one row; raised in 2 (Apply)"],
+        [],
+        3,
+    ),
+    "an error before a norm": (
+        lambda: nn.Sequential(nn.Sequential(Apply(refuse_one_row)), nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        ["not in replicas: ValueError: one row; raised in 0.0 (Apply)"],
         [],
         3,
     ),
