@@ -272,13 +272,13 @@ FAULTS = {
         3,
     ),
     "an error behind a norm": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Apply(refuse_one_row)),
+        lambda: convert_model(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Apply(refuse_one_row))),
         ["not in replicas: ValueError: one row; raised in 2 (Apply)"],
         [],
         3,
     ),
     "an error before a norm": (
-        lambda: nn.Sequential(nn.Sequential(Apply(refuse_one_row)), nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        lambda: convert_model(nn.Sequential(nn.Sequential(Apply(refuse_one_row)), nn.Linear(6, 6), nn.BatchNorm1d(6))),
         ["not in replicas: ValueError: one row; raised in 0.0 (Apply)"],
         [],
         3,
