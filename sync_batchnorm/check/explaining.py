@@ -81,9 +81,11 @@ class Investigation:
 
     def _state(self) -> str:
         """Return which attributes differ before the pass."""
-        what_to_do = "keep it in a buffer that is changed in place, or set it outside the forward pass"
-        lost = f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from that on"
-        return f"{lost} one device; {what_to_do}" if self._lost else ""
+        lost = (
+            f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from that on one "
+            "device; keep it in a buffer that is changed in place, or set it outside the forward pass"
+        )
+        return lost if self._lost else ""
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
@@ -150,9 +152,11 @@ class Investigation:
         inside &= self._of_many["parameter"].keys()
         names = [found.name for found in differences(self._of_one, self._of_many) if found.kind == "parameter"]
         names = [name for name in names if name in inside]
-        why = "in place, and each replica once more, as all share its memory"
-        what_to_do = "compute another tensor from it, or change it outside the forward pass"
-        return f"its forward() changes the parameter {names[0]} {why}; {what_to_do}" if names else ""
+        changed = (
+            f"its forward() changes the parameter {', '.join(map(str, names[:1]))} in place, and each replica once more, as all "
+            "share its memory; compute another tensor from it, or change it outside the forward pass"
+        )
+        return changed if names else ""
 
 
 def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble]) -> str:
@@ -248,9 +252,10 @@ def text_of_hooks(model: nn.Module) -> str:
                 words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
-    what = "read and write attributes of the original, not of the replica"
-    what_to_do = "Make the hook a method of the module, see docs/troubleshooting.md"
-    hooks = f"; hooks that refer to the model by a closure {what}: {'; '.join(texts[:3])}. {what_to_do}"
+    hooks = (
+        "; hooks that refer to the model by a closure read and write attributes of the original, not of the replica: "
+        f"{'; '.join(texts[:3])}. Make the hook a method of the module, see docs/troubleshooting.md"
+    )
     return hooks if texts else ""
 
 
