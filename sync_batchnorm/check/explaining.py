@@ -153,8 +153,8 @@ class Investigation:
         names = [found.name for found in differences(self._of_one, self._of_many) if found.kind == "parameter"]
         names = [name for name in names if name in inside]
         changed = (
-            f"its forward() changes the parameter {', '.join(map(str, names[:1]))} in place, and each replica once more, "
-            "as all share its memory; compute another tensor from it, or change it outside the forward pass"
+            f"its forward() changes the parameter {', '.join(map(str, names[:1]))} in place, and each replica once "
+            "more, as all share its memory; compute another tensor from it, or change it outside the forward pass"
         )
         return changed if names else ""
 
