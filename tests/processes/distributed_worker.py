@@ -11,10 +11,8 @@ import gc
 import importlib
 import logging
 import os
-import pickle
 import re
 import sys
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -49,7 +47,6 @@ from sync_batchnorm import (
     assert_synchronized,
     convert_model,
     execute_replication_callbacks,
-    patch_sync_batchnorm,
     sync_moments,
 )
 from sync_batchnorm.call.processes import Peers
@@ -526,50 +523,25 @@ def the_first_exchange_of_a_layer_on_a_gpu_is_checked_and_no_other_one() -> None
                 assert collectives.found == [GATHER] * gathers
 
 
-def patched_layers() -> list[nn.Module]:
-    with patch_sync_batchnorm():
-        return [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
-
-
-def named_layers(names: Sequence[str] = ("stem", "head")) -> list[nn.Module]:
-    models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in names]
+def named_layers() -> list[nn.Module]:
+    models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in ("stem", "head")]
     return [convert_model(model)[0] for model in models]
 
 
-def swapped_layers() -> list[nn.Module]:
-    """Make layers as a pickle without a state does, or somebody who swaps a class."""
-    layers = [nn.BatchNorm2d(3), nn.BatchNorm2d(3)]
-    for layer in layers:
-        layer.__class__ = SynchronizedBatchNorm2d
-    return layers
-
-
-def with_more_copies() -> list[nn.Module]:
-    """Make layers of which one process has copies besides, such as an average that it evaluates."""
+def copied_by_one_process() -> list[nn.Module]:
+    """Return layers of which one process has copies as well, such as an average that it evaluates."""
     layers = named_layers()
-    more = copy.deepcopy(layers) if RANK == 0 else []
-    for layer in more:
+    for layer in copy.deepcopy(layers) if RANK == 0 else []:
         layer.eval()(torch.ones(2, 3, 4, 4))
     return layers
 
 
 WITHOUT_NAMES = ["a SynchronizedBatchNorm2d without a name"] * 2
-PAIRS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Sequence[str]]] = {
-    "converted together": (lambda: convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))), ["0", "1"]),
-    "constructed": (lambda: [SynchronizedBatchNorm2d(3), SynchronizedBatchNorm2d(3)], WITHOUT_NAMES),
-    "patched": (patched_layers, WITHOUT_NAMES),
-    "converted one by one": (lambda: [convert_model(nn.BatchNorm2d(3)) for _ in range(2)], ["the module itself"] * 2),
-    "converted in two models": (named_layers, ["stem", "head"]),
-    "of one name in two models": (lambda: named_layers(("stem", "stem")), ["stem", "stem"]),
-    "copied": (lambda: [copy.deepcopy(layer) for layer in named_layers()], ["stem", "head"]),
-    "original and copy": (lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)], WITHOUT_NAMES),
-    "swapped": (swapped_layers, WITHOUT_NAMES),
-    "copied by one process": (with_more_copies, ["stem", "head"]),
-    "unpickled by one process": (
-        lambda: [pickle.loads(pickle.dumps(layer)) if RANK == 1 else layer for layer in named_layers()],
-        ["stem", "head"],
-    ),
-}
+PAIRS: list[tuple[Callable[[], Sequence[nn.Module]], Sequence[str]]] = [
+    (lambda: convert_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))), ["0", "1"]),
+    (lambda: [layer := SynchronizedBatchNorm2d(3), copy.deepcopy(layer)], WITHOUT_NAMES),
+    (copied_by_one_process, ["stem", "head"]),
+]
 
 
 def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -590,7 +562,7 @@ def assert_all_are_told(layers: Sequence[nn.Module], names: Sequence[str]) -> li
 
 @check
 def processes_that_call_different_layers_after_a_right_call_are_told_which() -> None:
-    for make, names in PAIRS.values():
+    for make, names in PAIRS:
         layers = make()
         for layer in layers:
             layer(torch.randn(2, 3, 4, 4))
@@ -613,50 +585,20 @@ def processes_that_call_layers_of_other_widths_are_told_even_at_a_first_call() -
             assert (told[0][0] == told[1][0]) == (not called)  # a first call of both has the same number
 
 
-def beside_an_average(net: nn.Module) -> nn.Module:
-    """Convert a net, in one process in a container that has an average of it in front."""
-    return convert_model(nn.ModuleList([copy.deepcopy(net).eval(), net] if RANK == 0 else [net]))[-1]
-
-
-def copied_in_threads(net: nn.Module) -> nn.Module:
-    copies: dict[int, nn.Module] = {}
-    threads = [threading.Thread(target=lambda i=i: copies.update({i: copy.deepcopy(net)})) for i in range(2)]
-    for thread in threads[:: 1 if RANK else -1]:  # one after the other, in an order of each process
-        thread.start()
-        thread.join()
-    return copies[0]
-
-
 def first_in_eval(*nets: nn.Module) -> nn.Module:
     """Return the first of some nets, after each process has evaluated all, in an order of its own."""
     for net in nets[:: 1 if RANK else -1]:
-        copy.deepcopy(net).eval()(images())
         net.eval()(images())
     return nets[0].train()
 
 
-def in_an_order_of_each_process(make: Callable[[], nn.Module]) -> nn.Module:
-    nets = {name: make() for name in ["photo", "sketch"][:: 1 if RANK else -1]}
-    return nets["photo"]
-
-
-# Programs in which each process makes its layers in a way of its own, from a plain net.
-PROGRAMS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "one of several models": lambda net: [convert_model(copy.deepcopy(net)) for _ in range(SIZE)][RANK],
-    "another order": lambda net: in_an_order_of_each_process(lambda: convert_model(copy.deepcopy(net))),
-    "copies in threads": lambda net: copied_in_threads(convert_model(net)),
-    "first used in eval": lambda net: first_in_eval(*[convert_model(copy.deepcopy(net)) for _ in range(2)]),
-    "one of a list": lambda net: convert_model(nn.ModuleList(copy.deepcopy(net) for _ in range(SIZE)))[RANK],
-    "one of a dict": lambda net: convert_model(nn.ModuleDict({str(i): copy.deepcopy(net) for i in range(SIZE)}))[
-        str(SIZE - 1 - RANK)
-    ],
-    "an average in one process": beside_an_average,
-}
-
-
 @check
 def processes_that_make_their_layers_in_ways_of_their_own_equal_one_process() -> None:
-    for make in PROGRAMS.values():
+    for make in (
+        lambda net: [convert_model(copy.deepcopy(net)) for _ in range(SIZE)][RANK],
+        lambda net: convert_model(nn.ModuleList([net, copy.deepcopy(net).eval()][: 1 + RANK]))[0],
+        lambda net: first_in_eval(*[convert_model(copy.deepcopy(net)) for _ in range(2)]),
+    ):
         plain = randomize(conv_net()).double()
         model = make(copy.deepcopy(plain))
         for step in range(4):
@@ -693,21 +635,6 @@ def layer_that_is_gone_in_some_processes_keeps_its_number() -> None:
     output.sum().backward()
     for _ in range(2):
         assert_same_step(nn.BatchNorm2d(3).double(), SynchronizedBatchNorm2d(3).double(), images())
-
-
-@check
-def model_that_one_process_makes_and_the_others_unpickle_is_no_error() -> None:
-    def make() -> nn.Module:
-        side = SynchronizedBatchNorm2d(3)  # made before those that the model has before it
-        return nn.Sequential(SynchronizedBatchNorm2d(3), nn.Conv2d(3, 3, 1), side)
-
-    objects = [make() if RANK == 0 else None]
-    dist.broadcast_object_list(objects)
-    plain = copy.deepcopy(objects[0])
-    for layer in (0, 2):
-        plain[layer] = nn.BatchNorm2d(3)
-    torch.manual_seed(0)
-    assert_same_step(plain.double(), objects[0].double(), images())
 
 
 @check
@@ -952,23 +879,6 @@ def process_that_has_no_batches_left_ends_the_others_with_the_error_of_ddp() -> 
 
     with pytest.raises(RuntimeError, match="exhausted"):
         train()
-
-
-def branches(net: Net, input: Tensor, chosen: Tensor) -> Tensor:
-    """Use one of two heads for each sample."""
-    features = net.trunk(input).mean((2, 3))
-    return torch.stack([net.heads[i](one) for i, one in zip(chosen.tolist(), features, strict=True)])
-
-
-@check
-def parameters_that_some_processes_or_all_leave_out_have_the_gradient_of_one_process() -> None:
-    heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
-    plain, model = twins(Net(branches, trunk=conv_net(), heads=heads), process_group=dist.new_group())
-    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=1e-4)
-    rows = [2] * SIZE
-    for by_rank in ([0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 0]):
-        chosen = torch.tensor(by_rank[:SIZE]).repeat_interleave(2)
-        assert_same_step(plain, ddp, images(rows), rows, chosen, averages=True)
 
 
 @check
