@@ -107,19 +107,15 @@ def arguments_of_setup(monkeypatch: pytest.MonkeyPatch, repository: str) -> dict
     return passed
 
 
-def test_links_of_the_project_are_those_of_the_repository_that_builds_or_none(monkeypatch):
-    links = arguments_of_setup(monkeypatch, "someone/fork")["project_urls"]
+def test_links_are_those_of_the_repository_that_builds_or_none(monkeypatch):
+    passed = [arguments_of_setup(monkeypatch, repository) for repository in ("someone/fork", "")]
+    links, version = passed[0]["project_urls"], sync_batchnorm.__version__
     assert links["Source"] == "https://github.com/someone/fork"
     assert links["Documentation"] == "https://someone.github.io/fork/"
-    assert links["Changelog"].endswith(f"/someone/fork/blob/v{sync_batchnorm.__version__}/docs/changelog.md")
-    assert arguments_of_setup(monkeypatch, "")["project_urls"] == {}
-
-
-def test_description_links_to_the_repository_that_builds_or_nowhere(monkeypatch):
-    described = []
-    for repository in ("someone/fork", ""):
-        described.append(arguments_of_setup(monkeypatch, repository)["long_description"])
-    page = f"https://github.com/someone/fork/{{}}/v{sync_batchnorm.__version__}/docs/"
+    assert links["Changelog"].endswith(f"/someone/fork/blob/v{version}/docs/changelog.md")
+    assert passed[1]["project_urls"] == {}
+    page = f"https://github.com/someone/fork/{{}}/v{version}/docs/"
+    described = [arguments["long_description"] for arguments in passed]
     assert f"[usage]({page.format('blob')}usage.md)" in described[0]
     assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]
     for text in described:  # neither relative, nor to a section of no file
@@ -158,23 +154,3 @@ def test_code_of_a_user_has_the_right_types_with_the_installed_copy(python, tmp_
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
 def test_code_of_a_user_runs():
     runpy.run_path(str(USER), run_name="__main__")
-
-
-TOP_LEVEL = {
-    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "LICENSE", "README.md", "noxfile.py"),
-    *("docs", "pyproject.toml", "setup.py", "sync_batchnorm", "tests"),
-}
-PICTURES = {".png", ".svg", ".gif", ".jpg"}
-LARGEST = 300_000  # bytes, more than the largest file of text has
-
-
-def test_top_level_is_what_it_should_be_and_no_large_file_but_pictures_is_tracked():
-    try:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("the files are not those of a repository")
-    tracked = [path for name in listed.split("\0")[:-1] if (path := ROOT / name).is_file()]  # not those just deleted
-    assert {path.relative_to(ROOT).parts[0] for path in tracked} == TOP_LEVEL
-    assert Path(__file__) in tracked
-    files = [path for path in tracked if path.suffix not in PICTURES]
-    assert {path.name: size for path in files if (size := path.stat().st_size) > LARGEST} == {}
