@@ -29,6 +29,10 @@ def project_urls() -> dict[str, str]:
     }
 
 
+# What a link of the README leads to, if it is no file of the repository.
+PLACES = {"docs/contributing.md#the-site": "Documentation", "../../issues": "Issues"}
+
+
 def without_relative_links(page: str) -> str:
     """Return a page for the package index, where relative links lead nowhere.
 
@@ -37,6 +41,8 @@ def without_relative_links(page: str) -> str:
 
     def replacement(link: re.Match[str]) -> str:
         image, text, path = link.groups()
+        if REPOSITORY and path in PLACES:
+            return f"[{text}]({project_urls()[PLACES[path]]})"
         if REPOSITORY:
             kind = "raw" if image else "blob"
             path = f"README.md{path}" if path.startswith("#") else path

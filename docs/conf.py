@@ -33,8 +33,9 @@ html_title = f"sync_batchnorm {version}"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_copy_source = False
-if repository := os.environ.get("GITHUB_REPOSITORY"):  # in a workflow: each page has a link to its source
-    html_theme_options = {"source_repository": f"https://github.com/{repository}/", "source_branch": "main"}
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY")
+if REPOSITORY:  # in a workflow: each page has a link to its source
+    html_theme_options = {"source_repository": f"https://github.com/{REPOSITORY}/", "source_branch": "main"}
     html_theme_options["source_directory"] = ""
 html_show_copyright = html_use_index = False
 
@@ -52,6 +53,8 @@ NAVIGATION = {
 def extend(app: Sphinx, name: str, source: list[str]) -> None:
     """Give a page what GitHub would not show: tables of contents, and messages as headings."""
     if name == "README":
+        issues = f"[issues](https://github.com/{REPOSITORY}/issues)" if REPOSITORY else "issues"
+        source[0] = source[0].replace("[issues](../../issues)", issues)
         for caption, pages in NAVIGATION.items():
             source[0] += toctree(pages, f":caption: {caption}")
     elif name == "docs/benchmarks/README":

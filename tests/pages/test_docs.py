@@ -98,6 +98,11 @@ def test_example_of_a_docstring_runs(name: str):
     assert not doctest.DocTestRunner().run(example).failed
 
 
+def test_readme_shows_code_within_its_first_words():
+    before_the_code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```")[0]
+    assert len(before_the_code.split()) <= 80
+
+
 @pytest.mark.parametrize("removed", ["+", "-"], ids=["before", "after"])
 def test_training_loop_of_the_readme_runs_before_and_after_the_change(removed: str):
     (diff,) = [block.code for block in blocks_of(ROOT / "README.md") if block.language == "diff"]

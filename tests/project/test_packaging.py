@@ -118,11 +118,15 @@ def test_links_are_those_of_the_repository_that_builds_or_none(monkeypatch):
     described = [arguments["long_description"] for arguments in passed]
     assert f"[usage]({page.format('blob')}usage.md)" in described[0]
     assert f"]({page.format('raw')}examples/segment_digits.png)" in described[0]
+    assert "[issues](https://github.com/someone/fork/issues)" in described[0]
+    assert "[site](https://someone.github.io/fork/)" in described[0]
+    assert "site · issues" in described[1]
     for text in described:  # neither relative, nor to a section of no file
         assert not re.search(r"\]\((?!https:)|v[\d.]+/#", text)
 
 
-def test_version_is_that_of_the_package_and_the_newest_of_the_changelog(metadata):
+def test_version_is_that_of_the_package_the_readme_and_the_newest_of_the_changelog(metadata):
+    assert f"\nVersion {sync_batchnorm.__version__} · " in (ROOT / "README.md").read_text(encoding="utf-8")
     changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
     assert changelog.split("\n## ")[1].split()[0] == metadata["Version"] == sync_batchnorm.__version__
 
