@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, Replica, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback, Run, tensors_in
 
 __all__: list[str] = []
 
@@ -313,12 +313,12 @@ class CheckedWrapper(DataParallelWithCallback):
     def parallel_apply(self, replicas: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         for replica, mode in zip(replicas, self.modes, strict=False):
             replica.__dict__["_sync_mode"] = mode
-            object.__setattr__(replica, "__class__", _ReplicaInMode)
+            object.__setattr__(replica, "__class__", _RunInMode)
         self.returned = super().parallel_apply(replicas, *args, **kwargs)
         return list(self.returned)
 
 
-class _ReplicaInMode(Replica):
+class _RunInMode(Run):
     _sync_mode: InDouble
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

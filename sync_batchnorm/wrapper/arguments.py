@@ -134,7 +134,7 @@ class Arguments:
 
     def _by_sample(self, *paths: Path) -> str:
         """Return what to pass if the outermost list on each of the paths has an entry for each sample."""
-        lists = {path[:1]: found for path in paths for found, *_ in self.tree.lists if found == path[: len(found)]}
+        lists = {path[:1]: outer for path in paths for outer, *_ in self.tree.lists if outer == path[: len(outer)]}
         return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists.values()])
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:

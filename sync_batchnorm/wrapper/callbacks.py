@@ -8,7 +8,7 @@ from torch import nn
 
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
 from ..torch_private import names_of_modules
-from .replica import is_in_replica, new_coordinator, raise_foreign_layer
+from .run import is_in_replica, new_coordinator, raise_foreign_layer
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
@@ -51,13 +51,13 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 def _check_replicas(modules: Any) -> None:
     """Raise an error for what is no list of modules, or is empty."""
-    found = None if isinstance(modules, (Sequence, nn.ModuleList)) else type(modules).__name__
-    if found is None:
+    wrong = None if isinstance(modules, (Sequence, nn.ModuleList)) else type(modules).__name__
+    if wrong is None:
         others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
-        found = f"a list with {others[0]}" if others else None
-    if found is not None:
+        wrong = f"a list with {others[0]}" if others else None
+    if wrong is not None:
         raise TypeError(
-            f"expected a list with the replicas of one module, but got {found}; pass what replicate() returns"
+            f"expected a list with the replicas of one module, but got {wrong}; pass what replicate() returns"
         )
     if not modules:
         raise ValueError("expected the replicas of a module, but got an empty list; pass what replicate() returns")

@@ -69,7 +69,7 @@ def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:
     return reduce(torch.add, [grad.to(device) for grad in grads]) if grads else None
 
 
-def replicate(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
+def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:
     """Return one replica of `module`, which is on the first of `devices`, for each of them.
 
     Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
@@ -131,16 +131,16 @@ def _copy_attributes(originals: Sequence[tuple[int, Tensor]], tensors: Sequence[
 
 def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:
     """Return for each device the copies that `function` makes of the originals."""
-    made: list[Tensors] = [{} for _ in devices]
+    copies: list[Tensors] = [{} for _ in devices]
     # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
     for group in groups.values():
         outputs = function(devices, *group.values())
-        for i, on_device in enumerate(made):
+        for i, on_device in enumerate(copies):
             on_device.update(zip(group, outputs[i * len(group) : (i + 1) * len(group)], strict=True))
-    return made
+    return copies
 
 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bool) -> list[nn.Module]:

@@ -27,12 +27,12 @@ from ..torch_private import has_attribute, uncompiled
 from .arguments import Arguments, check_dims
 from .bound import detach_what_was_bound_again
 from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
-from .copies import replicate
+from .copies import make_replicas
 from .derived import derived_class
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import state_to_watch, warn_of_lost_hooks, warn_of_lost_state
-from .replica import ForwardPass, Replica, is_in_replica, new_coordinator
-from .scatter_gather import gather, is_on, scatter
+from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
+from .run import ForwardPass, Run, is_in_replica, new_coordinator
+from .scatter_gather import cut, is_on, join
 from .threads import call_replicas
 from .trees import USUAL, Dims
 
@@ -99,11 +99,11 @@ class AnyDeviceDataParallel(DataParallel[Any]):
             devices = devices[: len(arguments.sizes)]
         if len(devices) == 1 and is_on(arguments.tree, devices[0]):
             return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        chunks = scatter(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))
+        chunks = cut(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))
         return tuple(zip(*map(arguments.split, chunks), strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
-        return replicate(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
+        return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         devices = list(map(as_device, self.device_ids[: len(replicas)]))
@@ -113,7 +113,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         _reached.get(set()).add("gather")
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
         dims = USUAL if self.out_dims is None else self.out_dims
-        return gather(outputs, as_device(output_device), self.dim, by_torch, dims)
+        return join(outputs, as_device(output_device), self.dim, by_torch, dims)
 
 
 class _ReplicationMixin(DataParallel[Any]):
@@ -186,16 +186,16 @@ class _ReplicationMixin(DataParallel[Any]):
         if len(set(devices)) < len(devices):  # Then replicas take turns.
             forward_pass.layer_of_another_package = layer_of_another_package(module, contexts)
         forward_pass.inherit()  # for replicas that are not called by `parallel_apply`
-        return [Replica(replica, forward_pass, i, devices[i]) for i, replica in enumerate(replicas)]
+        return [Run(replica, forward_pass, i, devices[i]) for i, replica in enumerate(replicas)]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
-        watched = self._sync_watched(replicas)
-        forward_pass, coordinator = watched[0]._sync_forward, watched[0]._sync_forward.coordinator
-        coordinator.expect([replica._sync_id for replica in watched])
-        state = state_to_watch(self, watched[0]._sync_replica) if len(watched) > 1 else None
+        runs = self._sync_runs(replicas)
+        forward_pass, coordinator = runs[0]._sync_pass, runs[0]._sync_pass.coordinator
+        coordinator.expect([run._sync_number for run in runs])
+        state = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
         try:
-            outputs: list[Any] = super().parallel_apply(watched, *args, **kwargs)
+            outputs: list[Any] = super().parallel_apply(runs, *args, **kwargs)
             failure = coordinator.failure()
             detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
@@ -208,8 +208,8 @@ class _ReplicationMixin(DataParallel[Any]):
                 raise
         if failure is None:
             if state is not None:
-                warn_of_lost_state(watched[0]._sync_replica, state)
-                warn_of_lost_hooks([replica._sync_replica for replica in watched])
+                warn_of_lost_state(runs[0]._sync_replica, state)
+                warn_of_lost_hooks([run._sync_replica for run in runs])
             return outputs
         who, failed = failure
         del failure
@@ -218,18 +218,18 @@ class _ReplicationMixin(DataParallel[Any]):
         finally:
             del failed  # Its traceback refers to this frame.
 
-    def _sync_watched(self, replicas: Sequence[nn.Module]) -> list[Any]:
-        """Return a `Replica` for each of `replicas`, all of one `ForwardPass`, run in the modes of this thread."""
-        watched: list[Any] = list(replicas)
-        if not isinstance(watched[0], Replica):  # the module itself, for a single chunk, or replicas of the user's
-            devices = list(map(as_device, self.device_ids[: len(watched)]))
-            forward_pass = ForwardPass(watched[0], new_coordinator(devices, self._sync_timeout))
-            watched = [Replica(replica, forward_pass, i, devices[i]) for i, replica in enumerate(watched)]
-        forward_pass = watched[0]._sync_forward
+    def _sync_runs(self, replicas: Sequence[nn.Module]) -> list[Any]:
+        """Return a `Run` for each of `replicas`, all of one `ForwardPass`, run in the modes of this thread."""
+        runs: list[Any] = list(replicas)
+        if not isinstance(runs[0], Run):  # the module itself, for a single chunk, or replicas of the user's
+            devices = list(map(as_device, self.device_ids[: len(runs)]))
+            forward_pass = ForwardPass(runs[0], new_coordinator(devices, self._sync_timeout))
+            runs = [Run(replica, forward_pass, i, devices[i]) for i, replica in enumerate(runs)]
+        forward_pass = runs[0]._sync_pass
         forward_pass.inherit()
-        if len(watched) == 1:
+        if len(runs) == 1:
             forward_pass.context = None  # It runs in this thread, as on one device.
-        return watched
+        return runs
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):

@@ -60,8 +60,8 @@ def check_copies(devices: frozenset[torch.device]) -> None:
         for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
             # Not the numbers of the last pair, which memory may still hold.
             numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
-            sent = numbers.to(source)
-            if torch.equal(sent.cpu(), numbers) and not torch.equal(sent.to(target).cpu(), numbers):
+            there = numbers.to(source)
+            if torch.equal(there.cpu(), numbers) and not torch.equal(there.to(target).cpu(), numbers):
                 raise RuntimeError(
                     f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
                     "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "

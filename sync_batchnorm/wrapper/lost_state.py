@@ -35,10 +35,10 @@ class Watched(NamedTuple):
     belongings: set[int]  # the identities of all modules and parameters of the replica
 
 
-def state_to_watch(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
-    """Return the modules of a replica that has not run yet.
+def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
+    """Count a look at a wrapper, and return the modules of a replica that has not run yet.
 
-    None after the first training steps of a wrapper, and for a module that is no replica.
+    None, uncounted, after the first training steps of a wrapper, and for a module that is no replica.
     """
     looks = _looks.get(wrapper, 0)
     if looks >= LOOKS or not replica.training or not vars(replica).get("_is_replica"):

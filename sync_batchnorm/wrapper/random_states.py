@@ -37,7 +37,7 @@ class RandomStates:
     """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        self._generators = {replica_id: _generators(device) for replica_id, device in devices.items()}
+        self._generators = {number: _generators(device) for number, device in devices.items()}
         with _lock:
             distinct = dict.fromkeys(chain.from_iterable(self._generators.values()))
             self._of_caller = {generator: generator.get_state() for generator in distinct}
@@ -45,19 +45,19 @@ class RandomStates:
         self._next.set_state(self._of_caller[torch.default_generator])
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._next))
         self._at_first: dict[int, list[Tensor]] = {
-            replica_id: [torch.Generator(g.device).manual_seed(seed + replica_id).get_state() for g in generators]
-            for replica_id, generators in self._generators.items()
+            number: [torch.Generator(g.device).manual_seed(seed + number).get_state() for g in generators]
+            for number, generators in self._generators.items()
         }
         self._states = dict(self._at_first)
         self._last: int | None = None  # whose states the generators have
 
-    def begin_turn(self, replica_id: int) -> None:
+    def begin_turn(self, number: int) -> None:
         """Give the generators the states of a replica, and keep those of the one that had the last turn."""
         with _lock:
             self._keep_states()
-            for generator, state in zip(self._generators[replica_id], self._states[replica_id], strict=True):
+            for generator, state in zip(self._generators[number], self._states[number], strict=True):
                 generator.set_state(state)
-            self._last = replica_id
+            self._last = number
 
     def restore_caller(self, completed: bool = True) -> None:
         """Bring the states of the caller back, after all turns; after a forward that was aborted, just as they were."""

@@ -33,9 +33,7 @@ def is_on(tree: Tree, device: torch.device) -> bool:
     return True
 
 
-def scatter(
-    tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool = False
-) -> list[Any]:
+def cut(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool = False) -> list[Any]:
     """Cut the leaves of a tree into chunks, one for each device, and return a tree for each chunk.
 
     `dims` has the dimension of each leaf that is cut. Each chunk has a copy of every other tensor, list and dict, and
@@ -80,7 +78,7 @@ def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     return copy.copy(leaf.value).to(device) if moves(type(leaf.value)) else leaf.value
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = USUAL) -> Any:
+def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = USUAL) -> Any:
     """Put outputs together on `device`: tensors along `dim`, or as `dims` says; scalars into a vector, as torch.
 
     What is no tensor is that of the first. Raises an error unless all outputs have one structure.
@@ -97,7 +95,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: boo
             leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
         joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
     for along, places in groups.items():
-        tensors = _join([values[i] for i in places], device, along, by_torch)
+        tensors = _join_groups([values[i] for i in places], device, along, by_torch)
         for i, tensor in zip(places, tensors, strict=True):
             joined[i] = tensor
     return first.build(iter(joined))
@@ -113,9 +111,9 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[Any]:
         )
     of_replicas = [[leaf.value for leaf in first.leaves]]
     for i, tree in enumerate(others, 1):
-        found = {leaf.path: leaf for leaf in tree.leaves}
-        pairs: list[Any] = [(leaf, found.pop(leaf.path, None)) for leaf in first.leaves]
-        for one, other in (*pairs, *[(None, leaf) for leaf in found.values()]):
+        others_by_path = {leaf.path: leaf for leaf in tree.leaves}
+        pairs: list[Any] = [(leaf, others_by_path.pop(leaf.path, None)) for leaf in first.leaves]
+        for one, other in (*pairs, *[(None, leaf) for leaf in others_by_path.values()]):
             if not (one and other and _agree(one, other.value)):
                 raise ValueError(
                     f"replica 0 returned {written((one or other).path)} = {_shown(one)}, but replica {i} returned "
@@ -138,30 +136,32 @@ def _is_misplaced(leaf: Leaf) -> bool:
     return leaf.dim is not None and all([type(key) is Index for key in leaf.path[1:]])  # in no mapping or dataclass
 
 
-def _agree(leaf: Leaf, found: Any) -> bool:
+def _agree(leaf: Leaf, other: Any) -> bool:
     """Return whether what another replica has in place of a leaf of the first can be put together with it."""
     value = leaf.value
     if (isinstance(value, Tensor) and leaf.dim is not None) or leaf.is_list():
-        return isinstance(found, Tensor if isinstance(value, Tensor) else list)
+        return isinstance(other, Tensor if isinstance(value, Tensor) else list)
     if isinstance(value, Tensor) and value.device.type != "cpu":  # A comparison would make the host wait.
-        return isinstance(found, Tensor) and value.shape == found.shape
+        return isinstance(other, Tensor) and value.shape == other.shape
     try:
         if hasattr(value, "shape"):  # a tensor or an array
-            torch.testing.assert_close(found, value, equal_nan=True)
+            torch.testing.assert_close(other, value, equal_nan=True)
             return True
-        return value is found or bool(value == found or (value != value and found != found))
+        return value is other or bool(value == other or (value != value and other != other))
     except Exception:  # such as an `AssertionError` for tensors and arrays that are not close
         return False
 
 
-def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool) -> Sequence[Tensor]:
+def _join_groups(
+    groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool
+) -> Sequence[Tensor]:
     """Return one tensor for each group of tensors, one of each replica."""
     try:
         if by_torch:
             return gather_by_torch(list(zip(*groups, strict=True)), str(device), dim)  # type: ignore[arg-type, no-any-return]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
-            return [_joined([tensor.to(device) for tensor in tensors], dim) for tensors in groups]
+            return [_join_tensors([tensor.to(device) for tensor in tensors], dim) for tensors in groups]
     except (RuntimeError, IndexError) as error:
         for tensors in groups:
             shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -178,7 +178,7 @@ def _join(groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by
         raise
 
 
-def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+def _join_tensors(tensors: list[Tensor], dim: int) -> Tensor:
     if tensors[0].dim() or dim:
         return torch.cat(tensors, dim)
     vector = torch.stack(tensors)

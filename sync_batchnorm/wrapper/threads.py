@@ -31,7 +31,7 @@ from ..backends.streams import current_stream
 from ..meeting import Coordinator
 from ..refusals import mixed_packages_error, warn_once
 from .random_states import RandomStates
-from .replica import ForwardPass
+from .run import ForwardPass
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ __all__: list[str] = []
 def call_replicas(
     module: nn.Module, replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]
 ) -> list[Any]:
-    """Call each `Replica` of `module` in a thread of its own, or a single one in this thread.
+    """Call each `Run` of `module` in a thread of its own, or a single one in this thread.
 
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error.
     """
@@ -54,10 +54,10 @@ def call_replicas(
                 args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
                 outputs[i] = replicas[i](*args, **kwargs[i])
         except BaseException as error:
-            replicas[i]._sync_forward.coordinator.leave(replicas[i]._sync_id, error)
+            replicas[i]._sync_pass.coordinator.leave(replicas[i]._sync_number, error)
 
     # None for replicas that are not connected.
-    forward_pass: ForwardPass | None = getattr(replicas[0], "_sync_forward", None)
+    forward_pass: ForwardPass | None = getattr(replicas[0], "_sync_pass", None)
     if len(replicas) == 1:
         work(0)
     elif forward_pass is None or len(streams) == len(devices):
@@ -65,16 +65,16 @@ def call_replicas(
     elif forward_pass.layer_of_another_package is not None:
         raise mixed_packages_error(forward_pass.layer_of_another_package)
     else:
-        ids = [replica._sync_id for replica in replicas]
-        forward_pass.random_states = states = RandomStates(dict(zip(ids, devices, strict=True)))
-        _run_in_turns(work, ids, forward_pass.coordinator, states, module)
+        numbers = [replica._sync_number for replica in replicas]
+        forward_pass.random_states = states = RandomStates(dict(zip(numbers, devices, strict=True)))
+        _run_in_turns(work, numbers, forward_pass.coordinator, states, module)
     return outputs
 
 
-def _run_threads(work: Callable[[int], None], number: int, coordinator: Coordinator | None) -> None:
+def _run_threads(work: Callable[[int], None], count: int, coordinator: Coordinator | None) -> None:
     """Run `work` of each number in a thread of its own, until all have ended, or those that have not are given up."""
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(number)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,19 +83,23 @@ def _run_threads(work: Callable[[int], None], number: int, coordinator: Coordina
 
 
 def _run_in_turns(
-    work: Callable[[int], None], ids: Sequence[int], coordinator: Coordinator, states: RandomStates, module: nn.Module
+    work: Callable[[int], None],
+    numbers: Sequence[int],
+    coordinator: Coordinator,
+    states: RandomStates,
+    module: nn.Module,
 ) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     before = _versions(module)
-    coordinator.take_turns(ids, states.begin_turn)
-    _run_threads(work, len(ids), coordinator)
+    coordinator.take_turns(numbers, states.begin_turn)
+    _run_threads(work, len(numbers), coordinator)
     states.restore_caller()
     after = _versions(module)  # may have other names: forward() can add parameters to the module
     if before != after:
         changed = [name for name, version in before.items() if after.get(name, version) != version]
         if changed:
             warn_once(
-                f"forward() modified parameters {changed} in place; each of the {len(ids)} replicas, which share "
+                f"forward() modified parameters {changed} in place; each of the {len(numbers)} replicas, which share "
                 "their memory, repeated the change; make it a buffer, or change it outside forward()"
             )
 

@@ -178,14 +178,14 @@ def holds_tensors(tree: Any) -> bool:
     return False
 
 
-def _built(path: Path, like: Any, keys: Collection[Any], items: list[Any]) -> Any:
+def _built(path: Path, original: Any, keys: Collection[Any], items: list[Any]) -> Any:
     """Return a container like another one, with other items."""
-    kind = type(like)
+    kind = type(original)
     if kind in (list, tuple):
         return kind(items)
     children = dict(zip(keys, items, strict=True))
     try:
-        return children if kind is dict else _built_anew(like, kind, children)
+        return children if kind is dict else _built_anew(original, kind, children)
     except Exception as error:
         raise TypeError(
             f"cannot build {written(path)}, a {kind.__name__}, with other tensors: {error}; use a dict, or a dataclass "
@@ -193,20 +193,20 @@ def _built(path: Path, like: Any, keys: Collection[Any], items: list[Any]) -> An
         ) from error
 
 
-def _built_anew(like: Any, kind: Any, children: dict[Any, Any]) -> Any:
+def _built_anew(original: Any, kind: Any, children: dict[Any, Any]) -> Any:
     if dataclasses.is_dataclass(kind):  # as are the outputs of transformers, which are dicts, too
-        made = dataclasses.replace(like, **children)
-        for name, child in children.items():  # The constructor has changed it, as it had changed that of `like`.
-            object.__setattr__(made, name, child)
+        result = dataclasses.replace(original, **children)
+        for name, child in children.items():  # The constructor has changed it, as it had changed that of the original.
+            object.__setattr__(result, name, child)
     elif hasattr(kind, "__copy__") and issubclass(kind, Mapping):
-        made = copy.copy(like)  # with the default of a defaultdict
-        made.update(children)
+        result = copy.copy(original)  # with the default of a defaultdict
+        result.update(children)
     else:
         items = children if issubclass(kind, Mapping) else children.values()
-        made = kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if hasattr(like, "__dict__"):  # what was set on the object afterwards
-        vars(made).update({**vars(like), **vars(made)})
-    return made
+        result = kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if hasattr(original, "__dict__"):  # what was set on the object afterwards
+        vars(result).update({**vars(original), **vars(result)})
+    return result
 
 
 def leaves_of(tree: Any) -> list[Any]:

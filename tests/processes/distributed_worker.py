@@ -50,7 +50,7 @@ from sync_batchnorm import (
     sync_moments,
 )
 from sync_batchnorm.call.processes import Peers
-from sync_batchnorm.wrapper.copies import replicate
+from sync_batchnorm.wrapper.copies import make_replicas
 
 CHECKS: dict[str, Callable[[], None]] = {}
 CHECKS_ON_GPUS: dict[str, Callable[[], None]] = {}  # that need some, and run in a world of two
@@ -674,7 +674,7 @@ def group_size_counts_replicas_of_one_process() -> None:
         with pytest.warns(UserWarning, match=r"process_group=torch\.distributed\.new_subgroups\(2\)\[0\]"):
             layer(batch)
         assert_equal(SynchronizedBatchNorm2d(3, group_size=1)(batch), nn.BatchNorm2d(3)(batch))  # without a warning
-        replica, other = replicate(SynchronizedBatchNorm2d(3), [torch.device("cpu")] * 2, False)
+        replica, other = make_replicas(SynchronizedBatchNorm2d(3), [torch.device("cpu")] * 2, False)
         with pytest.warns(UserWarning, match="replicas that are not connected"):
             other(batch)
         execute_replication_callbacks([replica])

@@ -24,7 +24,7 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-from sync_batchnorm.wrapper.replica import current_replica, is_in_replica
+from sync_batchnorm.wrapper.run import current_run, is_in_replica
 
 variable: ContextVar[int] = ContextVar("variable", default=0)  # Every test runs in a thread, and context, of its own.
 
@@ -213,7 +213,7 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(s
             thread.join()
 
     def is_waiting() -> bool:
-        return bool(current_replica()._sync_forward.coordinator._waiting)
+        return bool(current_run()._sync_pass.coordinator._waiting)
 
     one_waits, other_called = threading.Event(), threading.Event()
     parallel = DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)

@@ -168,7 +168,7 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
 def test_method_of_a_module_without_submodules_is_bound_to_its_replica():
     net = nn.Sequential(nn.ReLU())
     net[0].forward = types.MethodType(nn.ReLU.forward, net[0])
-    for replica in copies.replicate(net, as_devices(["cpu"] * 2), False):
+    for replica in copies.make_replicas(net, as_devices(["cpu"] * 2), False):
         assert replica[0].forward.__self__ is replica[0]
 
 
@@ -314,7 +314,7 @@ def test_collector_is_disabled_only_while_replicas_are_built(monkeypatch, is_ena
     (gc.enable if is_enabled else gc.disable)()
     try:
         with pytest.raises(MemoryError) if fails else nullcontext():
-            copies.replicate(nn.Linear(1, 1), [torch.device("cpu")] * 2, detach=False)
+            copies.make_replicas(nn.Linear(1, 1), [torch.device("cpu")] * 2, detach=False)
         seen.append(gc.isenabled())
     finally:
         (gc.enable if was_enabled else gc.disable)()

@@ -11,9 +11,9 @@ from helpers import assert_same_step, doubles, in_threads
 from torch import nn
 
 from sync_batchnorm import convert_model, patch_replication_callback
-from sync_batchnorm.wrapper.copies import replicate
+from sync_batchnorm.wrapper.copies import make_replicas
 from sync_batchnorm.wrapper.devices import as_device, check_copies
-from sync_batchnorm.wrapper.scatter_gather import gather
+from sync_batchnorm.wrapper.scatter_gather import join
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,10 @@ def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_s
             return chunks, [kwargs] * len(chunks)
 
         def replicate(self, module, device_ids):
-            return replicate(module, [torch.device("cpu")] * len(device_ids), not torch.is_grad_enabled())
+            return make_replicas(module, [torch.device("cpu")] * len(device_ids), not torch.is_grad_enabled())
 
         def gather(self, outputs, output_device):
-            return gather(outputs, torch.device("cpu"), 0)
+            return join(outputs, torch.device("cpu"), 0)
 
         def parallel_apply(self, replicas, inputs, kwargs):
             pairs = zip(replicas, inputs, strict=True)

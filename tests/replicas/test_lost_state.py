@@ -13,7 +13,7 @@ from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
-from sync_batchnorm.wrapper.replica import current_replica
+from sync_batchnorm.wrapper.run import current_run
 
 on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
 
@@ -134,7 +134,7 @@ def test_what_is_made_in_a_forward_pass_is_named_once(devices, assign, name, rem
 @on_devices
 def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     def assign(net: Any, output: Tensor) -> None:
-        net.step += current_replica()._sync_id == replica
+        net.step += current_run()._sync_number == replica
 
     assert len(steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)) == number
 

@@ -1,4 +1,4 @@
-"""The run of one replica: as its caller would run it, and such that its peers learn when it begins and how it ends.
+"""The run of one replica: in the modes of its caller, and so that its peers learn when it begins and how it ends.
 
 NOTE [whose thread]: A replica runs in a copy of the context of its caller, which may itself be a replica of another
 wrapper, and a thread that a replica starts may inherit its context, as by default in free-threaded Python 3.14. So a
@@ -69,17 +69,17 @@ class ForwardPass:
             stack.enter_context(device if device.type == self.default_device.type else self.default_device)
 
 
-class Replica(nn.Module):
-    """Runs a replica of the wrapped module, once: all who call replicas call this. Its attributes are the replica's."""
+class Run(nn.Module):
+    """The run of one replica: whoever calls replicas calls this, once. Its attributes are those of the replica."""
 
     _sync_replica: nn.Module
-    _sync_forward: ForwardPass
-    _sync_id: int
+    _sync_pass: ForwardPass
+    _sync_number: int
     _sync_device: torch.device
 
-    def __init__(self, module: nn.Module, forward_pass: ForwardPass, replica_id: int, device: torch.device) -> None:
+    def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
-        self.__dict__.update(_sync_replica=module, _sync_forward=forward_pass, _sync_id=replica_id, _sync_device=device)
+        self.__dict__.update(_sync_replica=replica, _sync_pass=forward_pass, _sync_number=number, _sync_device=device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync_replica, name)
@@ -91,7 +91,7 @@ class Replica(nn.Module):
         return self._sync_replica.named_modules(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = self._sync_forward.context
+        context = self._sync_pass.context
         if context is None:
             return self._sync_call(*args, **kwargs)
         return context.copy().run(self._sync_call, *args, **kwargs)  # Two threads cannot run in one context.
@@ -99,45 +99,44 @@ class Replica(nn.Module):
     forward = __call__
 
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
-        coordinator, replica_id = self._sync_forward.coordinator, self._sync_id
-        module = self._sync_replica
-        span = coordinator.begin(replica_id)
+        coordinator, number = self._sync_pass.coordinator, self._sync_number
+        span = coordinator.begin(number)
         token = _current.set(ref(self))
         try:
             with span, ExitStack() as stack:
-                self._sync_forward.enter_modes(stack, self._sync_device)
+                self._sync_pass.enter_modes(stack, self._sync_device)
                 try:
-                    output = module(*args, **kwargs)
+                    output = self._sync_replica(*args, **kwargs)
                 except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
                     raise RuntimeError(
-                        f"{coordinator.who(replica_id)} raised StopIteration, as next() does at the end of an "
+                        f"{coordinator.who(number)} raised StopIteration, as next() does at the end of an "
                         "iterator; catch it in forward(), or give next() a default"
                     ) from error
         except BaseException as error:
-            coordinator.leave(replica_id, error)
+            coordinator.leave(number, error)
             raise
         finally:
             _current.reset(token)
-            note_run(self._sync_forward.original, module)
-        coordinator.leave(replica_id)
+            note_run(self._sync_pass.original, self._sync_replica)
+        coordinator.leave(number)
         return output
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.
-_current: ContextVar["ref[Replica] | None"] = ContextVar("sync_batchnorm_replica", default=None)
+_current: ContextVar["ref[Run] | None"] = ContextVar("sync_batchnorm_run", default=None)
 
 
-def current_replica() -> Replica | None:
-    """Return the replica that this thread runs, or None; see NOTE [whose thread]."""
+def current_run() -> Run | None:
+    """Return the run of the replica that this thread runs, or None; see NOTE [whose thread]."""
     reference = _current.get()
-    replica = None if reference is None else reference()
-    is_here = replica is not None and replica._sync_forward.coordinator.runs_here(replica._sync_id)
-    return replica if is_here else None
+    run = None if reference is None else reference()
+    is_here = run is not None and run._sync_pass.coordinator.runs_here(run._sync_number)
+    return run if is_here else None
 
 
 def is_in_replica() -> bool:
     """Return whether this thread runs a replica."""
-    return current_replica() is not None
+    return current_run() is not None
 
 
 # As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and
@@ -153,11 +152,11 @@ def raise_foreign_layer(foreign: nn.Module) -> None:
 
 @uncompiled  # The compiler knows no threads.
 def _refuse_unless_its_own(foreign: nn.Module) -> None:
-    replica = current_replica()
-    if replica is None or any(module is foreign for module in replica.modules()):
+    run = current_run()
+    if run is None or any(module is foreign for module in run.modules()):
         return
-    forward_pass = replica._sync_forward
-    who = forward_pass.coordinator.who(replica._sync_id)
+    forward_pass = run._sync_pass
+    who = forward_pass.coordinator.who(run._sync_number)
     name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
     which = name or type(foreign).__name__
     whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
