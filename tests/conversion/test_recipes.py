@@ -96,9 +96,41 @@ def _encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
 
 
+def _conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
+
+
+def _quantizer(page: types.ModuleType) -> nn.Module:
+    return nn.Sequential(_encoder(), page.Codebook(5, 4, decay=0.7))
+
+
+def _net_with_queue(page: types.ModuleType) -> nn.Module:
+    """Return a net that compares features with a queue of earlier ones, made as the page says."""
+
+    class Queue(page.Connected):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", torch.randn(12, 4))
+
+        def merge(self, messages: list[tuple[int, Tensor]]) -> list[tuple[int, None]]:
+            keys = torch.cat([part.to(self.keys.device) for _, part in messages])
+            self.keys.copy_(torch.cat([self.keys[len(keys) :], keys]))
+            return [(identifier, None) for identifier, _ in messages]
+
+        def forward(self, features: Tensor) -> Tensor:
+            scores = features @ self.keys.clone().T
+            self.exchange(features.detach())
+            return scores
+
+    return nn.Sequential(_encoder(), Queue())
+
+
 EXTENSIONS = {
     "renorm": lambda page: (page.BatchRenorm2d(3), doubles(5, 3, 4, 4)),
     "contrastive": lambda page: (page.Contrastive(_encoder()), doubles(5, 6), doubles(5, 6)),
+    "codebook": lambda page: (_quantizer(page), doubles(5, 6)),
+    "queue": lambda page: (_net_with_queue(page), doubles(5, 6)),
+    "features": lambda page: (page.WithFeatures(_conv(), "2"), doubles(5, 3, 4, 4)),
     "dropout": lambda page: (nn.Sequential(_encoder(), page.WholeBatchDropout(0.5, seed=3)), doubles(5, 6)),
 }
 
@@ -112,9 +144,33 @@ def test_module_of_ones_own_equals_one_device(extending, name, devices):
 
     def step(model: nn.Module) -> list[Tensor]:
         output = model(*inputs)
-        gradients = torch.autograd.grad(output, inputs, output.detach().sin(), retain_graph=True)
-        output.backward(output.detach().sin(), inputs=list(model.parameters()))
-        return [output, *gradients]
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        upstream = [output.detach().sin() for output in outputs]
+        gradients = torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
+        torch.autograd.backward(outputs, upstream, inputs=list(model.parameters()))
+        return [*outputs, *gradients]
 
     for _ in range(3):
         assert_same_results(plain, parallel, step, 1e-12)
+
+
+class GradCam(nn.Module):
+    """Returns the gradient of each sample's first score with respect to its features, made inside `forward`."""
+
+    def __init__(self, with_features: nn.Module) -> None:
+        super().__init__()
+        self.with_features = with_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        scores, features = self.with_features(input)
+        return torch.autograd.grad(scores[:, 0].sum(), features)[0]
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_gradient_of_features_is_made_inside_in_eval_mode_and_cannot_be_outside(extending, devices):
+    plain, parallel = twins(GradCam(extending.WithFeatures(_conv(), "2")).double().eval(), devices)
+    input = doubles(5, 3, 4, 4, devices=devices)
+    assert_equal(parallel(input), plain(input))
+    scores, features = DataParallelWithCallback(parallel.module.with_features, devices)(input)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(scores[:, 0].sum(), features)
