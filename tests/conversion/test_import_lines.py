@@ -112,17 +112,19 @@ def test_modules_give_all_that_those_of_the_older_library_list(module):
 
 
 def test_lines_of_a_folder_with_another_name_work_behind_its_own_init(tmp_path, monkeypatch):
-    (edit,) = re.findall(r"^\| `lib.nn`, with the folder `lib/nn/modules` \| `(from .+?)` instead", TEXT, re.MULTILINE)
+    row = r"^\| `lib.nn`, with the folder `lib/nn/modules` \| `(from .+?)` below `(from .+?)` in"
+    ((ours, theirs),) = re.findall(row, TEXT, re.MULTILINE)
     package = tmp_path / "lib" / "nn"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(f"{edit}\nUserScatteredDataParallel = user_scattered_collate = None\n")
+    (package / "modules").mkdir(parents=True)
+    (package / "modules" / "__init__.py").write_text("SynchronizedBatchNorm2d = UserScatteredDataParallel = None\n")
+    (package / "__init__.py").write_text(f"{theirs}\n{ours}\nuser_scattered_collate = None\n")
     monkeypatch.syspath_prepend(tmp_path)
     namespace: dict[str, Any] = {}
     for line in OF_LIB:
         exec(line, namespace)
     for name in ("SynchronizedBatchNorm2d", "patch_replication_callback"):
         assert namespace[name] is getattr(sync_batchnorm, name)
-    for name in ("lib", "lib.nn"):
+    for name in ("lib", "lib.nn", "lib.nn.modules"):
         monkeypatch.delitem(sys.modules, name)
 
 

@@ -1,0 +1,145 @@
+"""What pages say in words, tried: accumulation, averages of weights, loops over rows, `squeeze`, norms of a sample."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from conftest import device_lists
+from helpers import assert_equal, assert_same_results, assert_same_state, doubles, twins
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    assert_matches_one_device,
+    assert_synchronized,
+    convert_model,
+)
+
+CPUS = ["cpu"] * 2
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_accumulated_gradients_are_those_of_one_device_with_the_same_micro_batches_only(devices):
+    plain, parallel = twins(_net(), devices)
+    at_once = copy.deepcopy(plain)
+    batch = doubles(12, 6, devices=devices)
+
+    def accumulate(model: nn.Module, micro_batches: tuple[Tensor, ...]) -> list[Tensor]:
+        for micro_batch in micro_batches:
+            (model(micro_batch).sin().mean() / len(micro_batches)).backward()
+        return []
+
+    assert_same_results(plain, parallel, lambda model: accumulate(model, batch.chunk(2)))
+    accumulate(at_once, (batch,))
+    assert (at_once[0].weight.grad - plain[0].weight.grad).abs().max() > 1e-3
+    assert (at_once[1].num_batches_tracked, plain[1].num_batches_tracked) == (1, 2)
+
+
+@pytest.mark.parametrize("wraps", ["the average", "the model", "neither"])
+def test_statistics_of_averaged_weights_are_those_of_one_device(wraps):
+    plain, parallel = twins(_net(), CPUS)
+    batches = [doubles(5, 6) for _ in range(3)]
+
+    def averaged(trained: nn.Module) -> AveragedModel:
+        average = AveragedModel(trained)
+        average.update_parameters(trained)
+        return average
+
+    expected = averaged(plain)
+    update_bn(batches, expected)
+    average = averaged(parallel if wraps == "the model" else parallel.module)
+    update_bn(batches, DataParallelWithCallback(average, CPUS) if wraps == "the average" else average)
+    assert_same_state(average.module.module if wraps == "the model" else average.module, expected.module)
+
+
+class CallsForEachRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.stack([self.bn(row) for row in input])
+
+
+def test_rows_of_a_loop_are_normalized_alone_only_with_a_group_size_of_one():
+    plain = CallsForEachRow().double()
+    rows = doubles(4, 6, 3)
+    expected = plain(rows)
+
+    def normalized(rows: Tensor, **options: int) -> Tensor:
+        return DataParallelWithCallback(convert_model(CallsForEachRow().double(), **options), CPUS)(rows)
+
+    assert_equal(normalized(rows, group_size=1), expected)
+    assert_equal(normalized(rows[:3], group_size=1), expected[:3])
+    assert (normalized(rows) - expected).abs().max() > 1e-2
+    with pytest.raises(ReplicaSyncError, match=r"expected every replica to call bn the same number of times"):
+        normalized(rows[:3])
+
+
+def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_in_a_warning():
+    class Squeezes(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.squeeze()
+
+    replicas = DataParallelWithCallback(Squeezes(), ["cpu"] * 4)
+    assert replicas(doubles(4, 8, 1, 1)).shape == (32,)
+    with pytest.warns(UserWarning, match="Was asked to gather along dimension 0, but all input tensors were scalars"):
+        assert replicas(doubles(4, 1)).shape == (4,)
+    with pytest.raises(RuntimeError, match="their numbers of dimensions differ"):
+        replicas(doubles(5, 8, 1, 1))
+
+
+def test_group_norm_is_equal_in_replicas_without_this_library():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double()
+    assert_matches_one_device(net, doubles(3, 3, 6, 6))
+
+
+class AdaIN(nn.Module):
+    """As many projects write it: each sample is normalized alone, by a call of `F.batch_norm`."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = [buffer.repeat(len(input)) for buffer in (self.running_mean, self.running_var)]
+        output = nn.functional.batch_norm(input.reshape(1, -1, *input.shape[2:]), *statistics, training=True)
+        return output.view(input.shape)
+
+
+class FreezesInTrain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.stem.eval()
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(self.stem(input))
+
+
+@pytest.mark.parametrize(
+    ("net", "ignore"),
+    [(nn.Sequential(nn.BatchNorm2d(3), AdaIN(3)), AdaIN), (FreezesInTrain(), "module.stem")],
+    ids=["AdaIN", "frozen"],
+)
+def test_norm_that_is_right_as_it_is_can_be_left_out(net, ignore):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "convert_model left BatchNorm layers")
+        parallel = DataParallelWithCallback(convert_model(copy.deepcopy(net)), CPUS).train()
+    with pytest.raises(RuntimeError, match="expected every batch norm of the model to synchronize"):
+        assert_synchronized(parallel)
+    assert_synchronized(parallel, ignore=[ignore])
+    assert_matches_one_device(parallel, torch.randn(3, 3, 4, 4))
