@@ -242,11 +242,11 @@ class _Scene:
         here = RunningCallback(self.coordinator)
         token = running_callback.set(here)
         for here.name, members in scenario.layers.items():
-            here.replica_id = members[0]
+            here.number = members[0]
             master = SyncMaster(self._merge)
             self.pipes[here.name] = {members[0]: master}
-            for here.replica_id in members[1:]:
-                self.pipes[here.name][here.replica_id] = master.register_slave(f"replica {here.replica_id}")
+            for here.number in members[1:]:
+                self.pipes[here.name][here.number] = master.register_slave(f"replica {here.number}")
         running_callback.reset(token)
         if scenario.turns:
             self.coordinator.take_turns(range(self.number), self._check_turn)
@@ -257,7 +257,7 @@ class _Scene:
 
     def _check_turn(self, replica: int) -> None:
         takes_turns = self.coordinator._begin_turn is not None
-        is_its_turn = self.coordinator._turn_holder is self.coordinator._replicas[replica]
+        is_its_turn = self.coordinator._turn_holder is self.coordinator._records[replica]
         assert not takes_turns or is_its_turn, f"replica {replica} runs in the turn of another"
 
     def bodies(self) -> list[Callable[[], Any]]:
@@ -317,7 +317,7 @@ class _Scene:
         assert self.coordinator.is_over, "not over"
         for outcome in outcomes:
             assert not isinstance(outcome, AssertionError), outcome
-        items = [len(replica.mailbox.items) for replica in self.coordinator._replicas.values()]
+        items = [len(replica.mailbox.items) for replica in self.coordinator._records.values()]
         allowed = 0 if self.coordinator._broken is None else 1 + self.scenario.cuts
         assert max(items, default=0) <= allowed, "an item that nobody took"
         self._check_outcomes(outcomes[: self.number])
@@ -376,9 +376,9 @@ class _Scene:
 
     def _check_shown(self, outcomes: Sequence[Any]) -> None:
         """An original comes before an error that it has caused, and a low replica before a high one."""
-        shown = self.coordinator.failure()
+        shown = self.coordinator.take_failure()
         failed = [
-            (self.coordinator._replicas[replica].was_released, isinstance(outcome, ReplicaSyncError), replica)
+            (self.coordinator._records[replica].was_released, isinstance(outcome, ReplicaSyncError), replica)
             for replica, outcome in enumerate(outcomes)
             if outcome is not None
         ]

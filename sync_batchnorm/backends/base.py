@@ -174,8 +174,8 @@ class BatchStatistics(NamedTuple):
         return total
 
 
-class ReplicaForward(NamedTuple):
-    """What one replica brings into a forward pass, and the statistics of the batch."""
+class ForwardPart(NamedTuple):
+    """What the output of one replica is made of: what it brings, and the statistics of the batch."""
 
     input: Tensor  # with elements
     mean_invstd: Pair
@@ -184,8 +184,8 @@ class ReplicaForward(NamedTuple):
     memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
 
 
-class ReplicaBackward(NamedTuple):
-    """What one replica brings into a backward pass."""
+class BackwardPart(NamedTuple):
+    """What the gradients of one replica are made of, besides the statistics of the batch."""
 
     device: torch.device
     grad_output: Tensor | None  # None if the output does not enter the loss
@@ -249,10 +249,10 @@ class Backend:
         invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         """Return the output ``(input - mean) * invstd * weight + bias`` of each replica."""
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, memory in replicas:
+        for input, (mean, invstd), weight, bias, memory in parts:
             out = memory_for_output(input) if memory is None else memory
             factor = per_channel(invstd if weight is None else invstd * weight, input)
             centered = input - per_channel(mean, input)
@@ -263,23 +263,23 @@ class Backend:
             outputs.append(out)
         return outputs
 
-    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
+    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.
 
         That of an input is None if it is not wanted; those of weight and bias may be None, for zeros, if the output
         does not enter the loss, or has no elements.
         """
-        mean_invstd = _statistics_in_graph(replicas, batch) if torch.is_grad_enabled() else batch.mean_invstd
+        mean_invstd = _statistics_in_graph(parts, batch) if torch.is_grad_enabled() else batch.mean_invstd
         sums: list[Tensor] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         all_normalized: list[Tensor] = []
-        for replica in replicas:
-            mean, invstd = mean_invstd[replica.device]
-            x = replica.input.to(mean.dtype)
+        for part in parts:
+            mean, invstd = mean_invstd[part.device]
+            x = part.input.to(mean.dtype)
             normalized = (x - per_channel(mean, x)) * per_channel(invstd, x)
             grad_weight = grad_bias = None
-            if replica.grad_output is not None:
-                dy, dims, weight = replica.grad_output.to(mean.dtype), reduced_dims(x), replica.weight
+            if part.grad_output is not None:
+                dy, dims, weight = part.grad_output.to(mean.dtype), reduced_dims(x), part.weight
                 grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
                 pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
                 sums += sent_to(pair, batch.master)
@@ -287,23 +287,23 @@ class Backend:
             all_normalized.append(normalized)
         terms = batch.totals(sums) / batch.divisor
         results: list[Gradients] = []
-        for replica, (grad_weight, grad_bias), normalized in zip(replicas, of_parameters, all_normalized, strict=True):
+        for part, (grad_weight, grad_bias), normalized in zip(parts, of_parameters, all_normalized, strict=True):
             grad_input = None
-            if replica.wants_input:
-                grad_input = _input_gradient(replica, normalized, mean_invstd[replica.device][1], terms)
+            if part.wants_input:
+                grad_input = _input_gradient(part, normalized, mean_invstd[part.device][1], terms)
             results.append((grad_input, grad_weight, grad_bias))
         return results
 
 
-def _input_gradient(replica: ReplicaBackward, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
+def _input_gradient(part: BackwardPart, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
     """Return the gradient of the input of one replica, from its normalized input, and the `terms` of all replicas."""
-    of_bias, of_weight = terms.to(replica.device, non_blocking=True)
+    of_bias, of_weight = terms.to(part.device, non_blocking=True)
     # The first operand determines the memory format: that of the input.
     grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
-    if replica.grad_output is not None:
-        dy = replica.grad_output.to(normalized.dtype)
-        grad_input = grad_input + (dy if replica.weight is None else dy * per_channel(replica.weight, dy))
-    return (grad_input * per_channel(invstd, normalized)).to(replica.input.dtype)
+    if part.grad_output is not None:
+        dy = part.grad_output.to(normalized.dtype)
+        grad_input = grad_input + (dy if part.weight is None else dy * per_channel(part.weight, dy))
+    return (grad_input * per_channel(invstd, normalized)).to(part.input.dtype)
 
 
 def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | None]:
@@ -313,15 +313,15 @@ def invstd_of(var: Tensor, eps: float, clamps: bool) -> tuple[Tensor, Tensor | N
     return (var + eps).rsqrt(), None
 
 
-def _statistics_in_graph(replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> dict[torch.device, Pair]:
-    """Return mean and invstd of the batch on each device, as functions of the inputs of all `replicas`.
+def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) -> dict[torch.device, Pair]:
+    """Return mean and invstd of the batch on each device, as functions of the inputs of all `parts`.
 
     Their values are those of the forward. Replicas that recorded no graph, and are not here, have constant inputs.
     """
     sums: list[Tensor] = []
-    for replica in replicas:
-        mean = batch.mean_invstd[replica.device][0]
-        x = replica.input.to(mean.dtype)
+    for part in parts:
+        mean = batch.mean_invstd[part.device][0]
+        x = part.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
         sums += sent_to((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
     moments = batch.totals(sums) / batch.divisor

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .base import (
     Backend,
+    BackwardPart,
     BatchStatistics,
+    ForwardPart,
     Gradients,
     Pair,
-    ReplicaBackward,
-    ReplicaForward,
     format_of,
     memory_for_output,
     merge_moments,
@@ -73,9 +73,9 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
 
-    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, memory in replicas:
+        for input, (mean, invstd), weight, bias, memory in parts:
             if not outputs or parameters_differ:  # Otherwise slope and offset are those of the replica before.
                 slope = _factor(invstd, weight, statistics_dtype(input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
@@ -85,39 +85,39 @@ class Cpu(Backend):
             outputs.append(affine(input, line, memory_for_output(input) if memory is None else memory))
         return outputs
 
-    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
-        if not replicas:
+    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
+        if not parts:
             return []
         invstd = batch.mean_invstd[batch.master][1]
-        dtype = statistics_dtype(replicas[0].input.dtype)
-        in_loss = [i for i, replica in enumerate(replicas) if replica.grad_output is not None]
-        sums = [_sums([replicas[i] for i in in_loss], batch, dtype)] if in_loss else []  # (R, 2, C)
+        dtype = statistics_dtype(parts[0].input.dtype)
+        in_loss = [i for i, part in enumerate(parts) if part.grad_output is not None]
+        sums = [_sums([parts[i] for i in in_loss], batch, dtype)] if in_loss else []  # (R, 2, C)
         of_parameters = dict(zip(in_loss, sums[0].to(dtype, copy=True), strict=True)) if sums else {}
         if batch.weights_differ and sums:
             for pair, i in zip(sums[0], in_loss, strict=True):
-                if replicas[i].weight is not None:
-                    pair.mul_(replicas[i].weight)
-        common_factor = None if batch.weights_differ else _factor(invstd, replicas[0].weight, dtype)
-        if any([replica.wants_input for replica in replicas]):
+                if parts[i].weight is not None:
+                    pair.mul_(parts[i].weight)
+        common_factor = None if batch.weights_differ else _factor(invstd, parts[0].weight, dtype)
+        if any([part.wants_input for part in parts]):
             line = _common_terms(sums, batch, common_factor, dtype)
         results: list[Gradients] = []
-        for i, replica in enumerate(replicas):
+        for i, part in enumerate(parts):
             grad_bias, grad_weight = of_parameters.get(i, (None, None))
             grad_input = None
-            if replica.wants_input:
-                factor = _factor(invstd, replica.weight, dtype) if common_factor is None else common_factor
-                grad_input = _input_gradient(replica, line, factor)
+            if part.wants_input:
+                factor = _factor(invstd, part.weight, dtype) if common_factor is None else common_factor
+                grad_input = _input_gradient(part, line, factor)
             results.append((grad_input, grad_weight, grad_bias))
         return results
 
 
-def _sums(replicas: Sequence[ReplicaBackward], batch: BatchStatistics, dtype: torch.dtype) -> Tensor:
+def _sums(parts: Sequence[BackwardPart], batch: BatchStatistics, dtype: torch.dtype) -> Tensor:
     """Return the sums of each replica, of dy and of dy * (x - mean) * invstd: ``(R, 2, C)``, in float64."""
     mean, invstd = batch.mean_invstd[batch.master]
     rounded, scale = mean.to(dtype), invstd.to(dtype)
     vectors: list[Tensor] = []
-    for replica in replicas:
-        vectors += gradient_sums(replica.grad_output, replica.input, rounded, scale)  # type: ignore[arg-type]
+    for part in parts:
+        vectors += gradient_sums(part.grad_output, part.input, rounded, scale)  # type: ignore[arg-type]
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))
     # Correct the sums for the rounding of the mean, which has shifted all normalized values.
     sums[:, 1].addcmul_(sums[:, 0], (rounded - mean) * invstd)
@@ -137,9 +137,9 @@ def _common_terms(sums: Sequence[Tensor], batch: BatchStatistics, factor: Tensor
     return Line.of(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
 
 
-def _input_gradient(replica: ReplicaBackward, line: Line, factor: Tensor) -> Tensor:
+def _input_gradient(part: BackwardPart, line: Line, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: the common terms, and `factor` times that of its output."""
-    input, dy, dtype = replica.input, replica.grad_output, line.slope.dtype
+    input, dy, dtype = part.input, part.grad_output, line.slope.dtype
     is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
     grad_input = affine(input.to(dtype) if is_half else input, line)
     if dy is not None:

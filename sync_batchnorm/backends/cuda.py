@@ -17,11 +17,11 @@ from torch import Tensor
 from ..torch_private import stream_at
 from .base import (
     Backend,
+    BackwardPart,
     BatchStatistics,
+    ForwardPart,
     Gradients,
     Pair,
-    ReplicaBackward,
-    ReplicaForward,
     RunningStatistics,
     Statistics,
     as_pair,
@@ -77,9 +77,9 @@ class Cuda(Backend):
             invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, replicas: Sequence[ReplicaForward], parameters_differ: bool) -> list[Tensor]:
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, _ in replicas:
+        for input, (mean, invstd), weight, bias, _ in parts:
             if input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
                 output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:
@@ -88,17 +88,17 @@ class Cuda(Backend):
             outputs.append(output)
         return outputs
 
-    def gradients(self, replicas: Sequence[ReplicaBackward], batch: BatchStatistics) -> Sequence[Gradients]:
+    def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Tensor] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
-        for replica in replicas:
-            if replica.grad_output is None or not replica.input.numel():
+        for part in parts:
+            if part.grad_output is None or not part.input.numel():
                 of_parameters.append((None, None))
             else:
-                pair, grad_weight, grad_bias = _sums(replica, replica.grad_output, batch)
+                pair, grad_weight, grad_bias = _sums(part, part.grad_output, batch)
                 sums += sent_to(pair, batch.master)
                 of_parameters.append((grad_weight, grad_bias))
-        if not any([replica.wants_input for replica in replicas]):
+        if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
 
         totals, count = batch.totals(sums), batch.elements
@@ -106,20 +106,20 @@ class Cuda(Backend):
             totals, count = totals / count, 1
         terms = on_devices(totals, batch.mean_invstd)
         results: list[Gradients] = []
-        for replica, grads in zip(replicas, of_parameters, strict=True):
+        for part, grads in zip(parts, of_parameters, strict=True):
             grad_input = None
-            if replica.wants_input:
-                grad_input = _input_gradient(replica, terms[replica.device], count, batch)
+            if part.wants_input:
+                grad_input = _input_gradient(part, terms[part.device], count, batch)
             results.append((grad_input, *grads))
         return results
 
 
-def _sums(replica: ReplicaBackward, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
+def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
     """Return the two sums of one replica, and the gradients of its weight and bias."""
-    mean, invstd = batch.mean_invstd[replica.device]
-    weight = replica.weight
+    mean, invstd = batch.mean_invstd[part.device]
+    weight = part.weight
     sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
-        grad_output, replica.input, mean, invstd, weight, True, weight is not None, False
+        grad_output, part.input, mean, invstd, weight, True, weight is not None, False
     )
     if batch.weights_differ and weight is not None:
         return (sum_dy * weight, sum_dy_xmu * weight), grad_weight, sum_dy
@@ -142,9 +142,9 @@ def _stacked(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -
     return means, invstds, _counts(stacked.device, tuple(numbers), stacked.dtype)
 
 
-def _input_gradient(replica: ReplicaBackward, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:
+def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:
     """Return the gradient of the input of one replica; `terms` are the sums of all, `count` what to divide them by."""
-    input, grad_output, weight = replica.input, replica.grad_output, replica.weight
+    input, grad_output, weight = part.input, part.grad_output, part.weight
     if input.numel() == 0:
         return torch.zeros_like(input)
     if grad_output is None:
@@ -153,12 +153,12 @@ def _input_gradient(replica: ReplicaBackward, terms: Sequence[Tensor], count: in
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
     if not input.is_contiguous():  # or the gradient of a channels_last input would be contiguous
         grad_output = grad_output.contiguous(memory_format=format_of(input))
-    mean, invstd = batch.mean_invstd[replica.device]
+    mean, invstd = batch.mean_invstd[part.device]
     if batch.weights_differ:
         weight = None
     elif weight is not None and weight.dtype != mean.dtype:  # Contiguous inputs need one dtype.
         weight = weight.to(mean.dtype)
-    counts = _counts(replica.device, (count,), torch.int32)
+    counts = _counts(part.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
 
 

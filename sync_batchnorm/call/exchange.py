@@ -187,7 +187,7 @@ def _different(parts: Sequence[Part]) -> ValueError:
     for part in parts:
         kind, shape = part.kind, tuple(part.input.shape)
         modes = (", clamp" if kind.clamps else "") + (", in inference mode" if kind.is_inference else "")
-        where = f"on {part.input.device} in replica {part.replica_id}"
+        where = f"on {part.input.device} in replica {part.number}"
         texts.append(f"{shape} of {kind.dtype} (eps={kind.eps}{modes}) {where}")
     return ValueError(
         "all replicas must get inputs with the same dtype, device type, number of channels and of dimensions, in "

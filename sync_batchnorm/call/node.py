@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BatchStatistics, Gradients, ReplicaBackward
+from ..backends.base import GENERAL, BackwardPart, BatchStatistics, Gradients
 from ..backends.streams import in_order_with_engine
 from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled, will_run
 from .part import Part
@@ -91,17 +91,17 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias of the first replica, of the second one, and so on."""
     is_differentiated = torch.is_grad_enabled()
-    replicas: dict[Saved, ReplicaBackward] = {}
+    backward_parts: dict[Saved, BackwardPart] = {}
     for entry, grad_output in zip(saved, grad_outputs, strict=True):
         wants_input = entry.needs_input and will_run(entry.input_node)
         # Gradients that are differentiated need the inputs of all replicas again.
         if grad_output is not None or wants_input or is_differentiated:
             input, weight = entry.unpack()
-            replicas[entry] = ReplicaBackward(entry.device, grad_output, input, weight, wants_input)
+            backward_parts[entry] = BackwardPart(entry.device, grad_output, input, weight, wants_input)
     backend = GENERAL if is_differentiated else batch.backend
-    computed = dict(zip(replicas, backend.gradients(list(replicas.values()), batch), strict=True))
+    computed = dict(zip(backward_parts, backend.gradients(list(backward_parts.values()), batch), strict=True))
     if not keeps_graph():
-        for entry in replicas:
+        for entry in backward_parts:
             entry.kept = None  # only now, in order with the engine
     gradients: list[Tensor | None] = []
     for entry in saved:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..backends.base import (
     Backend,
+    ForwardPart,
     Pair,
-    ReplicaForward,
     RunningStatistics,
     Statistics,
     memory_for_output,
@@ -38,7 +38,7 @@ class Part:
     """The part of one replica in one call of a layer."""
 
     # What the layer has, besides the input.
-    replica_id: int  # the number of the replica, for messages
+    number: int  # of the replica, for messages
     weight: Tensor | None
     bias: Tensor | None
     eps: float
@@ -63,12 +63,12 @@ class Part:
 
 def normalize(parts: Sequence[Part]) -> None:
     """Add the outputs of parts, which have mean and inverse standard deviation of the batch."""
-    replicas: list[ReplicaForward] = []
+    with_elements: list[ForwardPart] = []
     differ = False
     for part in parts:
         if part.elements:
-            replicas.append(ReplicaForward(part.input, part.mean_invstd, part.weight, part.bias, part.memory))
+            with_elements.append(ForwardPart(part.input, part.mean_invstd, part.weight, part.bias, part.memory))
             differ = differ or not (part.weight_of_module and part.bias_of_module)
-    outputs = iter(parts[0].kind.backend.normalize(replicas, differ))
+    outputs = iter(parts[0].kind.backend.normalize(with_elements, differ))
     for part in parts:
         part.output = next(outputs) if part.elements else memory_for_output(part.input)

@@ -75,7 +75,7 @@ class Connection(NamedTuple):
     """What connects the layer of a replica to those of its peers; the replication callback makes it."""
 
     pipe: SyncMaster | SlavePipe | None
-    copy_id: int  # the number of the replica; the buffers of the first one are those of the wrapped module
+    number: int  # of the replica; the buffers of the first one are those of the wrapped module
     master_device: torch.device | None = None  # where the master merges, if that is known
     weight: Tensor | None = None  # that the replica got from its module, as the next
     bias: Tensor | None = None
@@ -84,7 +84,7 @@ class Connection(NamedTuple):
         return type(None), ()  # A copy of a replica's layer is not connected.
 
 
-ALONE = Connection(pipe=None, copy_id=0)  # a replica in a process of its own
+ALONE = Connection(pipe=None, number=0)  # a replica in a process of its own
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
@@ -132,7 +132,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
         self.__dict__["_sync_connection"] = Connection(
             pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
-            copy_id=copy_id,
+            number=copy_id,
             master_device=ctx.master_device,
             weight=of_replica.get("weight"),
             bias=of_replica.get("bias"),
@@ -165,11 +165,11 @@ class _SynchronizedBatchNorm(BatchNormBase):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
-        if self.training and self.track_running_stats and connection.copy_id == 0:
+        if self.training and self.track_running_stats and connection.number == 0:
             running = self._running_statistics()
         _let_torch_check(input, weight, bias, running, self.eps)
         part = Part(
-            replica_id=connection.copy_id,
+            number=connection.number,
             weight=weight,
             bias=bias,
             eps=self.eps,

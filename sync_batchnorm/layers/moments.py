@@ -106,4 +106,4 @@ def _answers(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashabl
         fractions = torch.cat([means.new_full((1, 1), elements / max(count, 1)) for elements in counts])
         merged = torch.stack(merge_moments(means, variances, fractions))
         answers = [merged.to(mean_var.device, non_blocking=True).unbind() for mean_var in mean_vars]
-    return [(replica, (mean, var, count)) for (replica, _), (mean, var) in zip(messages, answers, strict=True)]
+    return [(identifier, (mean, var, count)) for (identifier, _), (mean, var) in zip(messages, answers, strict=True)]

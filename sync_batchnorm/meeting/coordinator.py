@@ -1,7 +1,7 @@
 """The replicas of one forward pass: which run, wait for which others, or have ended, and what breaks the forward pass.
 
 This file knows nothing of tensors. Replicas wait in `Coordinator._wait` only, each on a mailbox of its own. What is
-known of a replica is in its `ReplicaState`. Three attributes repeat what these records say, so that no exchange has to
+known of a replica is in its `Record`. Three attributes repeat what these records say, so that no exchange has to
 look at all of them: until a break, `_waiting` has the replicas with `waits_in`, `_can_run` those with an `item`, and
 `_one_has_ended` says whether any has `ended`.
 
@@ -13,7 +13,7 @@ most once: immediately, in the thread in which one of these conditions becomes t
 3. a replica starts to wait for one that waits for it, directly or through others (`_find_deadlock`): a call needs all
    members of its rendezvous, so a cycle in the wait-for graph can never be resolved;
 4. the wait of a replica reaches the timeout (`_wait`);
-5. a replica starts to exchange in a second thread while another one of its threads is in an exchange (`send`).
+5. a replica starts to exchange in a second thread while another of its threads is in an exchange (`send`).
 
 Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so no mailbox holds more than
 one. A replica that got its answer before the break returns it, and all replicas get the error in their next call at the
@@ -35,7 +35,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .records import MASTER, RUNS, Rendezvous, Replicas, ReplicaState, by_number, those_who_wait
+from .records import MASTER, RUNS, Record, Records, Rendezvous, by_number, those_who_wait
 
 __all__: list[str] = []
 
@@ -66,14 +66,14 @@ class Coordinator:
         self.timeout = timeout
         self.span = span
         self._lock = Lock()
-        self._replicas = Replicas()
+        self._records = Records()
         for number, device in enumerate(devices):
-            self._replicas[number] = ReplicaState(number, device, SimpleQueue())
-        self._listed = list(self._replicas.values())
-        self._waiting: list[ReplicaState] = []  # in the order in which they came
+            self._records[number] = Record(number, device, SimpleQueue())
+        self._listed = list(self._records.values())
+        self._waiting: list[Record] = []  # in the order in which they came
         self._begin_turn: Callable[[int], None] | None = None  # None if replicas run at once; see NOTE [turns]
-        self._can_run: set[ReplicaState] = set()
-        self._turn_holder: ReplicaState | None = None  # None if replicas run at once, too
+        self._can_run: set[Record] = set()
+        self._turn_holder: Record | None = None  # None if replicas run at once, too
         self._turn_since = -inf
         self._one_has_ended = False
         self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
@@ -82,31 +82,31 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether all replicas have ended."""
-        return bool(self._listed) and all([replica.ended for replica in self._listed])
+        return bool(self._listed) and all([record.ended for record in self._listed])
 
     @property
     def has_given_up(self) -> bool:
         """Whether the time is over that replicas have to end after a break; one that still runs is taken for stuck."""
         return monotonic() > self._end_of_patience
 
-    def who(self, replica_id: int) -> str:
+    def who(self, number: int) -> str:
         """Return the name of a listed replica in messages."""
-        return str(self._listed[replica_id])
+        return str(self._listed[number])
 
-    def runs_here(self, replica_id: int) -> bool:
+    def runs_here(self, number: int) -> bool:
         """Return whether this thread runs a replica; one that inherits the context of a replica need not."""
-        return self._listed[replica_id].thread == get_ident()
+        return self._listed[number].thread == get_ident()
 
     # How a forward pass begins and ends.
 
-    def expect(self, replica_ids: Collection[int]) -> None:
+    def expect(self, numbers: Collection[int]) -> None:
         """Record, before any of them runs, that these replicas and no others will be called."""
-        for replica in self._listed:
-            if replica.number not in replica_ids:
+        for record in self._listed:
+            if record.number not in numbers:
                 self._one_has_ended = True
-                replica.ended = "was given no input"
+                record.ended = "was given no input"
 
-    def take_turns(self, replica_ids: Collection[int], begin: Callable[[int], None]) -> None:
+    def take_turns(self, numbers: Collection[int], begin: Callable[[int], None]) -> None:
         """Let replicas run one at a time, until the forward pass ends or breaks; see NOTE [turns].
 
         Each calls `begin` with its number when its turn has begun.
@@ -114,94 +114,94 @@ class Coordinator:
         with self._lock:
             if self._broken is None:
                 self._begin_turn = begin
-                for replica_id in replica_ids:
-                    replica = self._replicas[replica_id]
-                    replica.item = (True, None)
-                    self._can_run.add(replica)
+                for number in numbers:
+                    record = self._records[number]
+                    record.item = (True, None)
+                    self._can_run.add(record)
                 self._next_turn()
 
-    def begin(self, replica_id: int) -> AbstractContextManager[Any]:
+    def begin(self, number: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
         with self._lock:
-            replica = self._replicas[replica_id]
-            if replica.ended and self._broken is not None:
-                self._raise_broken(replica)
-            if replica.thread or replica.ended:
+            record = self._records[number]
+            if record.ended and self._broken is not None:
+                self._raise_broken(record)
+            if record.thread or record.ended:
                 raise RuntimeError(
-                    f"expected each replica to run once, but {replica} was called twice; call replicate again for each "
+                    f"expected each replica to run once, but {record} was called twice; call replicate again for each "
                     "forward pass"
                 )
-            replica.thread = get_ident()
+            record.thread = get_ident()
             # The break that ends the turns leaves an item for those that have not begun.
-            takes_turns = not replica.mailbox.empty() or self._begin_turn is not None
+            takes_turns = not record.mailbox.empty() or self._begin_turn is not None
         if takes_turns:
-            _taking_turns.set((self, replica))
-            self._wait(replica)
-        return NO_SPAN if self.span is None else self.span(str(replica))
+            _taking_turns.set((self, record))
+            self._wait(record)
+        return NO_SPAN if self.span is None else self.span(str(record))
 
-    def leave(self, replica_id: int, failure: BaseException | None = None) -> None:
+    def leave(self, number: int, failure: BaseException | None = None) -> None:
         """Record that a replica has ended, and release all replicas if one would wait for it in vain.
 
         The first `failure` counts; it is None if the replica returned. A replica that returns although a break has
         released it has caught the `ReplicaSyncError`, which is an error, too.
         """
         with self._lock:
-            replica = self._replicas[replica_id]
-            if replica.failure is not None:
+            record = self._records[number]
+            if record.failure is not None:
                 return
             self._one_has_ended = True
-            replica.thread, replica.ended = 0, "left its forward"
+            record.thread, record.ended = 0, "left its forward"
             if failure is not None:
-                replica.failure = failure
-                return self._break_by(replica, type(failure))
-            if self._turn_holder is replica:
+                record.failure = failure
+                return self._break_by(record, type(failure))
+            if self._turn_holder is record:
                 self._next_turn()
-            if replica.was_released:
+            if record.was_released:
                 raise type(self._broken)(  # type: ignore[misc]
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
                     f"the try around the call of the wrapper. The error that it caught: {self._broken}"
                 )
             for other in self._waiting:
-                if other.waits_in is not None and replica_id in other.waits_in.awaited():
-                    return self._break_by_absence(replica, other.waits_in)
+                if other.waits_in is not None and number in other.waits_in.awaited():
+                    return self._break_by_absence(record, other.waits_in)
 
-    def interrupt(self, replica_id: int, error: BaseException) -> None:
+    def interrupt(self, number: int, error: BaseException) -> None:
         """Release all replicas, because an exception took one of them out of a rendezvous. `leave` records it later."""
         with self._lock:
-            self._break_by(self._replicas[replica_id], type(error))
+            self._break_by(self._records[number], type(error))
 
     def abort(self, error: BaseException, seconds: float) -> None:
         """Release all replicas, because their caller no longer waits; give them `seconds` to notice that."""
         with self._lock:
-            for replica in self._listed:
-                if not replica.thread and not replica.ended:
-                    replica.ended = "was not called"
+            for record in self._listed:
+                if not record.thread and not record.ended:
+                    record.ended = "was not called"
             self._break(
                 f"expected the caller to wait for all replicas, but got {type(error).__name__} in its thread; "
                 "this replica was stopped as a consequence"
             )
-            replicas = list(self._replicas.values())
+            records = list(self._records.values())
         deadline = monotonic() + seconds
-        while any([replica.thread for replica in replicas]) and monotonic() < deadline:
+        while any([record.thread for record in records]) and monotonic() < deadline:
             sleep(0.01)
 
-    def failure(self) -> tuple[str, BaseException] | None:
+    def take_failure(self) -> tuple[str, BaseException] | None:
         """Return who failed first, as far as that is known, and the error, or None; forget all failures."""
-        failures: list[tuple[ReplicaState, BaseException]] = []
+        failures: list[tuple[Record, BaseException]] = []
         with self._lock:
             # Loops: after Ctrl-C in a comprehension here, the lock would stay held (Python 3.12 and 3.13).
-            for replica in self._replicas.values():
-                if replica.failure is not None:
-                    failures.append((replica, replica.failure))
-                    replica.failure = None
+            for record in self._records.values():
+                if record.failure is not None:
+                    failures.append((record, record.failure))
+                    record.failure = None
             if not failures and self.has_given_up:  # The replicas that were released are still on their way out.
-                for replica in self._replicas.values():
-                    if replica.was_released:
-                        failures.append((replica, copy(self._broken)))  # type: ignore[arg-type]
+                for record in self._records.values():
+                    if record.was_released:
+                        failures.append((record, copy(self._broken)))  # type: ignore[arg-type]
 
-        def rank(entry: tuple[ReplicaState, BaseException]) -> tuple[bool, bool, int]:
-            replica, error = entry
-            return replica.was_released, isinstance(error, ReplicaSyncError), replica.number
+        def rank(entry: tuple[Record, BaseException]) -> tuple[bool, bool, int]:
+            record, error = entry
+            return record.was_released, isinstance(error, ReplicaSyncError), record.number
 
         first = min(failures, key=rank, default=None)
         return None if first is None else (str(first[0]), first[1])
@@ -211,45 +211,45 @@ class Coordinator:
     def send(self, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> Any:
         """Send the message of a member; block until there is an answer, which for the master is all messages."""
         with self._lock:
-            replica = self._replicas[rendezvous.members[identifier]]
+            record = self._records[rendezvous.members[identifier]]
             if self._broken is not None:
-                self._raise_broken(replica)
-            is_busy = replica.waits_in is not None or identifier in rendezvous.messages
-            has_answer = replica.item is not None or not replica.mailbox.empty()
+                self._raise_broken(record)
+            is_busy = record.waits_in is not None or identifier in rendezvous.messages
+            has_answer = record.item is not None or not record.mailbox.empty()
             if is_busy or has_answer:  # which another thread has not taken yet
                 self._break(  # for all replicas, since the error of this thread may reach nobody
-                    f"expected one thread of a replica to exchange at a time, but {replica} called {rendezvous.name} "
-                    f"in one thread while another one waits in {replica.waits_in or rendezvous}; call synchronized "
+                    f"expected one thread of a replica to exchange at a time, but {record} called {rendezvous.name} "
+                    f"in one thread while another one waits in {record.waits_in or rendezvous}; call synchronized "
                     "layers in the thread that runs forward"
                 )
-                self._raise_broken(replica)
-            self._begin_wait(replica, rendezvous, identifier, message)
+                self._raise_broken(record)
+            self._begin_wait(record, rendezvous, identifier, message)
         turn, pause = _taking_turns.get(), None
         # A replica that waits in a pipe of another forward pass gives up its turn while it waits there. The thread must
         # be that of the replica: one that has inherited its context has no turn.
         if turn is not None and turn[0] is not self and turn[1].thread == get_ident():
             pause = turn[0]._pause(turn[1])
         if self.span is None and pause is None:
-            return self._wait(replica)
+            return self._wait(record)
         with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"), pause or nullcontext():
-            return self._wait(replica)
+            return self._wait(record)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
         """Deliver the answers of the master to the slaves, which ends the call."""
         with self._lock:
             if self._broken is not None:
-                self._raise_broken(self._replicas[rendezvous.members[MASTER]])
+                self._raise_broken(self._records[rendezvous.members[MASTER]])
             rendezvous.messages = {}
             rendezvous.call += 1
             for member, number in rendezvous.members.items():
                 if member != MASTER:
-                    self._deliver(self._replicas[number], answers[member])
+                    self._deliver(self._records[number], answers[member])
 
     @contextmanager
-    def _pause(self, replica: ReplicaState) -> Iterator[None]:
+    def _pause(self, record: Record) -> Iterator[None]:
         """Let others have their turns inside the block."""
         with self._lock:
-            if self._turn_holder is replica:
+            if self._turn_holder is record:
                 self._next_turn()
         try:
             yield
@@ -257,25 +257,25 @@ class Coordinator:
             with self._lock:
                 takes_turns = self._begin_turn is not None
                 if takes_turns:
-                    self._deliver(replica, None)
+                    self._deliver(record, None)
             if takes_turns:
-                self._wait(replica)
+                self._wait(record)
 
-    def _wait(self, replica: ReplicaState) -> Any:
-        mailbox, since = replica.mailbox, monotonic()
+    def _wait(self, record: Record) -> Any:
+        mailbox, since = record.mailbox, monotonic()
         while True:
             try:
                 delivered, value = mailbox.get(timeout=max(0.0, since + self.timeout - monotonic()))
                 break
             except Empty:
-                since = self._waited(replica, since)
+                since = self._waited(record, since)
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
         if (begin_turn := self._begin_turn) is not None:
-            begin_turn(replica.number)
+            begin_turn(record.number)
         return value
 
-    def _waited(self, replica: ReplicaState, since: float) -> float:
+    def _waited(self, record: Record, since: float) -> float:
         """Break if a replica has waited too long; return the time from which its wait counts: `since`, or later."""
         with self._lock:
             now = monotonic()
@@ -283,50 +283,50 @@ class Coordinator:
                 return now
             if self._turn_since > since:  # Another replica runs than did at that time.
                 return self._turn_since
-            if replica.mailbox.empty():  # Otherwise an item was put just now.
-                self._break_by_timeout(replica)
+            if record.mailbox.empty():  # Otherwise an item was put just now.
+                self._break_by_timeout(record)
             return now
 
     # All methods below are called with the lock held.
 
-    def _begin_wait(self, replica: ReplicaState, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> None:
+    def _begin_wait(self, record: Record, rendezvous: Rendezvous, identifier: Hashable, message: Any) -> None:
         """Record the message of a replica that waits from now on; wake the master if it is the last of the call."""
         members, messages = rendezvous.members, rendezvous.messages
         messages[identifier] = message
-        self._waiting.append(replica)
-        replica.waits_in = rendezvous
+        self._waiting.append(record)
+        record.waits_in = rendezvous
         if len(messages) == len(members):
             in_order = list(zip(members, map(messages.get, members), strict=True))
-            self._deliver(self._replicas[members[MASTER]], in_order)
+            self._deliver(self._records[members[MASTER]], in_order)
         elif self._one_has_ended or len(self._waiting) != len(messages):  # Otherwise all that wait, wait here.
-            self._find_deadlock(replica, rendezvous)
-        if self._turn_holder is replica:
+            self._find_deadlock(record, rendezvous)
+        if self._turn_holder is record:
             self._next_turn()
 
-    def _deliver(self, replica: ReplicaState, value: Any) -> None:
+    def _deliver(self, record: Record, value: Any) -> None:
         """Let a replica go on with `value`, now or when its turn comes."""
         if self._begin_turn is None:
-            replica.mailbox.put((True, value))  # first, so that Ctrl-C in between loses no release
+            record.mailbox.put((True, value))  # first, so that Ctrl-C in between loses no release
         else:
-            replica.item = (True, value)
-            self._can_run.add(replica)
+            record.item = (True, value)
+            self._can_run.add(record)
             if self._turn_holder is None:
                 self._next_turn()
-        if replica.waits_in is not None:  # not after a pause
-            replica.waits_in = None
-            self._waiting.remove(replica)
+        if record.waits_in is not None:  # not after a pause
+            record.waits_in = None
+            self._waiting.remove(record)
 
     def _next_turn(self) -> None:
         """End the turn of the replica that has it, if one has. The lowest that can run has the next."""
         self._turn_since = monotonic()
-        replica = self._turn_holder = min(self._can_run, key=by_number, default=None)
-        if replica is not None:
-            replica.mailbox.put(replica.item)  # first, as above
-            replica.item = None
-            self._can_run.remove(replica)
+        record = self._turn_holder = min(self._can_run, key=by_number, default=None)
+        if record is not None:
+            record.mailbox.put(record.item)  # first, as above
+            record.item = None
+            self._can_run.remove(record)
 
-    def _raise_broken(self, replica: ReplicaState) -> NoReturn:
-        replica.was_released = True
+    def _raise_broken(self, record: Record) -> NoReturn:
+        record.was_released = True
         raise copy(self._broken)  # type: ignore[misc]
 
     def _break(self, text: str, kind: type[ReplicaSyncError] = ReplicaSyncError, notes: Sequence[str] = ()) -> None:
@@ -338,29 +338,29 @@ class Coordinator:
             self._broken = error
             self._end_of_patience = monotonic() + (self.timeout if kind is ReplicaSyncError else PATIENCE)
         self._begin_turn = self._turn_holder = None
-        for replica in self._replicas.values():
-            if replica.waits_in is not None:  # A kept `SyncMaster` would keep the messages too.
-                replica.waits_in.messages = dict.fromkeys(replica.waits_in.messages)
-            if replica.waits_in is not None or replica.item is not None:
-                replica.mailbox.put((False, None))
-                replica.was_released = True
-                replica.waits_in = replica.item = None
+        for record in self._records.values():
+            if record.waits_in is not None:  # A kept `SyncMaster` would keep the messages too.
+                record.waits_in.messages = dict.fromkeys(record.waits_in.messages)
+            if record.waits_in is not None or record.item is not None:
+                record.mailbox.put((False, None))
+                record.was_released = True
+                record.waits_in = record.item = None
         self._waiting.clear()
 
-    def _awaited(self, rendezvous: Rendezvous) -> list[ReplicaState]:
-        return [self._replicas[number] for number in rendezvous.awaited()]
+    def _awaited(self, rendezvous: Rendezvous) -> list[Record]:
+        return [self._records[number] for number in rendezvous.awaited()]
 
-    def _find_deadlock(self, replica: ReplicaState, rendezvous: Rendezvous) -> None:
-        """Break if the wait that `replica` begins can never end."""
+    def _find_deadlock(self, record: Record, rendezvous: Rendezvous) -> None:
+        """Break if the wait that begins with `record` can never end."""
         todo = self._awaited(rendezvous)
         for peer in todo:
             if peer.ended:
                 return self._break_by_absence(peer, rendezvous)
-        seen: set[ReplicaState] = set()
+        seen: set[Record] = set()
         while todo:
             peer = todo.pop()
-            if peer is replica:
-                places = ", ".join(f"{one} in {one.waits_in}" for one in sorted(self._waiting, key=by_number))
+            if peer is record:
+                places = ", ".join(f"{other} in {other.waits_in}" for other in sorted(self._waiting, key=by_number))
                 return self._break(
                     f"expected all replicas to reach the same layer, but got {places}; make every replica call the "
                     "synchronized layers in the same order"
@@ -369,22 +369,22 @@ class Coordinator:
                 seen.add(peer)
                 todo += self._awaited(peer.waits_in)
 
-    def _break_by(self, replica: ReplicaState, kind: type[BaseException]) -> None:
+    def _break_by(self, record: Record, kind: type[BaseException]) -> None:
         self._break(
-            f"expected all replicas to finish, but got {kind.__name__} in {replica}; fix that error, this replica was "
+            f"expected all replicas to finish, but got {kind.__name__} in {record}; fix that error, this replica was "
             "stopped as a consequence"
         )
 
-    def _break_by_absence(self, replica: ReplicaState, rendezvous: Rendezvous) -> None:
+    def _break_by_absence(self, record: Record, rendezvous: Rendezvous) -> None:
         self._break(
-            f"expected every replica to call {rendezvous.name} the same number of times, but {replica} "
-            f"{replica.ended} while {those_who_wait(self._waiting, rendezvous)} for it ({rendezvous}); make every "
+            f"expected every replica to call {rendezvous.name} the same number of times, but {record} "
+            f"{record.ended} while {those_who_wait(self._waiting, rendezvous)} for it ({rendezvous}); make every "
             "replica call every synchronized layer in every forward pass"
         )
 
-    def _break_by_timeout(self, replica: ReplicaState) -> None:
+    def _break_by_timeout(self, record: Record) -> None:
         remedy = "pass a longer timeout= if it is only slow"
-        rendezvous = replica.waits_in
+        rendezvous = record.waits_in
         if rendezvous is None and self._waiting:
             rendezvous = self._waiting[0].waits_in
         if rendezvous is not None:
@@ -396,7 +396,7 @@ class Coordinator:
         else:
             peers = [] if self._turn_holder is None else [self._turn_holder]
             late = " and ".join(f"{peer} {peer.activity}" for peer in peers)
-            text = f"{replica} waits for its turn while {late}"
+            text = f"{record} waits for its turn while {late}"
             remedy += "; replicas on one device run one at a time, and may wait for each other only in an exchange"
         self._break(
             f"expected all replicas within {self.timeout:g} seconds, but {text}; {remedy}",
@@ -406,4 +406,4 @@ class Coordinator:
 
 
 # The forward pass and the replica whose turns this thread takes.
-_taking_turns: ContextVar[tuple[Coordinator, ReplicaState] | None] = ContextVar("sync_batchnorm_turn", default=None)
+_taking_turns: ContextVar[tuple[Coordinator, Record] | None] = ContextVar("sync_batchnorm_turn", default=None)

@@ -20,7 +20,7 @@ class RunningCallback:
     """For which forward pass, replica and submodule the replication callback runs that this thread runs now."""
 
     coordinator: Coordinator
-    replica_id: int = 0
+    number: int = 0
     name: str = ""
 
 
@@ -109,7 +109,7 @@ class SyncMaster(_Member):
     def begin_anew(self) -> None:
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
-        self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.replica_id)
+        self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
 
     @property
     def nr_slaves(self) -> int:
@@ -133,11 +133,11 @@ class SyncMaster(_Member):
         elif here.coordinator is not self._coordinator:
             raise RuntimeError(
                 f"expected a SyncMaster that belongs to this forward pass, but got one of another ({here.name}, "
-                f"replica {here.replica_id}); put it into the context in the callback of its replica, for example "
+                f"replica {here.number}); put it into the context in the callback of its replica, for example "
                 "ctx.sync_master = self.sync_master"
             )
-        replica_id = self.nr_slaves + 1 if here is None else here.replica_id
-        self._rendezvous.admit(identifier, replica_id)
+        number = self.nr_slaves + 1 if here is None else here.number
+        self._rendezvous.admit(identifier, number)
         return SlavePipe(self._coordinator, self._rendezvous, identifier)
 
     def run_master(self, msg: Any) -> Any:

@@ -24,31 +24,31 @@ class Rendezvous:
 
     def __init__(self, name: str, master: int) -> None:
         self.name = name
-        self.members: dict[Hashable, int] = {MASTER: master}  # identifier -> replica
+        self.members: dict[Hashable, int] = {MASTER: master}  # the numbers of replicas, by identifier
         self.messages: dict[Hashable, Any] = {}
         self.call = 1
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.call}"
 
-    def admit(self, identifier: Hashable, replica_id: int) -> None:
+    def admit(self, identifier: Hashable, number: int) -> None:
         """Make a replica a member, under the name `identifier`."""
         if identifier in self.members:
             raise ValueError(
                 f"expected an identifier that is not registered yet, but got {identifier!r} twice ({self.name}); "
                 "register each slave once per forward pass; 0 is reserved for the master"
             )
-        self.members[identifier] = replica_id
+        self.members[identifier] = number
 
     def awaited(self) -> list[int]:
         """Return the replicas that the present call waits for: those that are missing, or the master that merges."""
-        missing = [replica for identifier, replica in self.members.items() if identifier not in self.messages]
+        missing = [number for identifier, number in self.members.items() if identifier not in self.messages]
         return missing or [self.members[MASTER]]
 
 
 @dataclass(slots=True, eq=False)
-class ReplicaState:
-    """What one replica of a forward pass does, has done, and will get."""
+class Record:
+    """What the coordinator knows of one replica: what it does, has done, and will get."""
 
     number: int
     device: str | None  # None for a replica that was not listed
@@ -80,23 +80,23 @@ class ReplicaState:
         return f"Stack of {self} at the timeout:\n{''.join(format_stack(frame)).rstrip()}"
 
 
-class Replicas(dict[int, ReplicaState]):
+class Records(dict[int, Record]):
     """The records of the replicas, by number.
 
     That of a replica which was not listed is made when it is first asked for: with the lock held, since two threads
     might otherwise make one each.
     """
 
-    def __missing__(self, number: int) -> ReplicaState:
-        replica = self[number] = ReplicaState(number, None, SimpleQueue())
-        return replica
+    def __missing__(self, number: int) -> Record:
+        record = self[number] = Record(number, None, SimpleQueue())
+        return record
 
 
 by_number = attrgetter("number")
 
 
-def those_who_wait(replicas: Iterable[ReplicaState], rendezvous: Rendezvous) -> str:
-    """Return who of `replicas` waits in `rendezvous`, with the verb: "replica 0 and replica 2 wait"."""
-    waiting = [replica for replica in replicas if replica.waits_in is rendezvous]
+def those_who_wait(records: Iterable[Record], rendezvous: Rendezvous) -> str:
+    """Return who of `records` waits in `rendezvous`, with the verb: "replica 0 and replica 2 wait"."""
+    waiting = [record for record in records if record.waits_in is rendezvous]
     names = " and ".join(map(str, sorted(waiting, key=by_number)))
     return f"{names} {'wait' if len(waiting) > 1 else 'waits'}"

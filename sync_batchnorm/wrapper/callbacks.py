@@ -71,13 +71,13 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
     here = RunningCallback(coordinator)
     token = running_callback.set(here)
     try:
-        for here.replica_id, replica in enumerate(modules):
+        for here.number, replica in enumerate(modules):
             for name, path, ctx in paths:
                 module: Any = replica
                 for part in path:
                     module = module._modules[part]  # `getattr` takes ten times as long
                 here.name = name or type(module).__name__
-                module.__data_parallel_replicate__(ctx, here.replica_id)
+                module.__data_parallel_replicate__(ctx, here.number)
     finally:
         running_callback.reset(token)
     return contexts

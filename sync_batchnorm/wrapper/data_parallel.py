@@ -196,11 +196,11 @@ class _ReplicationMixin(DataParallel[Any]):
         state = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
         try:
             outputs: list[Any] = super().parallel_apply(runs, *args, **kwargs)
-            failure = coordinator.failure()
+            failure = coordinator.take_failure()
             detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
             # Asked before replicas fail because of the abort; not for Ctrl-C, which is what the user wants to see.
-            failure = coordinator.failure() if isinstance(error, Exception) else None
+            failure = coordinator.take_failure() if isinstance(error, Exception) else None
             coordinator.abort(error, PATIENCE)  # Late replicas would draw from the generators, and write into buffers.
             if forward_pass.random_states is not None:
                 forward_pass.random_states.restore_caller(completed=False)

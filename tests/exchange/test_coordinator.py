@@ -46,7 +46,7 @@ class Waiting:
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        while coordinator._replicas[replica] not in coordinator._waiting and self.thread.is_alive():
+        while coordinator._records[replica] not in coordinator._waiting and self.thread.is_alive():
             time.sleep(0)  # give way
 
     def outcome(self):
@@ -91,7 +91,7 @@ def test_second_thread_of_the_master_is_refused_while_the_first_merges():
 
 def test_second_thread_of_a_replica_does_not_take_the_answer_of_the_first():
     coordinator = Coordinator(["cpu"] * 2)
-    coordinator._replicas[1].mailbox.put((True, "for the first thread, which has not woken yet"))
+    coordinator._records[1].mailbox.put((True, "for the first thread, which has not woken yet"))
     with pytest.raises(RuntimeError, match="expected one thread of a replica to exchange at a time"):
         call(coordinator, layer_of(), 1)
 
@@ -105,7 +105,7 @@ def test_second_thread_of_a_replica_does_not_exchange_before_the_turn_of_the_fir
 
 def test_timeout_names_a_replica_whose_end_was_interrupted():
     coordinator = Coordinator(["cpu"] * 2, timeout=0.01)
-    coordinator._replicas[1].ended = "left its forward"  # Ctrl-C came right after this, while replica 0 waited
+    coordinator._records[1].ended = "left its forward"  # Ctrl-C came right after this, while replica 0 waited
     with pytest.raises(TimeoutError, match="waits for replica 1 on device cpu, which left its forward"):
         call(coordinator, layer_of(), 0)
 
@@ -175,7 +175,7 @@ def test_replica_that_runs_on_is_given_up_after_the_timeout_or_a_second_after_it
     for clock[0] in (0.5, 1.5, 4.5, 5.5):
         given_up.append((late.has_given_up, failed.has_given_up))
     assert given_up == [(False, False), (True, False), (True, False), (True, True)]
-    assert [coordinator.failure()[0] for coordinator in (late, failed)] == ["replica 0", "replica 0"]
+    assert [coordinator.take_failure()[0] for coordinator in (late, failed)] == ["replica 0", "replica 0"]
 
 
 def test_break_that_was_interrupted_is_finished_by_the_next():
@@ -194,9 +194,9 @@ def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_hig
     coordinator.leave(0, caught.value)
     for text in ("another original", "a later one of that replica, which does not count"):
         coordinator.leave(2, ValueError(text))
-    who, error = coordinator.failure()
+    who, error = coordinator.take_failure()
     assert (who, str(error)) == ("replica 2 on device cpu", "another original")
-    assert coordinator.failure() is None
+    assert coordinator.take_failure() is None
 
 
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
@@ -206,7 +206,7 @@ def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original(
     with pytest.raises(ReplicaSyncError) as caught:
         call(coordinator, layer_of(), 0)
     coordinator.leave(0, caught.value)
-    assert str(coordinator.failure()[1]) == "of an inner wrapper"
+    assert str(coordinator.take_failure()[1]) == "of an inner wrapper"
 
 
 class ControlC:
@@ -245,7 +245,7 @@ class Pair:
         here = RunningCallback(self.coordinator)
         token = running_callback.set(here)
         master = SyncMaster(lambda messages: messages)
-        here.replica_id = 1
+        here.number = 1
         self.ends = [master, master.register_slave(1)]
         running_callback.reset(token)
 
@@ -316,8 +316,8 @@ def give_answer(coordinator):
 def give_way(coordinator):
     coordinator.take_turns([0, 1], lambda replica: None)
     coordinator.begin(0)
-    with coordinator._pause(coordinator._replicas[0]):
-        assert not coordinator._replicas[1].mailbox.empty()
+    with coordinator._pause(coordinator._records[0]):
+        assert not coordinator._records[1].mailbox.empty()
         coordinator.leave(1)
 
 
@@ -356,7 +356,7 @@ def test_records_change_only_with_the_lock_held(monkeypatch, act):
 
 def test_item_that_comes_when_a_wait_ends_is_no_timeout():
     coordinator = Coordinator(["cpu"] * 2)
-    replica = coordinator._replicas[0]
+    replica = coordinator._records[0]
     replica.mailbox.put((True, "the answer"))
     coordinator._waited(replica, time.monotonic() - coordinator.timeout)
     assert coordinator._broken is None
@@ -367,7 +367,7 @@ def test_pause_that_outlasts_the_turns_ends_at_once():
     coordinator = Coordinator(["cpu"] * 2, timeout=0.5)
     coordinator.take_turns([0, 1], lambda replica: None)
     coordinator.begin(0)
-    with coordinator._pause(coordinator._replicas[0]):
+    with coordinator._pause(coordinator._records[0]):
         coordinator.leave(1, ValueError())
     with pytest.raises(ReplicaSyncError, match="got ValueError in replica 1"):
         call(coordinator, layer_of(), 0)
