@@ -1,11 +1,9 @@
 """The folder of the package, copied into somebody's project: on the path, or inside of a package of the project."""
 
 import importlib
-import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +17,7 @@ from torch import nn
 import sync_batchnorm
 
 PACKAGE = Path(sync_batchnorm.__file__).parent
-TESTS = Path(__file__).parents[1]
 INSIDE = "models.networks.sync_batchnorm"
-# The files of the suite that the copy is tested with, and that know the package.
-SUITE = ["layers/test_parity.py", "conftest.py", "hangs.py", "helpers.py", "pairwise.py", "scripted.py"]
-HIDDEN = "import sys\n\nsys.modules['sync_batchnorm'] = None  # An import from there is an error.\n"
-
 pytestmark = needs_fork
 
 
@@ -78,7 +71,8 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
         model = copied.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
         model.load_state_dict(plain.state_dict(), strict=True)
         parallel = copied.DataParallelWithCallback(model, ["cpu"] * 2)
-        parallel(torch.randn(4, 3))
+        batch = torch.randn(4, 3)
+        torch.testing.assert_close(parallel(batch), plain(batch))
         print(list(model.state_dict()) == list(plain.state_dict()))
         for module in (model, parallel):
             pickled = pickle.dumps(module)
@@ -89,20 +83,3 @@ def test_pickles_of_a_copy_name_its_place_and_its_state_is_that_of_torch(project
     layers, wrapper = f"{INSIDE}.layers.layer".encode(), f"{INSIDE}.wrapper.data_parallel".encode()
     expected = f"True\n{[layers]}\nTrue True\n{[layers, wrapper]}\nTrue True\n"
     assert in_project(project, INSIDE, body) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(120)
-def test_copy_inside_of_a_package_passes_the_tests_of_parity(project):
-    shutil.rmtree(project / "sync_batchnorm")
-    for name in [*(f"tests/{name}" for name in SUITE), "docs/examples/common.py"]:
-        source = (TESTS.parent / name).read_text(encoding="utf-8")
-        source = re.sub(r'(from |")sync_batchnorm\b', rf"\1{INSIDE}", source)
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(source, encoding="utf-8")
-    (project / "hidden.py").write_text(HIDDEN)
-    packages = [path for path in sys.path if (Path(path) / "torch").is_dir()]  # without the original
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(project), *packages])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "hidden", "-p", "no:xdist", "tests/layers/test_parity.py"]
-    result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert re.search(r"^\d{3,} passed", result.stdout.splitlines()[-1]), result.stdout + result.stderr

@@ -175,32 +175,3 @@ def test_whole_model_from_a_folder_inside_of_a_package_loads_under_its_name(monk
         module = importlib.import_module(f"sync_batchnorm.{name}")
         monkeypatch.setitem(sys.modules, f"modeling.sync_batchnorm.{name}", module)
     assert type(pickle.loads(inside)[0]) is SynchronizedBatchNorm2d
-
-
-# Whole wrappers that versions 2.0 and 2.1 have saved: everything of them was in `replicate.py`.
-
-MOVED = {
-    "wrapper.data_parallel DataParallelWithCallback": "replicate DataParallelWithCallback",
-    "wrapper.data_parallel _ReplicationMixin": "replicate _ReplicationMixin",
-    "wrapper.derived derive_again": "replicate _derived",
-}
-
-
-class Wrapper(nn.DataParallel):
-    """A wrapper of somebody's own."""
-
-
-@pytest.mark.parametrize("cls", [nn.DataParallel, Wrapper])
-def test_patched_wrapper_of_an_earlier_version_loads(cls):
-    data = pickle.dumps(convert_model(cls(nn.BatchNorm2d(3))), protocol=2)
-    older = data
-    for new, old in MOVED.items():
-        new, old = (f"csync_batchnorm.{place}\n".replace(" ", "\n").encode() for place in (new, old))
-        older = older.replace(new, old)
-    assert older != data
-    assert b"wrapper" not in older
-    loaded = pickle.loads(older)
-    assert isinstance(loaded, cls)
-    assert type(loaded) is type(pickle.loads(data))
-    assert type(loaded.module) is SynchronizedBatchNorm2d
-    assert type(copy.deepcopy(loaded)) is type(loaded)
