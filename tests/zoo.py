@@ -124,7 +124,6 @@ CLASSIFIERS = [
     *("shufflenet_v2_x0_5", "mnasnet0_5", "googlenet"),
 ]
 SEGMENTATION = ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"]
-COMPARED = ["mobilenet_v3_large", "resnext50_32x4d", "squeezenet1_1", "swin_t"]  # which the others do not train
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     **{name: _classifier(name, 33) for name in CLASSIFIERS + SEGMENTATION},
     "vgg11_bn": _vgg,

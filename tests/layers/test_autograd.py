@@ -1,6 +1,5 @@
 """The autograd node of a call: the graph around it, what that keeps alive, and its backward in all its forms."""
 
-import math
 import sys
 import threading
 import weakref
@@ -8,8 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import FREE_THREADED, device_lists, usual_kernels
+from conftest import device_lists, usual_kernels
 from helpers import (
     FORMATS,
     Net,
@@ -25,7 +23,6 @@ from helpers import (
     twins,
 )
 from torch import nn
-from torch.func import functional_call
 
 from sync_batchnorm import sync_moments
 
@@ -33,18 +30,14 @@ pytestmark = usual_kernels
 SECOND_TIME = "Trying to backward through the graph a second time"
 
 
-@pytest.mark.parametrize("after", ["backward", "deletion"])
-def test_nothing_outlives_its_use(after):
+def test_output_that_is_deleted_frees_the_inputs():
     _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ["cpu"] * 2)
     data = torch.randn(6, 3)
     kept = []
     parallel.module[1].register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
     output = parallel(data)
     assert all(reference() is not None for reference in kept)
-    if after == "backward":
-        output.backward(torch.randn_like(output))
-    else:
-        del output
+    del output
     assert [reference() for reference in kept] == [None, None]
 
 
@@ -202,15 +195,8 @@ def differentiating_twice(net, input):
     return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
 
 
-# Of some thousand threads that have gone backward, one hangs at its end, while others drop tensors that it has made;
-# without this package, too.
-HANGS = pytest.mark.skipif(FREE_THREADED, reason="free-threaded Python 3.13.15 with torch 2.12.0 may hang")
-
-
-@pytest.mark.watchdog(120)
-@pytest.mark.parametrize("times", [50, pytest.param(5000, marks=[pytest.mark.slow, HANGS])])
 @pytest.mark.parametrize("devices", device_lists(2))
-def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, times):
+def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices):
     plain, parallel = twins(Net(differentiating_twice, bn=nn.BatchNorm2d(3)).double(), devices)
     data = doubles(4, 3, 2, 3, devices=devices)
     input, expected = data.clone().requires_grad_(), []
@@ -222,7 +208,7 @@ def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices, time
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(times):
+        for _ in range(50):
             assert_equal(parallel(data), torch.cat(expected))
     finally:
         sys.setswitchinterval(interval)
@@ -251,16 +237,14 @@ def freeing_inside(net, input, weights):
     (net.net(input) * weights).sum().backward()
 
 
-@pytest.mark.watchdog(60)
-@pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices, times):
+def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices):
     _, parallel = twins(Net(freeing_inside, net=TwoLayers()).double(), devices)
     data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(times):
+        for _ in range(20):
             with pytest.raises(RuntimeError, match=SECOND_TIME):
                 parallel(data, weights)
     finally:
@@ -318,36 +302,6 @@ def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(
     assert_equal(raw.grad(0, by=1).cpu(), raw.expected(0, by=1))
     with pytest.raises(RuntimeError, match=SECOND_TIME):  # as if each replica had a node of its own
         raw.grad(1)
-
-
-class Conditional(nn.Module):
-    """Takes a parameter of its layer from the batch, so that each replica has another one, unless it is NaN."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.layer, self.name = nn.BatchNorm1d(3).double(), name
-
-    def forward(self, input, values):
-        of_replica = {} if values[0].isnan().any() else {self.name: values[0]}
-        return functional_call(self.layer, of_replica, (input,))
-
-
-@pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("without", [slice(0), slice(1), slice(1, None)], ids=["none", "first", "others"])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_each_replica_may_have_a_weight_or_a_bias_of_its_own(devices, without, name):
-    model, parallel = twins(Conditional(name), devices)
-    input, values = (doubles(2 * len(devices), 3, devices=devices) for _ in range(2))
-    values[::2][without] = math.nan
-    input.requires_grad_(), values.requires_grad_()
-    output, grad = parallel(input, values), doubles(2 * len(devices), 3, devices=devices)
-    in_use = dict(model.layer.named_parameters())
-    in_use[name] = torch.where(values[::2].isnan(), in_use[name], values[::2]).repeat_interleave(2, 0)
-    expected = F.batch_norm(input, None, None, training=True) * in_use["weight"] + in_use["bias"]
-    assert_equal(output, expected)
-    actual, wanted = (torch.autograd.grad(result, (input, values), grad) for result in (output, expected))
-    assert_equal(actual[0], wanted[0])
-    assert_equal(actual[1], wanted[1])
 
 
 def test_weight_that_changes_between_forward_and_backward_is_refused_as_by_torch():

@@ -78,16 +78,13 @@ def yielding(net, input):
     return input
 
 
-@pytest.mark.watchdog(60)
-@pytest.mark.once("kernel")
-@pytest.mark.parametrize("forwards", [40, pytest.param(300, marks=pytest.mark.slow)])
-def test_many_forwards_under_frequent_thread_switches_stay_equal(forwards):
+def test_many_forwards_under_frequent_thread_switches_stay_equal():
     net = nn.Sequential(*[layer for _ in range(3) for layer in (Net(yielding), nn.BatchNorm1d(3), nn.Linear(3, 3))])
     plain, parallel = twins(net.double(), ["cpu"] * 4)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for i in range(forwards):
+        for i in range(40):
             data = doubles(4 + i % 7, 3)
             with torch.no_grad():
                 assert_equal(parallel(data), plain(data), f"forward {i}")

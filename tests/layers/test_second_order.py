@@ -167,27 +167,31 @@ def test_penalty_by_the_parameters_is_that_of_one_device(devices, frozen):
     assert_same_results(*twins(nn.BatchNorm2d(3).double(), devices), step, RELATIVE)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-1], ids=["variance-above-eps", "variance-below-eps"])
+@pytest.mark.parametrize("eps", [1e-5, 0.5, 100.0])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_penalty_with_a_clamped_variance_is_that_of_the_formula(devices, eps):
-    bn = randomize(SynchronizedBatchNorm2d(3, eps=eps, eps_mode="clamp").double())
-    parallel = DataParallelWithCallback(bn.to(devices[0]), devices, timeout=5.0)
-    data = doubles(5, 3, 2, 3, devices=devices) * torch.tensor([1.0, 0.1, 0.3], device=devices[0]).view(-1, 1, 1)
+def test_output_gradients_and_penalty_with_a_clamped_variance_are_those_of_the_formula(devices, eps):
+    bn = randomize(SynchronizedBatchNorm2d(4, eps=eps, eps_mode="clamp").double().to(devices[0]))
+    parallel = DataParallelWithCallback(bn, devices, timeout=5.0)
+    data = doubles(5, 4, 2, 3, devices=devices) * torch.tensor([3.0, 1.0, 0.3, 0.0], device=devices[0]).view(-1, 1, 1)
     weights = torch.randn_like(data)
+    variance = data.var((0, 2, 3))  # which is not clamped where it is averaged
 
     def formula(x):
         var, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
-        scale = var.clamp(min=eps)
-        return (x - mean) * scale.rsqrt() * bn.weight.view(-1, 1, 1) + bn.bias.view(-1, 1, 1)
+        invstd = var.clamp(min=eps).rsqrt()
+        return (x - mean) * invstd * bn.weight.view(-1, 1, 1) + bn.bias.view(-1, 1, 1)
 
     results = []
     for model in (formula, parallel):
         input = data.clone().requires_grad_()
-        loss = (torch.tanh(model(input)) * weights).sum()
-        (grad,) = torch.autograd.grad(loss, input, create_graph=True)
-        results.append([grad, *torch.autograd.grad((grad * weights.sin()).sum() + loss, [input, bn.weight, bn.bias])])
+        output = model(input)
+        loss = (torch.tanh(output) * weights).sum()
+        first = torch.autograd.grad(loss, [input, bn.weight, bn.bias], create_graph=True)
+        penalty = (first[0] * weights.sin()).sum() + loss
+        results.append([output, *first, *torch.autograd.grad(penalty, [input, bn.weight, bn.bias])])
     for actual, expected in zip(results[1], results[0], strict=True):
         assert_equal(actual, expected, tolerance=RELATIVE)
+    assert_equal(bn.running_var, 0.9 + 0.1 * variance)
 
 
 @pytest.mark.parametrize("devices", device_lists(2))

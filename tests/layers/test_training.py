@@ -15,7 +15,6 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
-    randomize,
     run_parts,
     twins,
 )
@@ -203,42 +202,6 @@ def test_losses_computed_in_the_replicas_add_up_to_that_of_the_batch(devices):
     losses.sum().backward()
     expected.backward()
     assert_same_state(parallel, plain)
-
-
-@pytest.mark.parametrize("devices", device_lists(2))
-def test_inputs_may_be_cut_along_their_width(devices):
-    plain, parallel = twins(nn.BatchNorm2d(3).double(), devices, dim=3)
-    assert_same_step(plain, parallel, doubles(4, 3, 5, 7, devices=devices))
-
-
-def clamped(x, layer, eps):
-    """Return what older libraries compute where they synchronize: the variance is kept from falling below eps."""
-    flat = x.movedim(1, 0).flatten(1)
-    mean = flat.mean(1)
-    var = (flat - mean[:, None]).square().mean(1)
-    shape = (-1, *[1] * (x.dim() - 2))
-    invstd = var.clamp(min=eps).rsqrt()
-    return (x - mean.view(shape)) * (invstd * layer.weight).view(shape) + layer.bias.view(shape)
-
-
-@pytest.mark.parametrize("eps", [1e-5, 0.5, 100.0])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_clamped_variance_is_that_of_the_formula(devices, eps):
-    bn = randomize(SynchronizedBatchNorm2d(4, eps=eps, eps_mode="clamp").double()).to(devices[0])
-    parallel = DataParallelWithCallback(bn, devices, timeout=5.0)
-    data = doubles(5, 4, 3, 4, devices=devices) * torch.tensor([3.0, 1.0, 0.3, 0.0], device=devices[0]).view(-1, 1, 1)
-    inputs = [data.clone().requires_grad_() for _ in range(2)]
-    grad = torch.randn_like(data)
-    expected = clamped(inputs[0], bn, eps)
-    wanted = torch.autograd.grad(expected, [inputs[0], bn.weight, bn.bias], grad)
-    output = parallel(inputs[1])
-    given = torch.autograd.grad(output, [inputs[1], bn.weight, bn.bias], grad)
-    assert_equal(output, expected, "output")
-    for name, actual, reference in zip(("input", "weight", "bias"), given, wanted, strict=True):
-        assert_equal(actual, reference, f"gradient of the {name}")
-    plain = nn.BatchNorm2d(4).double().to(devices[0])
-    plain(data)
-    assert_equal(bn.running_var, plain.running_var, "running variance")
 
 
 def trains_and_evaluates(net, input):
