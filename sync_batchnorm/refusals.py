@@ -35,14 +35,16 @@ def warn_once(text: str) -> None:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
-    """Let nobody warn in this context, and forget what `warn_once` would have said in it."""
-    issued = dict(_issued)
+def silence() -> Iterator[list[str]]:
+    """Let nobody warn in this context; yield a list that gets, at the end, what `warn_once` would have said in it."""
+    issued, texts = dict(_issued), list[str]()
+    _issued.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            yield texts
     finally:
+        texts += _issued
         _issued.clear()
         _issued.update(issued)
 

@@ -4,7 +4,6 @@ What the caller sees decides, in three passes. What differs is run again, with p
 explained if that does not make the difference, too.
 """
 
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import nn
 
 from ..call.processes import active_group
 from ..meeting import add_note
-from ..refusals import check_module, check_number, silence
+from ..refusals import check_module, check_number, silence, warn
 from .comparing import agree, gap
 from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure
@@ -70,7 +69,8 @@ def assert_matches_one_device(
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
 
     Warns:
-        UserWarning: if all agrees, but all chunks are equal and each replica returns a scalar.
+        UserWarning: if all agrees, but all chunks are equal and each replica returns a scalar; and what the wrapper
+            has warned of, as state that the model loses: an error gets it as a note.
     """
     check_module(model)
     check_number("replicas", replicas)
@@ -82,13 +82,20 @@ def assert_matches_one_device(
     number = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
     gradients = torch.inference_mode(False), torch.enable_grad()
-    with random_states_kept(), silence(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
+    with random_states_kept(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
         try:
-            warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
-        except FailsInReplicas as failure:
-            raise AssertionError(text_of_failure(*failure.args)) from failure.__cause__
-    if warning is not None:
-        warnings.warn(warning, stacklevel=2)
+            with silence() as warned:
+                warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
+        except (FailsInReplicas, AssertionError) as failure:
+            is_found = isinstance(failure, AssertionError)
+            error = failure if is_found else AssertionError(text_of_failure(*failure.args))
+            for text in warned:
+                add_note(error, f"The wrapper has warned: {text}.")
+            raise error from failure.__cause__
+    for text in [warning] if warning else []:
+        warn(text)
+    for text in warned:
+        warn(f"replicas compute what one device does, but the wrapper has warned: {text}")
 
 
 def _compare(passes: Passes) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+import warnings
 from collections import deque
 
 import numpy
@@ -100,6 +101,14 @@ class Momentum(nn.Module):
     def forward(self, x):
         difference = self.net(x) - self.slow(x)
         return x + difference - difference.mean(0)
+
+
+class ByNumbers(nn.Module):
+    """Gets a list with a number for each sample, or with a dict that has one."""
+
+    def forward(self, x, numbers):
+        numbers = [number["number"][0] if isinstance(number, dict) else number for number in numbers]
+        return torch.stack([row * number for row, number in zip(x, numbers, strict=False)])
 
 
 class ClosedHook(nn.Module):
@@ -422,7 +431,38 @@ RIGHT = {
 @pytest.mark.parametrize("right", RIGHT)
 def test_a_right_model_that_looks_like_a_fault_passes(right):
     build, *loss = RIGHT[right]
-    assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "replicas compute what one device does, but the wrapper has warned")
+        assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
+
+
+def late(self, x):
+    self.step += 1
+    return x * 2 if self.step > 100 else x * 1
+
+
+def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
+    with pytest.warns(
+        UserWarning, match="replicas compute what one device does, but .* set step of replica 0"
+    ) as caught:
+        assert_matches_one_device(Net(late, step=0), BATCH)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(UserWarning, match=r"forward\(\) of Net set step of replica 0"):  # in training, as well
+        DataParallelWithCallback(Net(late, step=0), ["cpu"] * 2)(BATCH)
+
+
+def test_a_list_that_each_replica_gets_whole_is_said():
+    numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
+    with pytest.raises(AssertionError, match=r"depends on its place.*gets a list of as many items as the batch"):
+        assert_matches_one_device(ByNumbers(), BATCH, numbers)
+    assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": 0}), BATCH, numbers)
+
+
+def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(ByNumbers(), BATCH, [{"number": torch.ones(5) * i} for i in range(5)])
+    (note,) = caught.value.__notes__
+    assert note.startswith("The wrapper has warned: numbers, a list, is not cut by its entries")
 
 
 @pytest.mark.parametrize("number", range(2, 9))
