@@ -155,9 +155,22 @@ def _drops(name: str, args: Any, kwargs: Any) -> bool:
     return bool(p and (args[2] if len(args) > 2 else kwargs.get("training", default)))
 
 
-# Attributes that are the probability of dropout or of stochastic depth, in any class and in classes of torchvision.
-_PROBABILITIES = ("dropout", "layerdrop", "drop_prob", "drop_path_prob", "drop_path_rate", "drop_connect_rate")
-_DROPOUT_CLASSES = ("StochasticDepth", "DropBlock2d", "DropBlock3d")
+# The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class.
+_PROBABILITIES = {
+    "torchvision": ["p"],
+    "timm": ["drop_prob"],
+    "transformers": ["drop_prob", "layerdrop"],
+    "monai": ["drop_prob", "drop_connect_rate"],
+}
+
+
+def _probabilities_of(module: nn.Module) -> list[str]:
+    """Return the attributes in which the class of a module has such a probability; none for an unknown class."""
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return ["dropout"]
+    cls = type(module)
+    copied_from_timm = ["drop_prob"] if cls.__name__ == "DropPath" else []
+    return _PROBABILITIES.get(cls.__module__.partition(".")[0], copied_from_timm)
 
 
 class _Copying(InDouble):
@@ -232,8 +245,7 @@ class Copy:
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
-        names = (*_PROBABILITIES, "p") if type(module).__name__ in _DROPOUT_CLASSES else _PROBABILITIES
-        for attribute in [*names, *[f"_{name}" for name in names]]:
+        for attribute in _probabilities_of(module):
             if type(vars(module).get(attribute)) is float and vars(module)[attribute]:
                 module.__dict__[attribute] = 0.0
                 self.dropped[f"{name}.{attribute}".strip(".")] = None

@@ -269,6 +269,10 @@ class DropRows(nn.Module):
         return x * torch.bernoulli(torch.full_like(x[:, :1], 1 - self.p)) + self.mixed * x.mean(0)
 
 
+class DropPath(Net):
+    pass
+
+
 class Linear(nn.Linear):
     def forward(self, x):
         return mix(self, super().forward(x))
@@ -520,10 +524,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "mix in place, with dropout": (
         lambda: nn.Sequential(
             *(nn.Linear(3, 3), nn.Dropout(), Apply(lambda self, x: x.sub_(x.mean(0)))),
-            Net(lambda self, x: x * (1 - self.dropout), dropout=0.5),
+            DropPath(lambda self, x: x * (1 - self.drop_prob), drop_prob=0.5),
         ),
         VECTORS,
-        f"output of 2 (Apply), in replica 0, ...{MIXES}... (compared with dropout switched off: 3.dropout, dropout)",
+        f"output of 2 (Apply), in replica 0, ...{MIXES}... (compared with dropout switched off: 3.drop_prob, dropout)",
     ),
     "second call": (
         lambda: Apply(

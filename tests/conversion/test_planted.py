@@ -213,8 +213,48 @@ def frozen_norm_and_mix(self, x):
     return hidden - hidden.mean(0)
 
 
+class DropPath(Net):
+    """A copy of the class of timm, as many projects have one."""
+
+
 def drop_path(self, x):
-    return x * (1 - self.drop_prob)
+    return x * torch.bernoulli(torch.full_like(x[:, :1], 1 - self.drop_prob))
+
+
+def assign_parameter(self, x):
+    self.scale = nn.Parameter(self.scale.detach() / 2)
+    return x * self.scale
+
+
+def assign_data(self, x):
+    self.scale.data = self.scale.data / 2
+    return x * 1
+
+
+def follow_gradient(self, x):
+    """Change the input along a gradient, as an attack does."""
+    with torch.enable_grad():
+        moved = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(self.parts[0](moved).square().sum(), moved)
+    return self.parts[0](x + grad)
+
+
+def add_seeded_noise(self, x):
+    return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
+
+def average_in_buffer(self, x):
+    before = self.average * 1
+    self.average.copy_(x.detach().mean(0))
+    return x - before
+
+
+def two_outputs(self, x):
+    return {"right": x * 1, "wrong": x - x.mean(0)}
+
+
+def two_losses(self, x):
+    return {"rows": x.square().mean(1), "divided": (x.square().mean(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()}
 
 
 def change_then_mix(self, x):
@@ -312,13 +352,18 @@ FAULTS = {
         [OTHER],
         ["dropout"],
     ),
+    "drop_prob of a class that is not known": (
+        lambda: Net(lambda self, x: x - self.drop_prob * x.mean(0), drop_prob=0.5),
+        [OTHER],
+        ["dropout"],
+    ),
     "dropout of one's own": (
         lambda: Net(lambda self, x: x * torch.bernoulli(torch.full_like(x, self.p)), p=0.5),
         ["draws random numbers"],
         ["dropout"],
     ),
     "what was switched off": (
-        lambda: nn.Sequential(nn.Dropout(), Net(drop_path, drop_prob=0.5), Center()),
+        lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Center()),
         ["2 (Center)", "compared with dropout switched off: 1.drop_prob, dropout"],
         [],
     ),

@@ -139,7 +139,7 @@ RIGHT = {
     "dropout that is changed": (lambda: Apply(drop_and_change, nn.Linear(3, 3)), VECTORS),
     "stochastic depth": (stochastic_depth, VECTORS),
     "drop path": (lambda: nn.Sequential(nn.Linear(3, 3), pytest.importorskip("timm.layers").DropPath(0.5)), VECTORS),
-    "layer drop": (lambda: Net(lambda self, x: x * (random.random() >= self.layerdrop), layerdrop=0.5), VECTORS),
+    "layer drop": (lambda: LayerDrop(lambda self, x: x * (random.random() >= self.layerdrop), layerdrop=0.5), VECTORS),
     "hook that stops": (lambda: stopping("register_forward_hook"), VECTORS),
     "hook that stops before": (lambda: stopping("register_forward_pre_hook"), VECTORS),
     "clamp": (lambda: convert_model(nn.BatchNorm2d(3), eps_mode="clamp"), 1e-3 * IMAGES),
@@ -199,6 +199,10 @@ RIGHT = {
     ),
     "mask, in inference mode": (lambda: Apply(torch.inference_mode()(lambda self, x: x > 0)), VECTORS),
 }
+
+
+class LayerDrop(Net):
+    __module__ = "transformers.models"
 
 
 class WithCall(nn.BatchNorm1d):
