@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..wrapper import children_of, leaves_of, with_leaves
+from ..wrapper import children_of, leaves_of, named_leaves, with_leaves
 from .copies import Call, InDouble, Rows
 
 __all__: list[str] = []
@@ -191,9 +191,11 @@ class Compared(InDouble):
         on_one = self._one.calls.get(call.key)
         if on_one is None:
             return
+        names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
         for actual, right in _compared(output, on_one.output, self._rows):
             if (by := gap(actual, right)) > call.gap:
-                call.gap, call.where = by, _rows_that_differ(actual, right, self._rows.number)
+                call.gap, call.part = by, names[id(actual)]
+                call.where = _rows_that_differ(actual, right, self._rows.number)
         call.module, call.replica, call.arguments = None, self._replica, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):

@@ -62,13 +62,14 @@ class Call:
 
     module: Any
     key: tuple[str, int]  # the name of the module, and which of its calls it is
-    norms: set[str] = field(default_factory=set)  # the names of the functions that it calls itself to normalize a batch
+    called: set[str] = field(default_factory=set)  # of the functions that normalize a batch or differentiate, by itself
     arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
     output: Any = None  # on one device, a copy
     in_replicas: "list[Call]" = field(default_factory=list)  # the same call, compared with that on one device
     replica: int = 0
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
+    part: str = "output"  # which of its outputs that is
     where: list[int] = field(default_factory=list)  # which rows of its output differ
 
 
@@ -93,8 +94,8 @@ class InDouble(TorchFunctionMode):
             output = self.converted(args[0] if args else kwargs["input"]).clone()
             return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
         trains = name == "batch_norm" and (args[5] if len(args) > 5 else kwargs.get("training", False))
-        if trains or name == "sync_batch_norm":
-            self._running[-1].norms.add(name)
+        if trains or name == "sync_batch_norm" or func is torch.autograd.grad:
+            self._running[-1].called.add(name)
         kwargs = {key: self.converted(value) for key, value in kwargs.items()}
         if name == "scaled_dot_product_attention":
             if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):
@@ -231,6 +232,11 @@ class Copy:
         for module in self.module.modules():
             if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
                 object.__setattr__(module, "__class__", module._former_class)
+
+    def memory(self) -> dict[str, Tensor]:
+        """Return parameters and buffers as views, which show whether other tensors take their places."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint has; but a class of the user's own may not count the calls of a norm."""

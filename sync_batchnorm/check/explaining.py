@@ -13,16 +13,28 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
-from ..wrapper import tensors_in
+from ..wrapper import children_of, tensors_in
 from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, much, samples_of, suspects_in
 from .copies import Call, InDouble, Rows, border, copied, modules_in_closure, seed
-from .passes import IN_FORWARD, Difference, FailsInReplicas, Passes, Side, differences, evidence, scalars
+from .passes import (
+    ASSIGNED,
+    IN_FORWARD,
+    IN_PLACE,
+    Difference,
+    FailsInReplicas,
+    Passes,
+    Side,
+    differences,
+    evidence,
+    scalars,
+)
 
 __all__: list[str] = []
 
 _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
 _DEPTH = 4  # of containers that are looked into. Arbitrary.
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 _PLAIN = (*SCALARS, type(None), Tensor)
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
@@ -35,13 +47,25 @@ SAMPLES = (
     "to the longest sample"
 )
 PLACE = "what it returns for a sample depends on its place in the batch, as with torch.arange(len(x))"
+BOTH = (
+    "what it returns for a sample depends on its place and on the number of samples, as with halves of the batch, "
+    "torch.linspace(0, 1, len(x)), or random numbers from a seed of its own"
+)
 SIZE = "what it returns for a sample depends on the number of samples, as with x / len(x) or a branch on len(x)"
 STATE = (
     "it returns the same for these rows when it is called again on one device, without the others: look for a cache, "
     "what it keeps on itself, and what it reads elsewhere"
 )
+_LIST = (
+    "; among its arguments, each replica gets a list of as many items as the batch has samples: if it has one for "
+    'each, name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
+)
 _FORMULA = (
     'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" in docs/extending.md'
+)
+_GRADIENT = (
+    "it calls torch.autograd.grad, and in a replica that is the gradient of its own chunk, which synchronized layers "
+    "share with the others; compute it outside the forward pass, from the gathered output"
 )
 _PLAIN_NORM = (
     "it calls F.batch_norm, or a batch norm that is no submodule of it; assign a batch norm to an attribute, not to a "
@@ -81,6 +105,8 @@ class Investigation:
 
     def _state(self) -> str:
         """Return which attributes differ before the pass."""
+        if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
+            return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         lost = (
             f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from that on one "
             "device; keep it in a buffer that is changed in place, or set it outside the forward pass"
@@ -118,21 +144,22 @@ class Investigation:
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([Corrected(dtype, call, rows) for rows in self._passes.rows]):
                 found, cause = self._cause(call, suspects_in(call, model), state)
-                where = f"{_name_of_call(call, model)}, in replica {found.replica}, {much(found.gap)}"
+                where = f"{found.part} of {_name_of_call(call, model)}, in replica {found.replica}, {much(found.gap)}"
                 if not cause and found.where:
                     number = self._passes.rows[found.replica].number
                     where += f", in its samples {found.where} of {list(range(number))}"
-                names = [name for name in _different_attributes(one, model) if name.startswith(call.key[0])][:_MOST]
+                inside = f"{call.key[0]}." if call.key[0] else ""
+                names = [name for name in _different_attributes(one, model) if name.startswith(inside)][:_MOST]
                 if names and cause in (CHANGES, STATE, ""):
                     changed = f"{', '.join(names)} changed in this pass, and in replicas otherwise"
                     cause = f"{cause}; {changed}" if cause else changed
-                return f"first difference: output of {where}{f': {cause}' if cause else ''}"
+                return f"first difference: {where}{f': {cause}' if cause else ''}"
         return ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the cause that is known or that experiments tell."""
         converted, found = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
-        cause = _cause_in_norm(converted, found.norms, len(call.in_replicas)) or self._changed_parameter(call) or state
+        cause = _cause_in_norm(converted, found.called, len(call.in_replicas)) or self._changed_parameter(call) or state
         for suspect in suspects if not cause else ():
             rows, dtype = self._passes.rows[suspect.replica], self._passes.dtype
             with suppress(Exception):  # It may not run again.
@@ -140,10 +167,14 @@ class Investigation:
             if cause:
                 found = suspect
                 break
-        if cause in ("", SAMPLES) and "batch_norm" in found.norms:
+        if cause in ("", SAMPLES) and "batch_norm" in found.called:
             cause = _PLAIN_NORM
-        elif cause in (SAMPLES, PLACE, SIZE):
+        elif not cause and "grad" in found.called and any(map(_uses_batch, converted.modules())):
+            cause = _GRADIENT
+        elif cause in (SAMPLES, PLACE, BOTH, SIZE):
             cause += _where_else(call.module)
+            if _holds_list(found.arguments, rows.total):
+                cause += _LIST
         return found, cause
 
     def _changed_parameter(self, call: Call) -> str:
@@ -152,6 +183,8 @@ class Investigation:
         inside &= self._of_many["parameter"].keys()
         names = [found.name for found in differences(self._of_one, self._of_many) if found.kind == "parameter"]
         names = [name for name in names if name in inside]
+        if any(name in self._of_one["assigned"] for name in names):
+            return f"the parameter {names[0]}: {ASSIGNED}"
         changed = (
             f"its forward() changes the parameter {', '.join(map(str, names[:1]))} in place, and each replica once "
             "more, as all share its memory; compute another tensor from it, or change it outside the forward pass"
@@ -167,8 +200,8 @@ def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble
             continue
         text += f"; raised in {_name_of_call(call, model)}"
         module = dict(model.named_modules())[call.key[0]]
-        if name == "batch_norm" in call.norms and not isinstance(module, _SynchronizedBatchNorm):
-            text += f": {_cause_in_norm(module, call.norms, 1) or _PLAIN_NORM}"
+        if name == "batch_norm" in call.called and not isinstance(module, _SynchronizedBatchNorm):
+            text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
     return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
 
 
@@ -180,12 +213,13 @@ def _different_attributes(one: nn.Module, many: nn.Module) -> list[str]:
 
 def _attributes_of(model: nn.Module) -> dict[str, Any]:
     """Return the attributes, parameters and buffers of all modules by name, but for those that each module has."""
-    return {
-        f"{name}.{attribute}".strip("."): value
-        for name, module in model.named_modules()
-        for attribute, value in {**vars(module), **module._parameters, **module._buffers}.items()
-        if attribute not in _OF_MODULES
-    }
+    found = dict[str, Any]()
+    for name, module in model.named_modules():
+        # Running statistics follow from what goes into a layer.
+        left_out = {*_OF_MODULES, *_RUNNING} if isinstance(module, BatchNormBase) else _OF_MODULES
+        attributes = {**vars(module), **module._parameters, **module._buffers}
+        found |= {f"{name}.{key}".strip("."): attributes[key] for key in attributes if key not in left_out}
+    return found
 
 
 def _are_same(actual: Any, expected: Any, depth: int) -> bool:
@@ -203,6 +237,12 @@ def _items_of(value: Any) -> list[Any]:
         return [*value, *value.values()]
     is_plain = isinstance(value, (list, tuple, set, deque))
     return list(value if is_plain else getattr(value, "__dict__", {}).values())
+
+
+def _holds_list(tree: Any, length: int) -> bool:
+    """Return whether there is a list of this length, without tensors, in a tree."""
+    is_list = isinstance(tree, (list, tuple)) and len(tree) == length and not tensors_in(tree)
+    return is_list or any(_holds_list(child, length) for child in children_of(tree).values())
 
 
 def _where_else(module: nn.Module) -> str:
@@ -291,8 +331,13 @@ class Experiment:
             return SAMPLES
         if not agree(again, expected):
             return CHANGES
-        turned = [(row + rows.first) % rows.total for row in everywhere]
-        return SIZE if agree(right, self._outputs(turned)[0], rows._replace(first=0)) else PLACE
+        # To the beginning, or, if the rows are there, one place further.
+        by = rows.first or rows.total - 1
+        turned = self._outputs([(row + by) % rows.total for row in everywhere])[0]
+        elsewhere = rows._replace(first=(rows.first - by) % rows.total)
+        if agree(right, turned, elsewhere):
+            return SIZE
+        return PLACE if rows.first and agree(alone, turned, elsewhere) else BOTH
 
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[list[Tensor]]:
         """Return what a copy of the module returns for these rows of the batch, so many times in a row."""

@@ -92,8 +92,8 @@ def assert_matches_one_device(
             for text in warned:
                 add_note(error, f"The wrapper has warned: {text}.")
             raise error from failure.__cause__
-    for text in [warning] if warning else []:
-        warn(text)
+    if warning is not None:
+        warn(warning)
     for text in warned:
         warn(f"replicas compute what one device does, but the wrapper has warned: {text}")
 
@@ -136,7 +136,7 @@ def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
 
 
 def _warning_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str | None:
-    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one in scalars(one, many))
+    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({number for _, number, _ in passes.rows}) > 1 or not are_means:
         return None
     return (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..wrapper import leaves_of, tensors_in, with_leaves
+from ..wrapper import leaves_of, named_leaves, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
 
@@ -23,7 +23,8 @@ Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 
 # What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
-# as "returned", the tensors of each replica.
+# as "returned", the tensors of each replica; as "path", where each output is; as "assigned", names of parameters and
+# buffers to which the forward pass has assigned other tensors.
 Pass = dict[str, dict[Any, Any]]
 
 
@@ -81,6 +82,7 @@ class Side(Copy):
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
         leaves, initial = [_fresh(leaf) for leaf in leaves_of(self.arguments)], dict(module.named_parameters())
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
+        memory = self.memory()
         self.order.clear()
         with parallel.modes[0] if self._is_one else InDouble(dtype):
             output = parallel(*inputs, **kwargs)
@@ -88,6 +90,7 @@ class Side(Copy):
         values = [leaf for leaf in leaves_of(output) if isinstance(leaf, SCALARS)]
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
         buffers = {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()}
+        assigned = [name for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))]
         with InDouble(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
@@ -101,6 +104,8 @@ class Side(Copy):
         detached = [tensor.detach() for tensor in outputs]
         seen: Pass = {"output": dict(enumerate(detached)), "value": dict(enumerate(values))}
         seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "parameter": parameters, "buffer": buffers}
+        paths = [path for path, leaf in named_leaves(output, "output") if isinstance(leaf, Tensor)]
+        seen |= {"path": dict(enumerate(paths)), "assigned": dict.fromkeys(assigned)}
         return seen | {"returned": dict(enumerate(returned))}
 
     def _outputs(self, output: Any) -> list[Tensor]:
@@ -158,22 +163,31 @@ def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> No
 _MARGIN = 100
 
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
+IN_PLACE = (
+    "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the forward "
+    "pass"
+)
+ASSIGNED = (
+    "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass, or in "
+    "place if it is a buffer that does not depend on the batch"
+)
+_WHY = {
+    "parameter": (
+        "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it "
+        "outside the forward pass"
+    ),
+    "buffer": IN_PLACE,
+}
+_AFTERWARDS = "outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {much}: {why}"
 _TEXTS = {
-    "output": "outputs differ, {much}",
+    "output": "outputs differ{part}, {much}",
     "loss": "outputs agree, the loss does not: {numbers}: `loss` depends on more than the output",
     "gradient": (
         "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of "
         "{name}: {norms}{agreed}; look for detach, no_grad, hooks on tensors and a torch.autograd.Function"
     ),
-    "parameter": (
-        "outputs, loss and gradients agree; the parameter {name} differs after the forward pass, {much}: forward() "
-        "changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it outside the "
-        "forward pass"
-    ),
-    "buffer": (
-        "outputs, loss and gradients agree; the buffer {name} differs after the forward pass, {much}: only what "
-        "replica 0 writes into it in place stays, and that is from its own chunk; update it outside the forward pass"
-    ),
+    "parameter": _AFTERWARDS,
+    "buffer": _AFTERWARDS,
 }
 
 
@@ -202,9 +216,13 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] = MappingPr
             continue
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, rounding.get((kind, name), 0.0)):
-            numbers = f"{expected.sum():.6g} on one device, {actual.sum():.6g} in replicas"
-            norms = _norms(actual, expected) if kind == "gradient" else ""
-            text = _TEXTS[kind].format(name=name, much=much(by), norms=norms, agreed=agreed, numbers=numbers)
+            words = {
+                "numbers": f"{expected.sum():.6g} on one device, {actual.sum():.6g} in replicas",
+                "norms": _norms(actual, expected) if kind == "gradient" else "",
+                "part": f" in {one['path'][name]}" if kind == "output" and len(one["path"]) > 1 else "",
+                "why": ASSIGNED if name in one["assigned"] else _WHY.get(kind),
+            }
+            text = _TEXTS[kind].format(kind=kind, name=name, much=much(by), agreed=agreed, **words)
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
             yield Difference(kind, name, text)
@@ -242,17 +260,18 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
     return ratio if size else "it is missing, or zero, in replicas, as after detach or no_grad"
 
 
-def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor]]:
-    """Return what replicas return where that is a number from each, and what one device returns."""
-    parts, found = many["returned"].values(), list[tuple[Tensor, Tensor]]()
+def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor, str]]:
+    """Return what replicas return where that is a number from each, what one device returns, and which output it is."""
+    parts, found = many["returned"].values(), list[tuple[Tensor, Tensor, str]]()
     for i, tensor in one["output"].items():
         if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
             numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
-            found.append((numbers, tensor.double().real.reshape(())))
+            name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""
+            found.append((numbers, tensor.double().real.reshape(()), name))
     return found
 
 
-def evidence(of_replicas: Tensor, on_one: Tensor, sizes: list[int]) -> str:
+def evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
     numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
@@ -260,8 +279,11 @@ def evidence(of_replicas: Tensor, on_one: Tensor, sizes: list[int]) -> str:
         weighted = "weight them by their rows, or return sums and counts"
         ways.append(("mean weighted by rows", weights @ of_replicas, weighted))
     text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
-    text, equal = f"{text}{float(on_one):.6g}", "none of these"
-    what_to_do = "return sums and counts from the replicas, and divide outside"
+    text, equal = f"{name}{text}{float(on_one):.6g}", "none of these"
+    what_to_do = (
+        "compute it from the gathered output, or, if it divides sums over the samples, return these sums from the "
+        "replicas, and divide outside"
+    )
     if on_one.isfinite():
         for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
             equal, what_to_do = f"the {way}", remedy

@@ -15,6 +15,7 @@ from .run import Run as Run
 from .run import raise_foreign_layer as raise_foreign_layer
 from .trees import children_of as children_of
 from .trees import leaves_of as leaves_of
+from .trees import named_leaves as named_leaves
 from .trees import tensors_in as tensors_in
 from .trees import with_leaves as with_leaves
 

@@ -214,6 +214,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return [leaf.value for leaf in Tree(tree, is_output=True).leaves]
 
 
+def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree, in order, each with its path as Python writes it."""
+    return [(written(leaf.path), leaf.value) for leaf in Tree(tree, path=(name,), is_output=True).leaves]
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree, in order."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]

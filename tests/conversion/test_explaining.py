@@ -289,7 +289,10 @@ MIXES = ": what it returns for a sample depends on other samples of the batch, a
 SIZE = ": what it returns for a sample depends on the number of samples, as with x / len(x) or a branch on len(x)"
 
 
-NO_MEAN = "none of these is that of one device; return sums and counts from the replicas, and divide outside, see"
+NO_MEAN = (
+    "none of these is that of one device; compute it from the gathered output, or, if it divides sums over the "
+    "samples, return these sums from the replicas, and divide outside, see"
+)
 
 
 GRADIENT = (
@@ -298,6 +301,9 @@ GRADIENT = (
 
 
 STATE = "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the"
+
+
+ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass, or"
 
 
 FAILS = "runs on one device, but not in replicas: "
@@ -543,7 +549,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "sums that are averaged": (
         *(lambda: Apply(lambda self, x: (x, x.square().sum())), VECTORS),
-        "the loss differs: replicas ...: the sum is that of one device; add them up",
+        "the loss differs: as output[1], replicas ...: the sum is that of one device; add them up",
         {"loss": lambda output: output[1].mean()},
     ),
     "uneven means": (
@@ -579,12 +585,12 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "nothing but ignored labels": (
         *(lambda: labelled(ignore_index=9), VECTORS),
-        "the loss differs: replicas with [2, 2] rows return nan, ...; replica 0 returns nan; return sums and counts",
+        "the loss differs: replicas with [2, 2] rows return nan, ...; replica 0 returns nan; compute it from",
         {"kwargs": {"labels": torch.tensor([9, 9, 2, 2])}},
     ),
     "Dice": (
         *(lambda: Apply(dice, nn.Linear(3, 2)), VECTORS),
-        f"the loss differs: ...: {NO_MEAN}",
+        f"the loss differs: as output[1], replicas ...: {NO_MEAN}",
         {"loss": lambda output: output[1].mean()},
     ),
     "norm in front of a loss": (
@@ -675,7 +681,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "one output for each sample": (
         lambda: nn.Sequential(Apply(lambda self, x: (x - x.mean(0)).unbind()), Apply(lambda self, x: torch.stack(x))),
-        *(VECTORS, "output of 0 (Apply), in replica 0"),
+        *(VECTORS, "first difference: output[1] of 0 (Apply), in replica 0"),
     ),
     "hook that changes the input": (
         *(lambda: nn.Sequential(nn.Linear(3, 3), with_centering_hook(nn.Identity())), VECTORS),
@@ -684,7 +690,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "queue": (
         lambda: Apply(enqueue, queue=[[0.0] * 3] * 6),
         VECTORS,
-        f"agree; the buffer queue differs ...{STATE}",
+        f"agree; the buffer queue differs ...{ASSIGNED}",
     ),
     "attribute behind a buffer": (
         *(lambda: Apply(lambda self, x: count(self, bind("step", lambda step, _: step + 1)(self, x)), seen=0), VECTORS),
@@ -737,7 +743,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "NaN that one device has as well": (
         *(lambda: Apply(lambda self, x: x.mean()), torch.tensor([[math.nan], [1.0], [2.0], [3.0]])),
-        "the loss differs: replicas with [2, 2] rows return nan, 2.5, one device returns nan; return sums and counts",
+        "the loss differs: replicas with [2, 2] rows return nan, 2.5, one device returns nan; compute it from the ga",
         {"loss": lambda losses: losses.reshape(-1)[-1]},
     ),
     "complex numbers": (

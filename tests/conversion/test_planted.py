@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from checked import VECTORS, Apply, quietly
+from checked import VECTORS, Apply, quietly, wrapped
 from helpers import Net
 from torch import nn
 from torch.nn.parallel import gather
@@ -372,6 +372,41 @@ FAULTS = {
         ["0 (Center)", OTHER],
         ["1.count"],
     ),
+    "parameter that forward assigns": (
+        lambda: Net(assign_parameter, scale=nn.Parameter(torch.ones(6))),
+        ["the parameter scale differs", "assigns another tensor to it, which ends with the replica"],
+        ["in place, and", "each replica once"],
+    ),
+    "data of a parameter that forward assigns": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Net(assign_data, scale=nn.Parameter(torch.ones(6)))),
+        ["the parameter 1.scale differs", "assigns another tensor to it"],
+        ["each replica once"],
+    ),
+    "gradient of a chunk within forward": (
+        lambda: convert_model(Apply(follow_gradient, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()))),
+        ["the model itself", "torch.autograd.grad", "compute it outside the forward pass"],
+        ["running_mean", "running_var", "num_batches"],
+    ),
+    "noise with a seed of its own": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Net(add_seeded_noise)),
+        ["1 (Net)", "on its place and on the number of samples", "a seed of its own"],
+        [],
+    ),
+    "average in a buffer that is not saved": (
+        lambda: Net(average_in_buffer, average=nn.Buffer(torch.zeros(6), persistent=False)),
+        ["pass 2", "the buffer average differs", "from its own chunk"],
+        ["sets on self"],
+    ),
+    "one of two outputs": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Net(two_outputs)),
+        ["output['wrong'] of 1 (Net)", OTHER],
+        [],
+    ),
+    "one of two losses": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Net(two_losses)),
+        ["as output['divided'], replicas with [3, 2] rows", "compute it from the gathered output, or"],
+        ["weight them"],
+    ),
     "hook that closes over the model": (ClosedHook, ["keep of net.0 (features)", "closure"], []),
     "hook that closes over the model, by name": (SettingHook, ["(features)", "not in replicas: AttributeError"], []),
     "vmap": (lambda: nn.Sequential(nn.Linear(6, 6), Apply(lambda self, x: mean_in_vmap(x))), ["1 (Apply)", OTHER], []),
@@ -470,6 +505,9 @@ RIGHT = {
     "attributes of parameters": (tagged,),
     "compiled": (compiled,),
     "in vmap": (lambda: Apply(lambda self, x: torch.vmap(self.parts[0])(x), nn.Linear(6, 6)),),
+    "gradient within forward, without a norm": (
+        lambda: Apply(follow_gradient, nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())),
+    ),
 }
 
 
