@@ -159,7 +159,13 @@ def device_lists(*sizes: int) -> list[Any]:
 
 @pytest.fixture(params=device_lists(1, 2, 3, 4))
 def devs(request: pytest.FixtureRequest) -> list[str] | list[int]:
-    """The devices of the replicas."""
+    """The devices of one to four replicas."""
+    return request.param
+
+
+@pytest.fixture(params=device_lists(2))
+def devices(request: pytest.FixtureRequest) -> list[str] | list[int]:
+    """The devices of two replicas; a test that needs other numbers lists them by `parametrize`."""
     return request.param
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles
 from torch import nn
 
@@ -48,7 +47,6 @@ WAYS: dict[str, Callable[[nn.Module, Sequence[Any]], nn.DataParallel]] = {
     "patched": patched,
     "converted": lambda module, devices: convert_model(data_parallel(module, devices)),
 }
-on_devices = pytest.mark.parametrize("devices", device_lists(2))
 
 
 def on(devices: Sequence[Any], module: nn.Module) -> nn.Module:
@@ -58,7 +56,6 @@ def on(devices: Sequence[Any], module: nn.Module) -> nn.Module:
 # What public projects do with it.
 
 
-@on_devices
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_model_trains_in_every_wrapper_as_on_one_device(devices, way):
     plain = on(devices, TwoLayers())
@@ -72,7 +69,6 @@ def base_of(devices: Sequence[Any]) -> type[nn.DataParallel]:
     return nn.DataParallel if are_distinct_gpus(devices) else AnyDeviceDataParallel
 
 
-@on_devices
 def test_patched_wrapper_with_a_scatter_and_gather_of_its_own_synchronizes(devices):
     class Wrapper(base_of(devices)):
         def scatter(self, inputs, kwargs, device_ids):
@@ -92,7 +88,6 @@ def test_patched_wrapper_with_a_scatter_and_gather_of_its_own_synchronizes(devic
     assert used == ["scatter", "gather"]
 
 
-@on_devices
 def test_wrapper_that_calls_the_callbacks_itself_synchronizes(devices):
     class OwnReplicate(base_of(devices)):
         def replicate(self, module, device_ids):

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import WITHOUT_BIAS, TwoLayers, assert_same_state, assert_same_step, doubles, randomize, twins
 from torch import nn
 
@@ -21,7 +20,6 @@ from sync_batchnorm import (
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_copies_train_on_by_themselves(devices, used, copied):
     plain, parallel = twins(TwoLayers().double(), devices)
     if used:

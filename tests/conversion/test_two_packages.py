@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import are_distinct_gpus, as_devices, assert_same_step, doubles
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
@@ -21,7 +20,6 @@ from torch import nn
 import sync_batchnorm
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 
-on_devices = pytest.mark.parametrize("devices", device_lists(2))
 PROJECT = "project_with_a_copy"
 COPY = f"{PROJECT}.norms"
 
@@ -59,7 +57,6 @@ def assert_names_both(parallel: nn.DataParallel, layer: str, package: str, wrapp
 
 
 @pytest.mark.parametrize("layers_are_copied", [False, True])
-@on_devices
 def test_layers_of_a_copy_are_refused_at_once_where_replicas_take_turns(devices, layers_are_copied, copied):
     layers, wrapper = (copied, sync_batchnorm) if layers_are_copied else (sync_batchnorm, copied)
     plain = net().to(as_devices(devices)[0])

@@ -150,7 +150,6 @@ _old_compiler = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning
 
 @_old_compiler
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_transform_around_a_layer_is_refused_where_it_meets_others(devices, name):
     layer = nn.BatchNorm1d(3, track_running_stats=False)
     plain, parallel = twins(calling(layer, TRANSFORMS[name]).double(), devices)

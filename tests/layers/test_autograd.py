@@ -125,7 +125,6 @@ MODES = {"inference": 0, "no-grad": 1, "usual": 2}
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, first, second):
     _, parallel = twins(InItsMode(), devices)
     modes = [MODES[first], MODES[second]]
@@ -149,7 +148,6 @@ TARGETS = [("input",), ("1.weight",), ("1.bias", "input"), ("0.weight",), ("2.we
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("create_graph", [False, True], ids=["once", "create-graph"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, targets):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     data, grad = doubles(6, 3, devices=devices), doubles(6, 2, devices=devices)
@@ -163,7 +161,6 @@ def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, target
     assert_same_results(*twins(net, devices), step)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_batched_gradients_are_those_of_torch(devices):
     # Without scatter and gather: those of torch for distinct GPUs copy into slices, which cannot be batched.
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
@@ -195,7 +192,6 @@ def differentiating_twice(net, input):
     return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices):
     plain, parallel = twins(Net(differentiating_twice, bn=nn.BatchNorm2d(3)).double(), devices)
     data = doubles(4, 3, 2, 3, devices=devices)
@@ -284,7 +280,6 @@ def test_inputs_are_freed_by_a_backward_although_the_outputs_are_kept(devices):
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1, 1], [0, 1, 0], [1, 0, 0]], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_output_is_differentiated_a_second_time_only_if_the_graph_was_retained(devices, order):
     raw = Outputs(devices)
     for i in order:
@@ -295,7 +290,6 @@ def test_output_is_differentiated_a_second_time_only_if_the_graph_was_retained(d
         raw.grad(order[-1])
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_gradient_by_the_input_of_another_replica_needs_what_that_one_has_saved(devices):
     raw = Outputs(devices)
     assert_equal(raw.grad(0, by=1, retain_graph=True).cpu(), raw.expected(0, by=1))
@@ -313,7 +307,6 @@ def test_weight_that_changes_between_forward_and_backward_is_refused_as_by_torch
             output.backward(torch.randn_like(output))
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_changes_in_place_are_noticed_after_a_backward_of_one_output(devices):
     raw = Outputs(devices)
     raw.grad(0)

@@ -5,7 +5,6 @@ import inspect
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import (
     Net,
     TwoLayers,
@@ -67,7 +66,6 @@ def test_single_value_in_all_is_refused_in_the_words_of_torch(devs, shape):
     assert_equal(parallel.eval()(single), plain.eval()(single))
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("sizes", [(1, 0), (0, 1)], ids=str)
 def test_single_value_beside_an_empty_replica_is_refused(devices, sizes):
     _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
@@ -116,7 +114,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_layers_changed_while_they_live_do_what_torch_does(devices, training, momentum, change):
     plain, parallel = twins(nn.BatchNorm1d(3, momentum=momentum).double(), devices)
     assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
@@ -144,7 +141,6 @@ WRONG_INPUTS = {
 
 @pytest.mark.parametrize("kind", WRONG_INPUTS)
 @pytest.mark.parametrize("layer", LAYERS.values())
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_wrong_input_is_refused_in_the_words_of_torch(devices, layer, kind):
     plain, parallel = twins(layer(3), devices)
     before = copy.deepcopy(parallel.state_dict())
@@ -158,7 +154,6 @@ def test_wrong_input_is_refused_in_the_words_of_torch(devices, layer, kind):
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda tensor: tensor[:2]], ids=["dtype", "shape"])
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_wrong_parameter_or_buffer_is_refused_in_the_words_of_torch(devices, name, change):
     plain, parallel = twins(nn.BatchNorm1d(3), devices)
     for layer in (plain, parallel.module):
@@ -184,7 +179,6 @@ def test_input_on_another_device_is_refused_in_the_words_of_torch(affine):
 
 
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": -1.0}, {"affine": True}, {"affine": False}], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_layer_without_channels_or_of_a_bad_eps_is_refused_where_torch_refuses_it(devices, options):
     plain, parallel = twins(nn.BatchNorm1d(3 if "eps" in options else 0, **options), devices)
     data = torch.randn(4, plain.num_features, device=as_devices(devices)[0])

@@ -126,7 +126,6 @@ PATHS += [without_gradients_inside, gated_without_gradients, only_the_layer, in_
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_checkpointed_step_is_exact_and_counted_once(devices, path, early_stop):
     with set_checkpoint_early_stop(early_stop):
         assert_exact(path, devices)
@@ -139,7 +138,6 @@ def test_checkpointed_step_is_exact_on_uneven_and_on_empty_replicas(devices, pat
     assert_exact(path, devices, rows)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_layer_that_needs_no_gradient_is_recomputed_as_one(devices):
     # What multiplies its output saves less for the backward than it would beside one that needs a gradient.
     def of_numbers_alone(net, x):
@@ -180,7 +178,6 @@ def two_calls_in_one_segment(net, x):
 
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "varied"])
 @pytest.mark.parametrize("path", [two_segments, two_calls_in_one_segment], ids=lambda path: path.__name__)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_the_remedy(
     devices, path, constant, monkeypatch
 ):
@@ -205,7 +202,6 @@ def test_two_views_of_which_one_is_not_finite_have_its_gradients(value):
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_graph_can_be_used_again(devices, path):
     data = doubles(4, 3, 4, 5, devices=devices)
     grads = [torch.randn_like(data) for _ in range(3)]
@@ -220,7 +216,6 @@ def test_graph_can_be_used_again(devices, path):
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
     data = doubles(4, 3, 4, 5, devices=devices)
     weights = torch.randn_like(data)
@@ -242,7 +237,6 @@ def with_forces(net, x):
     return torch.cat((y, force), 1)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_differentiate_in_their_forward_get_their_own_part(devices):
     plain, parallel = checkpointed_twins(with_forces, devices)
     data = doubles(4, 3, 4, 5, devices=devices).requires_grad_()
@@ -286,7 +280,6 @@ def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["inside-too", "outside-only"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_checkpoint_around_the_wrapper_is_exact(devices, inner):
     plain, parallel = checkpointed_twins(around_all if inner else lambda net, x: net.segment(x), devices)
     data = doubles(4, 3, 4, 5, devices=devices)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import KERNELS, device_lists
+from conftest import KERNELS
 from helpers import FORMATS, Net, as_devices, run_parts, saved_bytes, twins
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,6 @@ def test_layer_saves_no_more_bytes_than_that_of_torch(shape, kind):
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_only_inputs_that_are_asked_for_get_a_gradient(devices, asked, monkeypatch):
     _, parallel = twins(nn.BatchNorm1d(3), devices)
     parts = [torch.randn(4, 3, device=device, requires_grad=True) for device in as_devices(devices)]

@@ -63,7 +63,6 @@ class Slicing(Whitening):
         return super().forward(input[:, 1:] if input[0, 0] < 0 else input)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_moments_of_inputs_that_differ_in_channels_are_refused(devices):
     data = torch.ones(4, 3, dtype=torch.float64, device=as_devices(devices)[0])
     data[2:] = -1
@@ -90,7 +89,6 @@ class Checkpointed(Whitening):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_moments_of_several_replicas_in_a_checkpoint_are_refused_with_the_remedy(devices, use_reentrant):
     data, alone = doubles(6, 3, devices=devices).requires_grad_(), Checkpointed(use_reentrant)
     alone.pipe = SyncMaster(merge_messages)  # of no other replica
@@ -109,7 +107,6 @@ def test_moments_of_one_replica_are_computed_again_in_a_checkpoint(use_reentrant
     assert_equal(input.grad, *expected)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_a_replica_that_computes_no_gradients_leaves_those_of_others(devices):
     class Half(Whitening):
         def forward(self, input):

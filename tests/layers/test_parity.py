@@ -84,7 +84,6 @@ def test_parts_of_chosen_sizes_are_weighted_by_elements(devices, sizes):
     assert_same_parts(plain, parallel, parts)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("kind", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_parts_may_differ_in_their_spatial_sizes(devices, dtype, kind):
@@ -107,7 +106,6 @@ def test_running_statistics_converge_to_those_of_all_elements(devices):
     assert_equal(parallel.module.running_var.cpu(), elements.var(1), "running variance")
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_one_value_in_each_replica_is_enough(devices):
     plain, parallel = twins(nn.BatchNorm1d(2, momentum=1.0, affine=False), devices)
     output = parallel(torch.tensor([[3.0, -1.0], [5.0, 2.0]], device=as_devices(devices)[0])).cpu()
@@ -119,7 +117,6 @@ def test_one_value_in_each_replica_is_enough(devices):
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_frozen_parameters_get_no_gradient(devices, frozen):
     plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
     for module in (plain, parallel.module):
@@ -149,7 +146,6 @@ def test_empty_replicas_take_part(devices, sizes, dtype):
     assert_same_parts(plain, parallel, [torch.randn(size, 3, 2, 2, dtype=dtype) for size in sizes])
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_empty_images_are_an_empty_batch(devices):
     plain, parallel = twins(nn.BatchNorm2d(3).double(), devices)
     assert_same_step(plain, parallel, doubles(2, 3, 0, 2, devices=devices))

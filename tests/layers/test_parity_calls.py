@@ -4,9 +4,8 @@ import os
 import random
 import sys
 
-import pytest
 import torch
-from conftest import device_lists, usual_kernels
+from conftest import usual_kernels
 from helpers import Net, TwoLayers, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 
@@ -56,7 +55,6 @@ def branching(net, input):
     return net.bn(net.linear(input)) if input[0, 0] > 0 else -net.bn(net.linear(input) * 2)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_may_take_different_branches_with_equal_calls(devices):
     net = Net(branching, linear=nn.Linear(3, 3), bn=nn.BatchNorm1d(3)).double()
     _, parallel = twins(net, devices)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import KERNELS, device_lists
+from conftest import KERNELS
 from helpers import FORMATS, TOLERANCES, Net, as_devices, assert_equal, run_parts, twins
 from torch import nn
 
@@ -263,7 +263,6 @@ def test_variance_that_overflows_is_infinite_and_leaves_the_bias(kind, dtype, va
             torch.testing.assert_close(found[i], wanted[i].to(found.dtype), rtol=0, atol=0.0 if same else atol)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_running_variance_of_float16_is_finite_where_its_update_is(devices):
     plain, parallel = twins(nn.BatchNorm1d(3, dtype=torch.float16), devices)
     data = 700 * torch.randn(64, 3, dtype=torch.float16, device=as_devices(devices)[0])

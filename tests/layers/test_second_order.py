@@ -80,7 +80,6 @@ def test_gradient_penalty_is_that_of_one_device(devs, rows):
         assert_same_state(parallel, plain, RELATIVE)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_penalty_alone_gives_the_parameters_of_the_last_layer_what_one_device_does(devices):
     plain, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double(), devices)
     data, weights = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
@@ -94,7 +93,6 @@ def test_penalty_alone_gives_the_parameters_of_the_last_layer_what_one_device_do
     assert_same_results(plain, parallel, step, RELATIVE)  # None for the bias, which an optimizer then leaves alone
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_penalty_of_an_empty_batch_is_zero(devices):
     _, parallel = twins(nn.BatchNorm1d(3).double(), devices)
     input = doubles(0, 3, devices=devices).requires_grad_()
@@ -134,7 +132,6 @@ def test_loss_and_penalty_share_one_graph(devs, retain):
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_penalty_on_one_replica_reaches_the_inputs_of_the_other(devices, replica):
     data, rows = doubles(4, 3, 5, 4, devices=devices), slice(2 * replica, 2 * replica + 2)
 
@@ -150,7 +147,6 @@ def test_penalty_on_one_replica_reaches_the_inputs_of_the_other(devices, replica
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias"), ()], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_penalty_by_the_parameters_is_that_of_one_device(devices, frozen):
     data, weights = doubles(5, 3, 2, 3, devices=devices), doubles(5, 3, 2, 3, devices=devices)
 
@@ -194,7 +190,6 @@ def test_output_gradients_and_penalty_with_a_clamped_variance_are_those_of_the_f
     assert_equal(bn.running_var, 0.9 + 0.1 * variance)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_variance_that_equals_eps_is_not_clamped(devices):
     layer = SynchronizedBatchNorm1d(1, eps=1.0, eps_mode="clamp").double()
     parallel = DataParallelWithCallback(layer.to(as_devices(devices)[0]), devices)

@@ -102,7 +102,6 @@ def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_
     assert seen == [Tensor] * 2 * len(devices)
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_parameter_of_a_subclass_has_its_gradient(devices):
     weight = nn.Parameter(tagged(doubles(4, devices=devices)))
     parallel = DataParallelWithCallback(Net(lambda net, input: input * net.weight, weight=weight), devices)

@@ -234,7 +234,6 @@ def strides(net, input):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_channels_last_is_kept_for_a_single_image(devices, eps_mode, checkpoints, dtype, sizes):
     net = Net(strides, bn=SynchronizedBatchNorm2d(5, eps_mode=eps_mode), checkpoints=checkpoints, seen=[])
     net.to(as_devices(devices)[0], dtype)
@@ -292,7 +291,6 @@ def transposing(net, input):
 
 @pytest.mark.parametrize("view", ONES)
 @pytest.mark.parametrize("size", [7, 700], ids=["small", "large"])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_strides_of_sizes_of_one_change_no_number(devices, size, view):
     norm = nn.BatchNorm3d if view == "volumes" else nn.BatchNorm2d
     net = Net(transposing, bn=norm(6), linear=nn.Linear(6, 4), view=view)

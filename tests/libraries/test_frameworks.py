@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import CUDA_COUNT
 from helpers import as_devices, assert_equal, assert_same_state, blocks_of, classes, doubles, section_of, twins
 from torch import Tensor, nn
 
@@ -386,7 +386,6 @@ def images_and_labels(devices: Sequence[Any], size: int, labels: tuple[int, ...]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", ["timm"], indirect=True)
 def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
     from timm.utils import freeze
@@ -408,7 +407,6 @@ def test_timm_trains_freezes_and_averages_as_on_one_device(recipe, devices):
     assert kinds == {"FrozenBatchNormAct2d", "SynchronizedBatchNormAct2d"}
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", ["monai"], indirect=True)
 def test_monai_trains_with_its_tensors_as_on_one_device(recipe, devices):
     items = [  # two batches
@@ -440,7 +438,6 @@ ENCODERS = [
 ]
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("recipe", ["segmentation_models_pytorch"], indirect=True)
 def test_segmentation_models_train_as_on_one_device(recipe, name, devices):
@@ -461,7 +458,6 @@ def test_segmentation_models_train_as_on_one_device(recipe, name, devices):
 
 
 @pytest.mark.usefixtures("_in_float64")
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", ["ultralytics"], indirect=True)
 def test_ultralytics_trains_as_on_one_device(recipe, devices):
     net = recipe.DetectionModel("yolo11n.yaml", nc=2, verbose=False)
@@ -492,7 +488,6 @@ def test_ultralytics_sets_what_layers_do_by_their_class(recipe):
     assert (first.eps, first.momentum) == (1e-5, 0.1)  # If not, the page warns of what is no more.
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 @pytest.mark.parametrize("recipe", ["pytorch_metric_learning"], indirect=True)
 def test_embeddings_train_as_on_one_device(recipe, devices):
     plain, parallel = twins(recipe.make_trunk().double(), devices)

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from conftest import device_lists
 from forks import forked, needs_fork
 from helpers import as_devices
 
@@ -106,7 +105,6 @@ def test_replicas_are_on_the_devices_named_or_found(count, arguments, devices, m
     assert called == [devices]
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_report_names_the_devices_that_are_given(devices, capsys):
     devices = list(map(str, as_devices(devices)))
     assert command.main(["--devices", ",".join(devices)]) == 0
