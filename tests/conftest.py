@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
 from hangs import SECONDS, WATCHED
-from pairwise import mark_the_rest_slow
+from pairwise import mark_the_rest_slow, needless
 from scripted import WRAPPERS
 
 CUDA_COUNT = torch.cuda.device_count()
@@ -70,8 +70,10 @@ def is_repetition(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if is_repetition(item)])
-    items[:] = [item for item in items if not is_repetition(item)]
+    left_out = {item for item in items if is_repetition(item)}
+    left_out |= needless(item for item in items if item not in left_out)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     mark_the_rest_slow(items)
 
 

@@ -1,16 +1,17 @@
 """Which cases of a test the quick suite runs, where parametrizations multiply: enough for every pair of values.
 
 What breaks one case of a product nearly always breaks all cases that share one or two of its values. So of four values
-times five times six, 30 cases say what all 120 say; the other 90 are slow.
+times five times six, 30 cases say what all 120 say; the other 90 are slow. Of a test marked `pairs`, which has hundreds
+of them, no suite runs the others.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 import pytest
 
-__all__ = ["covering", "mark_the_rest_slow"]
+__all__ = ["mark_the_rest_slow", "needless"]
 
 
 def axes_of(item: pytest.Function) -> dict[str, Hashable]:
@@ -47,15 +48,24 @@ def covering(cases: Sequence[dict[str, Hashable]], once: Iterable[str] = ()) -> 
     return chosen
 
 
-def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases `slow` that have no pair of values which others do not have, those for GPUs among themselves."""
+def rest(items: Iterable[pytest.Item], once: bool = True) -> Iterator[pytest.Item]:
+    """Yield the cases that have no pair of values which others do not have, those for GPUs among themselves."""
     functions: defaultdict[Hashable, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        if hasattr(item, "callspec"):
             functions[item.parent, item.originalname, item.get_closest_marker("cuda") is not None].append(item)
     for cases in functions.values():
-        once = {name for mark in cases[0].iter_markers("once") for name in mark.args}
-        chosen = covering([axes_of(item) for item in cases], once)
-        for position, item in enumerate(cases):
-            if position not in chosen:
-                item.add_marker(pytest.mark.slow)
+        alone = {name for mark in cases[0].iter_markers("once") for name in mark.args if once}
+        chosen = covering([axes_of(item) for item in cases], alone)
+        yield from (item for position, item in enumerate(cases) if position not in chosen)
+
+
+def needless(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that no suite runs: the rest of the tests marked `pairs`."""
+    return set(rest([item for item in items if item.get_closest_marker("pairs")], once=False))
+
+
+def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
+    """Leave to the whole suite what the quick one does not need."""
+    for item in rest([item for item in items if not item.get_closest_marker("slow")]):
+        item.add_marker(pytest.mark.slow)

@@ -31,6 +31,7 @@ def critic():
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * 3 * 2, 1)).double()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("rows", [4, 5], ids=["even", "uneven"])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, *WITHOUT_BIAS], ids=str)

@@ -129,6 +129,7 @@ def modules_alive() -> int:
     return sum([isinstance(item, Keeping) for item in gc.get_objects()])
 
 
+@pytest.mark.pairs
 @pytest.mark.once("kind", "keep")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", KEEP.values(), ids=list(KEEP))

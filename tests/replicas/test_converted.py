@@ -34,6 +34,7 @@ def run(layer, input):
     return layer(input[:, None])[0][:, 0] if isinstance(layer, nn.RNN) else layer(input)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
 @on_devices

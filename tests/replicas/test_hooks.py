@@ -77,6 +77,7 @@ def if_there_is_none(net, input):
     return run(net, input)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @every_kind
 @pytest.mark.parametrize("function", [for_this_call, if_there_is_none])
