@@ -110,12 +110,6 @@ setup(
             "mypy==2.4.1",
             "setuptools==84.2.1",
         ],
-        "docs": [  # what makes the site from the pages; it imports neither this package nor torch
-            "sphinx==9.0.4",
-            "myst-parser==5.2.0",
-            "furo==2025.12.19",
-            "sphinx-copybutton==0.5.2",
-        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",  # until it has run on a real GPU
