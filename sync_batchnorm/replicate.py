@@ -2,6 +2,7 @@
 
 from torch.nn.parallel import DataParallel as DataParallel
 
+from .derived import derive_again as _derived  # noqa: F401 - for pickles
 from .wrapper import (
     CallbackContext,
     DataParallelWithCallback,
@@ -9,6 +10,5 @@ from .wrapper import (
     patch_replication_callback,
 )
 from .wrapper.data_parallel import _ReplicationMixin as _ReplicationMixin
-from .wrapper.derived import derive_again as _derived  # noqa: F401 - for pickles
 
 __all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]

@@ -106,7 +106,7 @@ def _no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync_batchnorm.refusals._issued", {})
+    monkeypatch.setattr("sync_batchnorm.messages._issued", {})
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..call.processes import active_group
 from ..meeting import add_note
-from ..refusals import check_module, check_number, silence, warn
+from ..messages import check_module, check_number, silence, warn
 from .comparing import agree, gap
 from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure

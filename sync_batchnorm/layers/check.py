@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ..refusals import check_module, check_number
+from ..messages import check_module, check_number
 from ..torch_private import BatchNormBase
 from ..wrapper import _ReplicationMixin
 from .conversion import IN_A_LIST, unregistered, why_left

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..refusals import check_module, warn
+from ..derived import derived_class
+from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
-from ..wrapper import DataParallelWithCallback, _ReplicationMixin, derived_class, patch, use_devices_of_torch
+from ..wrapper import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

@@ -13,7 +13,7 @@ from ..call import processes
 from ..call.exchange import merge_parts, sync_batch_norm
 from ..call.part import Part
 from ..meeting import SlavePipe, SyncMaster
-from ..refusals import check_number, in_transform_error, warn_once
+from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled
 from ..wrapper import raise_foreign_layer
 

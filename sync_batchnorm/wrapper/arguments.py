@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from ..refusals import warn_once
+from ..messages import warn_once
 from ..torch_private import original_module
 from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 

@@ -90,8 +90,8 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
             raise_foreign_layer(wrapper)
 
 
-def layer_of_another_package(module: nn.Module, contexts: Mapping[str, CallbackContext]) -> str | None:
-    """Describe the first layer of `module` that would exchange by the pipes of another package, if there is one.
+def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:
+    """Raise an error if a layer of `module`, whose replicas take turns, exchanges by the pipes of another package.
 
     That package knows nothing of turns: a replica that waits in such a layer would keep its turn forever.
     """
@@ -99,8 +99,12 @@ def layer_of_another_package(module: nn.Module, contexts: Mapping[str, CallbackC
         packages = list(filter(None, map(_package_of_pipe, vars(ctx).values())))
         layer = module.get_submodule(name) if packages else None
         if layer is not None and _uses_batch(layer):
-            return f"{name or 'the module itself'} ({type(layer).__name__}) of {packages[0]}"
-    return None
+            raise RuntimeError(
+                f"expected layers and wrapper of one package, but got {name or 'the module itself'} "
+                f"({type(layer).__name__}) of {packages[0]} in a wrapper of {__package__.removesuffix('.wrapper')}, "
+                "whose replicas on one device run one at a time, so that one which waits in that layer would keep the "
+                "others from running; import both from the same package"
+            )
 
 
 def _package_of_pipe(value: object) -> str | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from ..torch_private import FLAGS_OF_HOOKS, has_hooks, modules_of
+from ..messages import in_transform_error
+from ..torch_private import FLAGS_OF_HOOKS, compiled_module_type, has_hooks, in_transform, modules_of
 from .bound import KEPT, Kept
 from .converted import keep_replicas_on_their_devices
 from .hooks import Copies, Shared, bind, bind_hooks, hooks_of, set_hooks
@@ -67,6 +68,26 @@ class _Broadcast(torch.autograd.Function):
 def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Return the sum of gradients on `device`, or None if there are none."""
     return reduce(torch.add, [grad.to(device) for grad in grads]) if grads else None
+
+
+def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
+    """Raise an error inside a transform or `FakeTensorMode`, or for the first submodule that is from torch.compile."""
+    if in_transform():
+        raise in_transform_error(type(wrapper).__name__)
+    if type(torch.empty(0)).__name__ == "FakeTensor":
+        raise RuntimeError(
+            "expected replicas outside torch.export and FakeTensorMode, which their threads do not know, but got a "
+            f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
+        )
+    compiled_type = compiled_module_type()
+    if compiled_type and any([isinstance(child, compiled_type) for child in modules_of(module)]):
+        # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
+        name = next(name for name, child in module.named_modules() if isinstance(child, compiled_type))
+        raise RuntimeError(
+            f"expected modules that can be replicated, but got {name or 'the module itself'!r} from torch.compile; "
+            "put the original module, its attribute _orig_mod, back in its place, and compile functions that its "
+            "forward calls"
+        )
 
 
 def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.Module]:

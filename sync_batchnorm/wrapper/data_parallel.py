@@ -7,28 +7,21 @@ pass belongs to its replicas and ends with them.
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ..meeting import DEFAULT_TIMEOUT, PATIENCE, without_frames
-from ..refusals import (
-    check_module,
-    check_replicable,
-    checked_timeout,
-    tracing_error,
-    unused_dims_error,
-    warn_of_plain_layers,
-    warn_once,
-)
-from ..torch_private import has_attribute, uncompiled
+from ..derived import derived_class
+from ..meeting import DEFAULT_TIMEOUT
+from ..messages import check_module, warn_once
+from ..torch_private import BatchNormBase, has_attribute, uncompiled
 from .arguments import Arguments, check_dims
 from .bound import detach_what_was_bound_again
-from .callbacks import execute_callbacks, layer_of_another_package, refuse_training
-from .copies import make_replicas
-from .derived import derived_class
+from .callbacks import execute_callbacks, refuse_training
+from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
 from .run import ForwardPass, Run, is_in_replica, new_coordinator
@@ -68,9 +61,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         in_dims: InDims | None = None,
         out_dims: Dims = None,
     ) -> None:
-        check_module(module)
-        check_dims(module, in_dims, out_dims)
-        timeout = checked_timeout(timeout)
+        options = _checked_options(module, timeout, in_dims, out_dims)
         devices: Any = checked_devices(device_ids)
         output: Any = None if output_device is None else as_device(output_device)
         if unsupported_by_torch(devices):
@@ -84,10 +75,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
                 self.dim, self.output_device = dim, torch_output
                 if devices:
                     warn_once(NO_ACCELERATOR)
-        self._sync_timeout, self.in_dims, self.out_dims = timeout, in_dims, out_dims
+        self.__dict__.update(options)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
-        if len(self.device_ids) > 1:
+        if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
             _reached.get(set()).add("scatter")
         kwargs = kwargs or {}
         if not inputs and not kwargs:
@@ -106,8 +97,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        devices = list(map(as_device, self.device_ids[: len(replicas)]))
-        return call_replicas(self.module, replicas, inputs, kwargs, devices)
+        return call_replicas(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _reached.get(set()).add("gather")
@@ -117,7 +107,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Extends a `DataParallel`: it watches its replicas, calls the callbacks, and picks the error to raise."""
+    """Extends a `DataParallel`: it calls the callbacks, runs the replicas so that they can exchange, and warns."""
 
     _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
     _sync_timeout: float = DEFAULT_TIMEOUT
@@ -132,13 +122,11 @@ class _ReplicationMixin(DataParallel[Any]):
         return super().forward(*inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        modules: dict[str, Any] = self.__dict__.get("_modules", {})
-        if name in modules:
-            return modules[name]
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if modules.get("module") is not None and has_attribute(modules["module"], name):
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and has_attribute(module, name):
                 raise AttributeError(f"{error}; the module has it: parallel.module.{name}") from None
             raise
 
@@ -150,21 +138,29 @@ class _ReplicationMixin(DataParallel[Any]):
     @uncompiled
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise tracing_error(self)
+            raise RuntimeError(
+                "expected replicas outside torch.jit.trace, which does not see what their threads run, but got a call "
+                f"of {type(self).__name__} inside, as add_graph of TensorBoard makes; trace parallel.module instead"
+            )
         token = _reached.set(set())
         try:
             outputs = super().forward(*inputs, **kwargs)
-            self._check_reached("gather", self.out_dims)
+            self._check_reached("gather", "out_dims")
             return outputs
         finally:
             _reached.reset(token)
 
-    def _check_reached(self, step: str, dims: Any) -> None:
-        if dims is not None and step not in _reached.get({step}):  # which is not set where somebody calls the steps
-            raise unused_dims_error(self, step)
+    def _check_reached(self, step: str, dims: str) -> None:
+        """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
+        # Nothing is set where somebody calls the steps.
+        if getattr(self, dims) is not None and step not in _reached.get({step}):
+            raise RuntimeError(
+                f"{dims} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
+                f"DataParallelWithCallback; call super().{step}, or leave out {dims}"
+            )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        self._check_reached("scatter", self.in_dims)
+        self._check_reached("scatter", "in_dims")
         if is_in_replica():
             refuse_training(self, module)
         detach_what_was_bound_again(module)  # in the last backward pass, too
@@ -174,57 +170,48 @@ class _ReplicationMixin(DataParallel[Any]):
         devices = list(map(as_device, device_ids))
         check_copies(frozenset(devices))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
-        coordinator = new_coordinator(device_ids, self._sync_timeout)
+        coordinator = new_coordinator(devices, self._sync_timeout)
         try:
             contexts = execute_callbacks(replicas, coordinator)
         except BaseException as error:
             coordinator.abort(error, 0.0)  # for a `SyncMaster` that a module keeps
             raise
         if not contexts:
-            warn_of_plain_layers(self, module)
-        forward_pass = ForwardPass(module, coordinator)
-        if len(set(devices)) < len(devices):  # Then replicas take turns.
-            forward_pass.layer_of_another_package = layer_of_another_package(module, contexts)
+            _warn_of_plain_layers(self, module)
+        forward_pass = ForwardPass(module, coordinator, contexts)
         forward_pass.inherit()  # for replicas that are not called by `parallel_apply`
-        return [Run(replica, forward_pass, i, devices[i]) for i, replica in enumerate(replicas)]
+        return forward_pass.runs(replicas, devices)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
         runs = self._sync_runs(replicas)
-        forward_pass, coordinator = runs[0]._sync_pass, runs[0]._sync_pass.coordinator
-        coordinator.expect([run._sync_number for run in runs])
-        state = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
+        forward_pass = runs[0]._sync_pass
+        forward_pass.coordinator.expect([run._sync_number for run in runs])
+        watched = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
+        outputs: list[Any] = []
+        raised: BaseException | None = None
         try:
-            outputs: list[Any] = super().parallel_apply(runs, *args, **kwargs)
-            failure = coordinator.take_failure()
+            outputs = super().parallel_apply(runs, *args, **kwargs)
             detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
-            # Asked before replicas fail because of the abort; not for Ctrl-C, which is what the user wants to see.
-            failure = coordinator.take_failure() if isinstance(error, Exception) else None
-            coordinator.abort(error, PATIENCE)  # Late replicas would draw from the generators, and write into buffers.
-            if forward_pass.random_states is not None:
-                forward_pass.random_states.restore_caller(completed=False)
-            if failure is None:
-                raise
-        if failure is None:
-            if state is not None:
-                warn_of_lost_state(runs[0]._sync_replica, state)
-                warn_of_lost_hooks([run._sync_replica for run in runs])
-            return outputs
-        who, failed = failure
-        del failure
-        try:  # The wrapper around this one shows the frames of both.
-            raise failed if is_in_replica() else without_frames(failed, who)
-        finally:
-            del failed  # Its traceback refers to this frame.
+            raised = error
+        failure = forward_pass.failure(raised)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del raised, failure  # Their traceback refers to this frame.
+        if watched is not None:
+            warn_of_lost_state(runs[0]._sync_replica, watched)
+            warn_of_lost_hooks([run._sync_replica for run in runs])
+        return outputs
 
-    def _sync_runs(self, replicas: Sequence[nn.Module]) -> list[Any]:
+    def _sync_runs(self, replicas: Sequence[Any]) -> list[Any]:
         """Return a `Run` for each of `replicas`, all of one `ForwardPass`, run in the modes of this thread."""
-        runs: list[Any] = list(replicas)
+        runs = list(replicas)
         if not isinstance(runs[0], Run):  # the module itself, for a single chunk, or replicas of the user's
             devices = list(map(as_device, self.device_ids[: len(runs)]))
-            forward_pass = ForwardPass(runs[0], new_coordinator(devices, self._sync_timeout))
-            runs = [Run(replica, forward_pass, i, devices[i]) for i, replica in enumerate(runs)]
+            runs = ForwardPass(runs[0], new_coordinator(devices, self._sync_timeout)).runs(runs, devices)
         forward_pass = runs[0]._sync_pass
         forward_pass.inherit()
         if len(runs) == 1:
@@ -307,25 +294,22 @@ def patch_replication_callback(
             f"data_parallel must be a torch.nn.DataParallel, got {type(data_parallel).__name__}; "
             "wrap the module with DataParallelWithCallback"
         )
-    timeout = checked_timeout(timeout)
-    check_dims(data_parallel.module, in_dims, out_dims)
+    options = _checked_options(data_parallel.module, timeout, in_dims, out_dims)
     if not data_parallel.device_ids:
         warn_once(NO_ACCELERATOR)
-    return patch(data_parallel, timeout, in_dims, out_dims)
+    if isinstance(data_parallel, _ReplicationMixin):
+        del options["_sync_timeout"]
+    patch(data_parallel)
+    data_parallel.__dict__.update({name: value for name, value in options.items() if value is not None})
+    return data_parallel
 
 
-def patch(
-    data_parallel: DataParallelT, timeout: float = DEFAULT_TIMEOUT, in_dims: InDims | None = None, out_dims: Dims = None
-) -> DataParallelT:
-    """Patch an object as `patch_replication_callback` does, without its checks and its warning."""
-    if not isinstance(data_parallel, _ReplicationMixin):
-        cls: Any = type(data_parallel)
+def patch(data_parallel: DataParallel[Any]) -> None:
+    """Give an object the class that connects its replicas, unless it has one."""
+    cls: Any = type(data_parallel)
+    if not issubclass(cls, _ReplicationMixin):
         patched = DataParallelWithCallback if cls is DataParallel else derived_class(cls, _ReplicationMixin)
         object.__setattr__(data_parallel, "__class__", patched)
-        data_parallel.__dict__["_sync_timeout"] = timeout
-    given = {"in_dims": in_dims, "out_dims": out_dims}
-    data_parallel.__dict__.update({name: dims for name, dims in given.items() if dims is not None})
-    return data_parallel
 
 
 def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
@@ -334,3 +318,28 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
     devices = tuple(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):
         data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+
+
+def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, out_dims: Dims) -> dict[str, Any]:
+    """Return the attributes of a wrapper of `module` for these arguments; raise an error for wrong ones."""
+    check_module(module)
+    check_dims(module, in_dims, out_dims)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}; pass for example 300.0")
+    if not 0 < timeout <= TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be more than 0 and at most {TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
+        )
+    return {"_sync_timeout": float(timeout), "in_dims": in_dims, "out_dims": out_dims}
+
+
+def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
+    """Warn if a module that has nothing that could synchronize trains batch norms."""
+    plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
+    if plain:
+        layers, do = ("layer", "does") if len(plain) == 1 else ("layers", "do")
+        warn_once(
+            f"{len(plain)} BatchNorm {layers} in training mode (first: {plain[0] or 'the module itself'!r}) {do} not "
+            f"synchronize in a {type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
+            "convert_model(model), or filter this warning if that is intended"
+        )

@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ..refusals import refuse_older_hook
 from ..torch_private import FLAGS_OF_HOOKS, HOOKS, KIND_OF_BACKWARD_HOOKS, has_older_hooks, hooks_of_thread
 
 __all__: list[str] = []
@@ -72,8 +71,17 @@ def set_hooks(copy: nn.Module, module: nn.Module, has_hooks: bool, shared: Share
         state[name] = original[name].copy()
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
     if state["_backward_hooks"] and has_older_hooks(module):
-        refuse = partial(refuse_older_hook, copy)
+        refuse = partial(_refuse_older_hook, copy)
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], refuse))
+
+
+def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
+    """Raise an error in place of a backward hook of the older kind, in the backward pass of a replica."""
+    raise RuntimeError(
+        f"expected full backward hooks in replicas, but got {type(module).__name__} with those of "
+        "register_backward_hook, which PyTorch calls with a replica that has ended; call register_full_backward_hook "
+        "instead"
+    )
 
 
 def bind_hooks(modules: Sequence[nn.Module], copies: Sequence[Copies], records: bool) -> None:

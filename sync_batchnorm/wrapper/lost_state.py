@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..refusals import warn_once
+from ..messages import warn_once
 from ..torch_private import HOOKS
 from .bound import bound_on, is_in_graph
 

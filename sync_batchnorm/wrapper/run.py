@@ -5,10 +5,10 @@ wrapper, and a thread that a replica starts may inherit its context, as by defau
 `ContextVar` alone does not say which replica a thread runs: the number of the thread must be that of the replica, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from ..meeting import Coordinator
+from ..meeting import PATIENCE, Coordinator, without_frames
 from ..torch_private import uncompiled
 from .bound import note_run
 from .devices import DeviceId, as_device
@@ -42,11 +42,15 @@ class ForwardPass:
 
     original: nn.Module  # the wrapped module
     coordinator: Coordinator
+    contexts: Mapping[str, object] = field(default_factory=dict)  # those of the callbacks, by submodule
     modes: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # those of the caller
     default_device: torch.device | None = None  # that of the caller, where it is not the CPU
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
-    layer_of_another_package: str | None = None  # which could not exchange while replicas take turns
+
+    def runs(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Run"]:
+        """Return a `Run` for each of all replicas."""
+        return [Run(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
 
     def inherit(self) -> None:
         """Note the modes, the default device and the context of this thread, as those of the caller."""
@@ -68,14 +72,37 @@ class ForwardPass:
         if self.default_device is not None:
             stack.enter_context(device if device.type == self.default_device.type else self.default_device)
 
+    def failure(self, raised: BaseException | None) -> BaseException | None:
+        """End this forward pass; return the error that the caller gets, or None.
+
+        `raised` is what the call of the replicas has raised in the thread of the caller, or None. The error of a
+        replica goes before it, which may be a consequence, as where an output is missing. But Ctrl-C in the thread of
+        the caller is what the user wants to see.
+        """
+        # Asked before replicas fail because of the abort.
+        who, error = self.coordinator.take_failure() or ("", raised)
+        if raised is not None:
+            # Late replicas would draw from the generators, and write into buffers.
+            self.coordinator.abort(raised, PATIENCE)
+            if self.random_states is not None:
+                self.random_states.restore_caller(completed=False)
+        is_interrupt = raised is not None and raised is not error and not isinstance(raised, Exception)
+        if error is None or not who or is_interrupt:
+            return raised
+        return error if is_in_replica() else without_frames(error, who)  # The outer wrapper shows the frames of both.
+
 
 class Run(nn.Module):
-    """The run of one replica: whoever calls replicas calls this, once. Its attributes are those of the replica."""
+    """The run of one replica: whoever calls replicas calls this, once. Its attributes are those of the replica.
+
+    It tells the coordinator how the replica ends, whatever its thread does with an error.
+    """
 
     _sync_replica: nn.Module
     _sync_pass: ForwardPass
     _sync_number: int
     _sync_device: torch.device
+    _sync_stream: torch.cuda.Stream | None = None  # on which it computes, instead of that of its thread
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
@@ -100,10 +127,11 @@ class Run(nn.Module):
 
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
         coordinator, number = self._sync_pass.coordinator, self._sync_number
-        span = coordinator.begin(number)
         token = _current.set(ref(self))
         try:
-            with span, ExitStack() as stack:
+            with coordinator.begin(number), ExitStack() as stack:
+                if self._sync_stream is not None:
+                    stack.enter_context(torch.cuda.stream(self._sync_stream))
                 self._sync_pass.enter_modes(stack, self._sync_device)
                 try:
                     output = self._sync_replica(*args, **kwargs)
@@ -112,14 +140,14 @@ class Run(nn.Module):
                         f"{coordinator.who(number)} raised StopIteration, as next() does at the end of an "
                         "iterator; catch it in forward(), or give next() a default"
                     ) from error
+            coordinator.leave(number)
+            return output
         except BaseException as error:
             coordinator.leave(number, error)
             raise
         finally:
             _current.reset(token)
             note_run(self._sync_pass.original, self._sync_replica)
-        coordinator.leave(number)
-        return output
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.

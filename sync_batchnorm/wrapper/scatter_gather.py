@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import gather as gather_by_torch
 from torch.nn.parallel import scatter as scatter_by_torch
 
-from ..refusals import warn
+from ..messages import warn
 from .trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 
 __all__: list[str] = []

@@ -21,85 +21,74 @@ and a replica drops is freed when the caller's thread runs again, which is at mo
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..backends.streams import current_stream
 from ..meeting import Coordinator
-from ..refusals import mixed_packages_error, warn_once
+from ..messages import warn_once
+from .callbacks import refuse_other_packages
 from .random_states import RandomStates
-from .run import ForwardPass
+from .run import Run
 
 __all__: list[str] = []
 
 
-def call_replicas(
-    module: nn.Module, replicas: Sequence[Any], inputs: Any, kwargs: Any, devices: Sequence[torch.device]
-) -> list[Any]:
-    """Call each `Run` of `module` in a thread of its own, or a single one in this thread.
+def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
+    """Call each `Run` of a forward pass in a thread of its own, or a single one in this thread.
 
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error.
     """
-    outputs: list[Any] = [None] * len(replicas)
-    distinct = dict.fromkeys(devices)
-    streams = dict(zip(distinct, map(current_stream, distinct), strict=True))
+    calls = [(args if isinstance(args, (list, tuple)) else (args,), kwargs[i]) for i, args in enumerate(inputs)]
+    if len(runs) == 1:
+        return [runs[0](*calls[0][0], **calls[0][1])]
+    outputs: list[Any] = [None] * len(runs)
 
     def work(i: int) -> None:
-        try:
-            stream = streams[devices[i]]
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
-                outputs[i] = replicas[i](*args, **kwargs[i])
-        except BaseException as error:
-            replicas[i]._sync_pass.coordinator.leave(replicas[i]._sync_number, error)
+        with suppress(BaseException):  # The run has told the coordinator.
+            args, kwargs_of_run = calls[i]
+            outputs[i] = runs[i](*args, **kwargs_of_run)
 
-    # None for replicas that are not connected.
-    forward_pass: ForwardPass | None = getattr(replicas[0], "_sync_pass", None)
-    if len(replicas) == 1:
-        work(0)
-    elif forward_pass is None or len(streams) == len(devices):
-        _run_threads(work, len(replicas), None if forward_pass is None else forward_pass.coordinator)
-    elif forward_pass.layer_of_another_package is not None:
-        raise mixed_packages_error(forward_pass.layer_of_another_package)
+    devices = [run._sync_device for run in runs]
+    streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
+    for run, device in zip(runs, devices, strict=True):
+        vars(run)["_sync_stream"] = streams[device]
+    if len(streams) == len(runs):
+        _run_threads(work, len(runs), runs[0]._sync_pass.coordinator)
     else:
-        numbers = [replica._sync_number for replica in replicas]
-        forward_pass.random_states = states = RandomStates(dict(zip(numbers, devices, strict=True)))
-        _run_in_turns(work, numbers, forward_pass.coordinator, states, module)
+        _run_in_turns(work, runs)
     return outputs
 
 
-def _run_threads(work: Callable[[int], None], count: int, coordinator: Coordinator | None) -> None:
+def _run_threads(work: Callable[[int], None], count: int, coordinator: Coordinator) -> None:
     """Run `work` of each number in a thread of its own, until all have ended, or those that have not are given up."""
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive() and not (coordinator and coordinator.has_given_up):
+        while thread.is_alive() and not coordinator.has_given_up:
             thread.join(1.0)
 
 
-def _run_in_turns(
-    work: Callable[[int], None],
-    numbers: Sequence[int],
-    coordinator: Coordinator,
-    states: RandomStates,
-    module: nn.Module,
-) -> None:
+def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
-    before = _versions(module)
-    coordinator.take_turns(numbers, states.begin_turn)
-    _run_threads(work, len(numbers), coordinator)
+    forward_pass = runs[0]._sync_pass
+    refuse_other_packages(forward_pass.original, forward_pass.contexts)
+    before = _versions(forward_pass.original)
+    devices = {run._sync_number: run._sync_device for run in runs}
+    forward_pass.random_states = states = RandomStates(devices)
+    forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
+    _run_threads(work, len(runs), forward_pass.coordinator)
     states.restore_caller()
-    after = _versions(module)  # may have other names: forward() can add parameters to the module
+    after = _versions(forward_pass.original)  # may have other names: forward() can add parameters to the module
     if before != after:
         changed = [name for name, version in before.items() if after.get(name, version) != version]
         if changed:
             warn_once(
-                f"forward() modified parameters {changed} in place; each of the {len(numbers)} replicas, which share "
+                f"forward() modified parameters {changed} in place; each of the {len(runs)} replicas, which share "
                 "their memory, repeated the change; make it a buffer, or change it outside forward()"
             )
 

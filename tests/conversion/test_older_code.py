@@ -1,6 +1,7 @@
 """Code that was written for a copied folder of the older library trains here as on one device."""
 
 import copy
+import functools
 import importlib
 import io
 import pickle
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles
+from helpers import TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, in_threads
 from torch import nn
 
 from sync_batchnorm import (
@@ -94,6 +95,13 @@ def test_wrapper_that_calls_the_callbacks_itself_synchronizes(devices):
             modules = super().replicate(module, device_ids)
             execute_replication_callbacks(modules)
             return modules
+
+        def parallel_apply(self, replicas, inputs, kwargs):  # as torch does, which needs distinct GPUs
+            if are_distinct_gpus(devices):
+                return super().parallel_apply(replicas, inputs, kwargs)
+            return in_threads(
+                *[functools.partial(replica, *args) for replica, args in zip(replicas, inputs, strict=True)]
+            )
 
     plain = on(devices, nn.BatchNorm1d(3))
     ours = convert_model(copy.deepcopy(plain))

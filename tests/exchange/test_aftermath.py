@@ -96,7 +96,7 @@ def _stands_still(model: Scripted, x: Tensor) -> None:
 
 @needs_fork
 def test_control_c_while_replicas_wait_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.data_parallel.PATIENCE", 0.01)  # In vain: one replica never leaves.
+    monkeypatch.setattr("sync_batchnorm.wrapper.run.PATIENCE", 0.01)  # In vain: one replica never leaves.
 
     def forward() -> None:
         try:
@@ -161,7 +161,7 @@ def test_interrupt_of_the_caller_is_raised_even_if_a_replica_has_failed():
 
 
 def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
-    monkeypatch.setattr("sync_batchnorm.wrapper.data_parallel.PATIENCE", 0.01)  # In vain: one replica is later.
+    monkeypatch.setattr("sync_batchnorm.wrapper.run.PATIENCE", 0.01)  # In vain: one replica is later.
     late = threading.Event()
 
     def is_late(model: Scripted, x: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..torch_private import BatchNormBase
+from .torch_private import BatchNormBase
 
 __all__: list[str] = []
 

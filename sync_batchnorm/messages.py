@@ -1,0 +1,68 @@
+"""How this library warns, and what several files check and refuse."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__: list[str] = []
+
+_PACKAGE = __name__.removesuffix("messages")
+_issued: dict[str, object] = {}  # the texts of `warn_once`
+
+
+def warn(text: str) -> None:
+    """Issue a `UserWarning` that names the first line outside this library and torch."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def warn_once(text: str) -> None:
+    """Issue a `UserWarning` once in this process, even if several threads do so at once."""
+    mine = object()
+    if _issued.setdefault(text, mine) is mine:
+        warn(text)
+
+
+@contextmanager
+def silence() -> Iterator[list[str]]:
+    """Let nobody warn in this context; yield a list that gets, at the end, what `warn_once` would have said in it."""
+    issued, texts = dict(_issued), list[str]()
+    _issued.clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield texts
+    finally:
+        texts += _issued
+        _issued.clear()
+        _issued.update(issued)
+
+
+def check_number(argument: str, number: object) -> None:
+    """Raise an error for a number of replicas that is neither None nor an int of at least 1."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"expected {argument} as a number of replicas, but got {number!r}; pass an int or None")
+    if number < 1:
+        raise ValueError(f"expected {argument} of at least 1, but got {number}; pass None for all replicas")
+
+
+def check_module(module: object) -> None:
+    """Raise a `TypeError` for what is not a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}; pass the model itself")
+
+
+def in_transform_error(what: str) -> RuntimeError:
+    """Return the error for a call of `what` inside a transform of `torch.func`, which other threads do not know."""
+    return RuntimeError(
+        f"expected replicas outside the transforms of torch.func, but got a call of {what} inside one, such as "
+        "grad or vmap; use torch.autograd.grad, with create_graph=True for gradients of gradients, or call the wrapped "
+        "module itself"
+    )
