@@ -287,9 +287,11 @@ def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
         x = torch.randn(2 * R, 4, dtype=torch.float64)
         parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
         expected, interrupted = _seeded_step(copy.deepcopy(parallel), x), 0
-        start = time.perf_counter()
-        copy.deepcopy(parallel)(x)
-        seconds = time.perf_counter() - start
+        seconds = float("inf")  # what a call takes, at least
+        for _ in range(5):
+            start = time.perf_counter()
+            copy.deepcopy(parallel)(x)
+            seconds = min(seconds, time.perf_counter() - start)
         moments = random.Random(0)
         for _ in range(60):
             try:
