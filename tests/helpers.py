@@ -99,6 +99,16 @@ class Net(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+class Cache:
+    """Made of an iterable, as `DynamicCache` of transformers is for `nn.DataParallel`."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = [tuple(layer) for layer in layers]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.layers)
+
+
 class WithPipe(nn.Module):
     """A module of a user's own whose replicas are connected, for `sync_moments` in its forward."""
 

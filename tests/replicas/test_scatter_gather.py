@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, as_devices, doubles
+from helpers import Cache, Net, as_devices, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
@@ -92,16 +92,6 @@ def test_single_chunk_has_the_objects_of_the_caller(number, rows, dim):
     assert module.seen[0] is module.seen[1] is tree
 
 
-class Cache:
-    """Made of an iterable, as `DynamicCache` of transformers is for `nn.DataParallel`."""
-
-    def __init__(self, layers):
-        self.layers = [tuple(layer) for layer in layers]
-
-    def __iter__(self):
-        return iter(self.layers)
-
-
 @dataclass(eq=False)
 class Output:
     rows: Any
@@ -155,7 +145,7 @@ UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names 
         lambda x: Cache([[x], [x]]),
         "output[1][0] = nothing there, but replica 1 returned",
     ),
-    "iterable out of reach": (lambda x: {"x": x, "a": Cache([[1]])},) * 2 + ("output['a'] = <test_scatter",),
+    "iterable out of reach": (lambda x: {"x": x, "a": Cache([[1]])},) * 2 + ("output['a'] = <helpers.Cach",),
 }
 
 
