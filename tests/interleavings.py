@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
-from sync_batchnorm.meeting import Coordinator, RunningCallback, coordinator, running_callback
+from sync_batchnorm.meeting import Coordinator, RunningCallback, coordinator, records, running_callback
 
 _run: Run | None = None  # the one that is being executed
 
@@ -185,7 +185,8 @@ def cooperative() -> Iterator[Executor]:
         patch.setattr(coordinator, "Lock", _CooperativeLock)
         patch.setattr(coordinator, "SimpleQueue", _CooperativeQueue)
         patch.setattr(coordinator, "sleep", _cooperative_sleep)
-        patch.setattr(coordinator, "monotonic", lambda: 0.0)
+        for module in (coordinator, records):
+            patch.setattr(module, "monotonic", lambda: 0.0)
         with ThreadPoolExecutor(16) as pool:
             yield pool
 
@@ -256,9 +257,8 @@ class _Scene:
                     self.coordinator.begin(replica)
 
     def _check_turn(self, replica: int) -> None:
-        takes_turns = self.coordinator._begin_turn is not None
-        is_its_turn = self.coordinator._turn_holder is self.coordinator._records[replica]
-        assert not takes_turns or is_its_turn, f"replica {replica} runs in the turn of another"
+        turns, record = self.coordinator._turns, self.coordinator._records[replica]
+        assert turns is None or turns.running is record, f"replica {replica} runs in the turn of another"
 
     def bodies(self) -> list[Callable[[], Any]]:
         bodies: list[Callable[[], Any]] = [

@@ -1,8 +1,8 @@
 """The replicas of one forward pass: which run, wait for which others, or have ended, and what breaks the forward pass.
 
 This file knows nothing of tensors. Replicas wait in `Coordinator._wait` only, each on a mailbox of its own. What is
-known of a replica is in its `Record`. Three attributes repeat what these records say, so that no exchange has to
-look at all of them: until a break, `_waiting` has the replicas with `waits_in`, `_can_run` those with an `item`, and
+known of a replica is in its `Record`, and whose turn it is in `Turns`. Two attributes repeat what the records say, so
+that no exchange has to look at all of them: until a break, `_waiting` has the replicas with `waits_in`, and
 `_one_has_ended` says whether any has `ended`.
 
 NOTE [who may break a forward]: The lock of a coordinator guards all state of its forward pass. A coordinator breaks at
@@ -18,10 +18,6 @@ most once: immediately, in the thread in which one of these conditions becomes t
 Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so no mailbox holds more than
 one. A replica that got its answer before the break returns it, and all replicas get the error in their next call at the
 latest. A broken coordinator stays broken: the next forward pass makes its own.
-
-NOTE [turns]: Replicas that share a device run one at a time, so that no result depends on the order of their threads:
-the lowest that can run, until it waits or ends. A replica can run if there is an `item` for its mailbox, which is put
-there when its turn begins.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -35,7 +31,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .records import MASTER, RUNS, Record, Records, Rendezvous, by_number, those_who_wait
+from .records import MASTER, RUNS, Record, Records, Rendezvous, Turns, by_number, those_who_wait
 
 __all__: list[str] = []
 
@@ -71,10 +67,7 @@ class Coordinator:
             self._records[number] = Record(number, device, SimpleQueue())
         self._listed = list(self._records.values())
         self._waiting: list[Record] = []  # in the order in which they came
-        self._begin_turn: Callable[[int], None] | None = None  # None if replicas run at once; see NOTE [turns]
-        self._can_run: set[Record] = set()
-        self._turn_holder: Record | None = None  # None if replicas run at once, too
-        self._turn_since = -inf
+        self._turns: Turns | None = None  # None if all replicas run at once
         self._one_has_ended = False
         self._broken: ReplicaSyncError | None = None  # what all replicas get a copy of
         self._end_of_patience = inf
@@ -107,24 +100,16 @@ class Coordinator:
                 record.ended = "was given no input"
 
     def take_turns(self, numbers: Collection[int], begin: Callable[[int], None]) -> None:
-        """Let replicas run one at a time, until the forward pass ends or breaks; see NOTE [turns].
-
-        Each calls `begin` with its number when its turn has begun.
-        """
+        """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
             if self._broken is None:
-                self._begin_turn = begin
-                for number in numbers:
-                    record = self._records[number]
-                    record.item = (True, None)
-                    self._can_run.add(record)
-                self._next_turn()
+                self._turns = Turns([self._records[number] for number in numbers], begin)
 
     def begin(self, number: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""
         with self._lock:
             record = self._records[number]
-            if record.ended and self._broken is not None:
+            if self._broken is not None and (record.ended or record.was_released):
                 self._raise_broken(record)
             if record.thread or record.ended:
                 raise RuntimeError(
@@ -132,8 +117,7 @@ class Coordinator:
                     "forward pass"
                 )
             record.thread = get_ident()
-            # The break that ends the turns leaves an item for those that have not begun.
-            takes_turns = not record.mailbox.empty() or self._begin_turn is not None
+            takes_turns = self._turns is not None
         if takes_turns:
             _taking_turns.set((self, record))
             self._wait(record)
@@ -154,8 +138,8 @@ class Coordinator:
             if failure is not None:
                 record.failure = failure
                 return self._break_by(record, type(failure))
-            if self._turn_holder is record:
-                self._next_turn()
+            if self._turns is not None:
+                self._turns.pass_on(record)
             if record.was_released:
                 raise type(self._broken)(  # type: ignore[misc]
                     "expected every ReplicaSyncError to leave forward(), but a replica caught one and carried on; put "
@@ -215,8 +199,8 @@ class Coordinator:
             if self._broken is not None:
                 self._raise_broken(record)
             is_busy = record.waits_in is not None or identifier in rendezvous.messages
-            has_answer = record.item is not None or not record.mailbox.empty()
-            if is_busy or has_answer:  # which another thread has not taken yet
+            is_ready = self._turns is not None and record in self._turns.ready
+            if is_busy or is_ready or not record.mailbox.empty():  # Another thread has not taken its answer yet.
                 self._break(  # for all replicas, since the error of this thread may reach nobody
                     f"expected one thread of a replica to exchange at a time, but {record} called {rendezvous.name} "
                     f"in one thread while another one waits in {record.waits_in or rendezvous}; call synchronized "
@@ -249,16 +233,16 @@ class Coordinator:
     def _pause(self, record: Record) -> Iterator[None]:
         """Let others have their turns inside the block."""
         with self._lock:
-            if self._turn_holder is record:
-                self._next_turn()
+            if self._turns is not None:
+                self._turns.pass_on(record)
         try:
             yield
         finally:
             with self._lock:
-                takes_turns = self._begin_turn is not None
-                if takes_turns:
-                    self._deliver(record, None)
-            if takes_turns:
+                turns = self._turns
+                if turns is not None:
+                    turns.resume(record, None)
+            if turns is not None:
                 self._wait(record)
 
     def _wait(self, record: Record) -> Any:
@@ -271,8 +255,8 @@ class Coordinator:
                 since = self._waited(record, since)
         if not delivered:
             raise copy(self._broken)  # type: ignore[misc]
-        if (begin_turn := self._begin_turn) is not None:
-            begin_turn(record.number)
+        if (turns := self._turns) is not None:
+            turns.begin(record.number)
         return value
 
     def _waited(self, record: Record, since: float) -> float:
@@ -281,8 +265,8 @@ class Coordinator:
             now = monotonic()
             if now > since + self.timeout + LATE:  # This process was suspended, and all replicas with it.
                 return now
-            if self._turn_since > since:  # Another replica runs than did at that time.
-                return self._turn_since
+            if self._turns is not None and self._turns.since > since:  # Another replica runs than did at that time.
+                return self._turns.since
             if record.mailbox.empty():  # Otherwise an item was put just now.
                 self._break_by_timeout(record)
             return now
@@ -300,30 +284,17 @@ class Coordinator:
             self._deliver(self._records[members[MASTER]], in_order)
         elif self._one_has_ended or len(self._waiting) != len(messages):  # Otherwise all that wait, wait here.
             self._find_deadlock(record, rendezvous)
-        if self._turn_holder is record:
-            self._next_turn()
+        if self._turns is not None:
+            self._turns.pass_on(record)
 
     def _deliver(self, record: Record, value: Any) -> None:
         """Let a replica go on with `value`, now or when its turn comes."""
-        if self._begin_turn is None:
+        if self._turns is None:
             record.mailbox.put((True, value))  # first, so that Ctrl-C in between loses no release
         else:
-            record.item = (True, value)
-            self._can_run.add(record)
-            if self._turn_holder is None:
-                self._next_turn()
-        if record.waits_in is not None:  # not after a pause
-            record.waits_in = None
-            self._waiting.remove(record)
-
-    def _next_turn(self) -> None:
-        """End the turn of the replica that has it, if one has. The lowest that can run has the next."""
-        self._turn_since = monotonic()
-        record = self._turn_holder = min(self._can_run, key=by_number, default=None)
-        if record is not None:
-            record.mailbox.put(record.item)  # first, as above
-            record.item = None
-            self._can_run.remove(record)
+            self._turns.resume(record, value)
+        record.waits_in = None
+        self._waiting.remove(record)
 
     def _raise_broken(self, record: Record) -> NoReturn:
         record.was_released = True
@@ -337,15 +308,16 @@ class Coordinator:
                 error.add_note(note)
             self._broken = error
             self._end_of_patience = monotonic() + (self.timeout if kind is ReplicaSyncError else PATIENCE)
-        self._begin_turn = self._turn_holder = None
+        ready = {} if self._turns is None else self._turns.ready
         for record in self._records.values():
             if record.waits_in is not None:  # A kept `SyncMaster` would keep the messages too.
                 record.waits_in.messages = dict.fromkeys(record.waits_in.messages)
-            if record.waits_in is not None or record.item is not None:
+            if record.waits_in is not None or record in ready:
                 record.mailbox.put((False, None))
                 record.was_released = True
-                record.waits_in = record.item = None
+                record.waits_in = None
         self._waiting.clear()
+        self._turns = None
 
     def _awaited(self, rendezvous: Rendezvous) -> list[Record]:
         return [self._records[number] for number in rendezvous.awaited()]
@@ -389,21 +361,21 @@ class Coordinator:
             rendezvous = self._waiting[0].waits_in
         if rendezvous is not None:
             peers = self._awaited(rendezvous)
-            late = " and ".join(f"{peer}, which {peer.activity}" for peer in peers)
+            late = " and ".join(f"{peer}, which {peer.activity(self._turns)}" for peer in peers)
             text = f"{those_who_wait(self._waiting, rendezvous)} for {late} ({rendezvous})"
             if not all(peer.thread for peer in peers):
                 remedy += ", and run each replica in its own thread: one after another in one thread, they deadlock"
         else:
-            peers = [] if self._turn_holder is None else [self._turn_holder]
-            late = " and ".join(f"{peer} {peer.activity}" for peer in peers)
+            peers = [] if self._turns is None or self._turns.running is None else [self._turns.running]
+            late = " and ".join(f"{peer} {peer.activity(self._turns)}" for peer in peers)
             text = f"{record} waits for its turn while {late}"
             remedy += "; replicas on one device run one at a time, and may wait for each other only in an exchange"
         self._break(
             f"expected all replicas within {self.timeout:g} seconds, but {text}; {remedy}",
             ReplicaTimeoutError,
-            [peer.stack() for peer in peers if peer.activity == RUNS],
+            [peer.stack() for peer in peers if peer.activity(self._turns) == RUNS],
         )
 
 
-# The forward pass and the replica whose turns this thread takes.
+# Which replica of which forward pass this thread runs, if replicas take turns there.
 _taking_turns: ContextVar[tuple[Coordinator, Record] | None] = ContextVar("sync_batchnorm_turn", default=None)

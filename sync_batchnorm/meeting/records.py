@@ -1,13 +1,14 @@
-"""What is recorded of each replica of a forward pass, and of each place where replicas meet; how messages name them.
+"""What is recorded of each replica of a forward pass, of their turns, and of each place where they meet.
 
 Nothing here waits or locks: the lock of the `Coordinator` guards all records of its forward pass.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from queue import SimpleQueue
 from sys import _current_frames
+from time import monotonic
 from traceback import format_stack
 from typing import Any
 
@@ -55,7 +56,6 @@ class Record:
     mailbox: SimpleQueue[Item]  # on which it waits
     thread: int = 0  # the identifier of the thread that runs it; 0 before and after
     waits_in: Rendezvous | None = None
-    item: Any = None  # the `Item` that its turn will begin with; None if it cannot run, or has a turn: NOTE [turns]
     ended: str = ""  # how, as messages say it; empty if it has not
     was_released: bool = False  # whether it got the error of the break
     failure: BaseException | None = None  # what it raised first, until the caller has asked
@@ -63,16 +63,15 @@ class Record:
     def __str__(self) -> str:
         return f"replica {self.number} on device {self.device}" if self.device else f"replica {self.number}"
 
-    @property
-    def activity(self) -> str:
-        """What the replica does, in words that follow its name in a message."""
+    def activity(self, turns: "Turns | None") -> str:
+        """Return what the replica does, in words that follow its name in a message."""
         if self.ended:
             return self.ended
         if self.waits_in is not None:
             return f"waits in {self.waits_in}"
         if not self.thread:
             return "has not started"
-        return RUNS if self.item is None else "waits for its turn"
+        return "waits for its turn" if turns is not None and self in turns.ready else RUNS
 
     def stack(self) -> str:
         """Return what the thread of this replica executes now."""
@@ -93,6 +92,44 @@ class Records(dict[int, Record]):
 
 
 by_number = attrgetter("number")
+
+
+class Turns:
+    """Replicas that share a device run one at a time, so that no result depends on the order of their threads.
+
+    Each of them is in one of three states. Whenever no replica is running, the lowest that is ready runs.
+
+                      pass_on                 pass_on: it waits, pauses, or has ended
+        --> READY ---------------> RUNNING -------------------------------------------> AWAY
+              ^                                                                          |
+              +--------------------------------------------------------------------------+
+                           resume: what it waits for is there, or its pause is over
+
+    A ready replica waits on its mailbox until its turn begins, even if it has its answer. The turns end when the
+    forward pass breaks: the coordinator then drops this object, and all who wait get the error and run at once.
+    """
+
+    def __init__(self, records: Iterable[Record], begin: Callable[[int], None]) -> None:
+        self.begin = begin  # each replica calls it with its number when its turn has begun
+        self.ready: dict[Record, Any] = dict.fromkeys(records)  # with the values that they go on with
+        self.running: Record | None = None
+        self.since = 0.0  # when this replica began to run
+        self.pass_on(None)
+
+    def resume(self, record: Record, value: Any) -> None:
+        """Let a replica that is away go on with `value` when its turn comes."""
+        self.ready[record] = value
+        if self.running is None:
+            self.pass_on(None)
+
+    def pass_on(self, runner: Record | None) -> None:
+        """Let the lowest replica that is ready run, if `runner` has run until now; None: if none has."""
+        if self.running is runner:
+            self.since = monotonic()
+            record = self.running = min(self.ready, key=by_number, default=None)
+            if record is not None:
+                record.mailbox.put((True, self.ready[record]))  # first, so that Ctrl-C in between loses no release
+                del self.ready[record]
 
 
 def those_who_wait(records: Iterable[Record], rendezvous: Rendezvous) -> str:

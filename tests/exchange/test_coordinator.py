@@ -14,7 +14,7 @@ import pytest
 
 from sync_batchnorm import ReplicaSyncError, SyncMaster
 from sync_batchnorm.meeting import Coordinator, RunningCallback, running_callback
-from sync_batchnorm.meeting.records import MASTER, Rendezvous
+from sync_batchnorm.meeting.records import MASTER, Rendezvous, Turns
 
 
 def layer_of(name="layer", replicas=(0, 1)):
@@ -161,7 +161,8 @@ def test_wait_for_a_turn_may_last_as_long_as_each_turn_before_it(monkeypatch):
     coordinator = Coordinator(timeout=10.0)
     coordinator.take_turns(range(3), lambda replica: None)
     read = lambda: (now := next(clock), now in ends and ends[now]())[0]  # noqa: E731
-    monkeypatch.setattr("sync_batchnorm.meeting.coordinator.monotonic", read)
+    for module in ("coordinator", "records"):
+        monkeypatch.setattr(f"sync_batchnorm.meeting.{module}.monotonic", read)
     coordinator.begin(2)
 
 
@@ -340,16 +341,17 @@ def wait_in_vain(coordinator):
     ids=["take_turns", "leave", "interrupt", "abort", "answer", "pause", "timeout"],
 )
 def test_records_change_only_with_the_lock_held(monkeypatch, act):
-    changes = []
-    for name in ("_begin_wait", "_deliver", "_next_turn", "_break"):
-        method = getattr(Coordinator, name)
+    coordinator, changes = Coordinator(["cpu"] * 2, timeout=0.01 if act is wait_in_vain else 5.0), []
+    methods = [(Coordinator, name) for name in ("_begin_wait", "_deliver", "_break")]
+    for owner, name in [*methods, (Turns, "pass_on"), (Turns, "resume")]:
+        method = getattr(owner, name)
 
-        def checked(self, *args, method=method, **kwargs):
-            changes.append(self._lock.locked())
-            return method(self, *args, **kwargs)
+        def checked(*args, method=method, **kwargs):
+            changes.append(coordinator._lock.locked())
+            return method(*args, **kwargs)
 
-        monkeypatch.setattr(Coordinator, name, checked)
-    act(Coordinator(["cpu"] * 2, timeout=0.01 if act is wait_in_vain else 5.0))
+        monkeypatch.setattr(owner, name, checked)
+    act(coordinator)
     assert changes
     assert all(changes)
 
