@@ -1,7 +1,7 @@
 """Write the reference, `docs/api.md`, from the docstrings of the public names: ``python docs/make_api.py``.
 
 The docstrings are the only source. They are in Google style, with single or double backquotes for code; a name of this
-library becomes a link to its section, and ``"Devices" in docs/usage.md`` a link to that heading. What a reader would
+library becomes a link to its section, and ``"Devices" on the page "Usage"`` a link to that heading. What a reader would
 miss ends in a `ValueError`: an argument without a line, a line without an argument, a heading that no page has.
 """
 
@@ -150,8 +150,8 @@ def example(body: str) -> str:
 def prose(text: str, name: str, indent: str = "") -> str:
     """Return a paragraph of a docstring in Markdown, with links."""
     text = " ".join(text.split()).replace("``", "`")
-    text = re.sub(r'"([^"]+)" in docs/([\w-]+\.md)', link_to_heading, text)
-    text = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[\1](\1.md)", text)
+    text = re.sub(r'"([^"]+)" on the page "([^"]+)"', link_to_heading, text)
+    text = re.sub(r'the page "([^"]+)"', lambda found: f"[{found[1]}]({file_of(found[1])})", text)
     seen = {name.partition(".")[0]}
 
     def link(code: re.Match[str]) -> str:
@@ -167,11 +167,19 @@ def prose(text: str, name: str, indent: str = "") -> str:
 
 
 def link_to_heading(found: re.Match[str]) -> str:
-    heading, page = found[1], found[2]
+    heading, page = found[1], file_of(found[2])
     if not re.search(rf"^#+ {re.escape(heading)}$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE):
         raise ValueError(f"expected a heading {heading!r} in docs/{page}, which a docstring names")
     slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
     return f"[{heading}]({page}#{slug})"
+
+
+def file_of(title: str) -> str:
+    """Return the name of the page with that title."""
+    for page in sorted(DOCS.glob("*.md")):
+        if page.read_text(encoding="utf-8").startswith(f"# {title}\n"):
+            return page.name
+    raise ValueError(f"expected a page with the title {title!r}, which a docstring names")
 
 
 if __name__ == "__main__":

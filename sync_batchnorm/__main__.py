@@ -83,7 +83,7 @@ def check(devices: Sequence[str]) -> int:
             verdict, result, all_right = "WRONG,", f"{type(error).__name__}: {error}", False
         say(verdict, " ".join(result.split()))
     say(f"\n{'All is right' if all_right else 'Something is wrong'}, after {monotonic() - begin:.1f} seconds.")
-    say("To report it, right or wrong, paste all of this text; docs/diagnosing.md says what each line means.")
+    say('To report it, right or wrong, paste all of this text; "Self-check" on the page "Diagnosing" explains it.')
     return 0 if all_right else 1
 
 

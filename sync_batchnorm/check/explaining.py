@@ -61,7 +61,7 @@ _LIST = (
     'each, name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
 )
 _FORMULA = (
-    'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" in docs/extending.md'
+    'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 )
 _GRADIENT = (
     "it calls torch.autograd.grad, and in a replica that is the gradient of its own chunk, which synchronized layers "
@@ -294,7 +294,8 @@ def text_of_hooks(model: nn.Module) -> str:
                     texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
     hooks = (
         "; hooks that refer to the model by a closure read and write attributes of the original, not of the replica: "
-        f"{'; '.join(texts[:3])}. Make the hook a method of the module, see docs/troubleshooting.md"
+        f"{'; '.join(texts[:3])}. Make the hook a method of the module, see "
+        '"Hooks that close over the model" on the page "Troubleshooting"'
     )
     return hooks if texts else ""
 

@@ -44,7 +44,7 @@ def assert_matches_one_device(
     and layer drop of torchvision, timm, transformers and monai, and classes called DropPath; an error says which. The
     model and all random states stay as they are. A hook that writes elsewhere also does so for the copies.
     ``2 * replicas - 1`` small images are enough, and make unequal chunks. It compares the model with itself: a loss
-    that is wrong in the same way on one device passes. "What differs from one device" in docs/diagnosing.md explains
+    that is wrong in the same way on one device passes. "What differs from one device" on the page "Diagnosing" explains
     the messages.
 
     Example:

@@ -290,4 +290,4 @@ def evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -
         broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
         found = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
         text += broken[0] if broken else f"; {found}: {equal} is that of one device"
-    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" in docs/losses.md'
+    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'

@@ -23,7 +23,7 @@ def assert_synchronized(
     """Raise an error unless every batch norm of `model` would synchronize in its next forward pass.
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
-    in eval mode on purpose, see "Freezing layers" in docs/usage.md. A wrapper of one device is fine: one replica has
+    in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
     the whole batch. Several replicas in one of several processes are not noticed here, but in the next forward pass.
 
     Example:
@@ -40,7 +40,7 @@ def assert_synchronized(
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
             would normalize with less than the whole batch, what has the code of one, and attributes with layers that
             torch does not register, with the reason for each; or if the model has no such layer. See "Training that is
-            not synchronized" in docs/troubleshooting.md.
+            not synchronized" on the page "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)

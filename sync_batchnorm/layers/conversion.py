@@ -76,7 +76,7 @@ def convert_model(
         classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
             the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
             SynchronizedBatchNorm2d): pass`` if the `forward` of `NormAct` calls ``super().forward(input)``. See
-            "Classes of your own" in docs/usage.md.
+            "Classes of your own" on the page "Usage".
         eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
             `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.
 
@@ -88,7 +88,7 @@ def convert_model(
 
     Warns:
         UserWarning: one warning that names every layer which was not converted, why, and what to do about it. See
-            "What is not converted" in docs/migrating.md.
+            "What is not converted" on the page "Migrating".
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -290,17 +290,20 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
     synced = f"Synchronized{name}"
     if synced == kind:  # a class of the user that has the name of torch's
         name, synced = f"{cls.__module__}.{name}", f"My{kind}"
-    formula = "for another formula than that of batch norm, use sync_moments, see docs/extending.md"
+    see = 'see "Classes of your own" on the page "Usage"'
+    formula = (
+        'for another formula than that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+    )
     if issubclass(cls, BatchNormBase):
         return (
             f"has a {method} of its own; write class {synced}({name}, {kind}) and call convert_model(model, "
-            f"classes={{{name}: {synced}}}), see docs/usage.md; {formula}"
+            f"classes={{{name}: {synced}}}), {see}; {formula}"
         )
     return (
         f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, as "
         f"AdaIN does, leave it as it is; (2) if it normalizes the batch, write class {synced}({name}, {kind}), whose "
-        f"forward calls {kind}.forward(self, input), and call convert_model(model, classes={{{name}: {synced}}}), see "
-        f"docs/usage.md; {formula}"
+        f"forward calls {kind}.forward(self, input), and call convert_model(model, classes={{{name}: {synced}}}), "
+        f"{see}; {formula}"
     )
 
 

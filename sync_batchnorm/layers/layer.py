@@ -32,7 +32,7 @@ _default_eps_mode = "plus"
 def set_sbn_eps_mode(mode: str) -> None:
     """Set, for the process, how layers whose `eps_mode` is None keep the variance away from zero.
 
-    See "Two rules for eps" in docs/usage.md.
+    See "Two rules for eps" on the page "Usage".
 
     Example:
         >>> set_sbn_eps_mode("clamp")
@@ -261,8 +261,8 @@ def _let_torch_check(
 class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     """Batch normalization of ``(N, C, +)`` inputs with the statistics of the whole batch of a `DataParallel`.
 
-    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" in docs/how-it-works.md. In
-    training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
+    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias``, see "What is computed" on the page "How it works".
+    In training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
     processes, weighted by elements. Each call updates the running statistics and the counter of the wrapped module
     once, in place, with the unbiased variance. In eval mode, and with a single replica in a single process, the layer
     behaves like the layer of torch that it inherits from. Replicas without running statistics use the statistics of
@@ -278,10 +278,10 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
         eps_mode: ``"plus"`` or ``"clamp"``, see `set_sbn_eps_mode`; None for the default that is set there.
         group_size: synchronize replicas ``0..k-1``, ``k..2k-1``, ... of one process among themselves; a remainder
             forms a smaller group. The running statistics are those of the group of replica 0. None: all replicas. See
-            "Groups of replicas" in docs/usage.md.
+            "Groups of replicas" on the page "Usage".
         process_group: the group of `torch.distributed` over which several processes synchronize; None: all processes.
-            Torch cannot copy or pickle a group, nor a layer that has one. See "Groups of processes" in
-            docs/processes.md.
+            Torch cannot copy or pickle a group, nor a layer that has one. See "Groups of processes" on the page
+            "Processes and machines".
 
     Shape:
         - input: ``(N, C, +)``, at least 2-D. N and ``+`` may differ between replicas, and N may be zero.

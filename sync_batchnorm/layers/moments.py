@@ -22,7 +22,7 @@ Message = tuple[Tensor, int, torch.Size]  # the same, mean and variance in one t
 def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_group: Any = None) -> Moments:
     """Return mean, biased variance and count of each channel over all replicas that `pipe` connects, or all processes.
 
-    For "Norms of your own" in docs/extending.md. Connect the replicas in `__data_parallel_replicate__`: replica 0
+    For "Norms of your own" on the page "Extending". Connect the replicas in `__data_parallel_replicate__`: replica 0
     makes a ``SyncMaster(merge_messages)``, the others register with it. Blocks the calling thread until all of them
     have called this function. Mean and variance can be differentiated any number of times.
 

@@ -10,7 +10,7 @@ class ReplicaSyncError(RuntimeError):
     """A replica cannot continue because another one failed, ended early, waits in another layer, or did not call.
 
     It is a `RuntimeError`, and can be raised wherever replicas wait for each other. Its only argument is the message,
-    which names the layer, the call, the replicas, their devices, and what to do; docs/troubleshooting.md has the
+    which names the layer, the call, the replicas, their devices, and what to do; the page "Troubleshooting" has the
     remedies. After the `timeout` of the wrapper, it is also a `TimeoutError`.
     """
 

@@ -79,8 +79,8 @@ class SyncMaster(_Member):
     """The side of the master, usually replica 0, in an exchange: it collects the messages of all and answers each.
 
     Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
-    module register, see "Callbacks for modules of your own" in docs/extending.md. A module may also keep one and put it
-    into the context of every forward pass: it begins anew when it is put into a context, and when a slave registers
+    module register, see "Callbacks for modules of your own" on the page "Extending". A module may also keep one and put
+    it into the context of every forward pass: it begins anew when it is put into a context, and when a slave registers
     after a call. A pickle of it has only the callback.
 
     Args:

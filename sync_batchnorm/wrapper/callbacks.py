@@ -19,8 +19,8 @@ _PIPES = {"SyncMaster", "SlavePipe"}  # in copies of this package and in the old
 class CallbackContext:
     """What all copies of one submodule share during one forward pass; set any attribute on it.
 
-    The callbacks get it as `ctx`, see "Callbacks for modules of your own" in docs/extending.md. A `SyncMaster` that is
-    put here belongs to this forward pass, and its master is the replica whose callback puts it here.
+    The callbacks get it as `ctx`, see "Callbacks for modules of your own" on the page "Extending". A `SyncMaster` that
+    is put here belongs to this forward pass, and its master is the replica whose callback puts it here.
     """
 
     if TYPE_CHECKING:

@@ -233,9 +233,9 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     Args:
         module: the module to run in parallel. Its parameters and buffers must be on the first of `device_ids`.
-        device_ids: one entry for each replica, as integers, strings or `torch.device`, see "Devices" in docs/usage.md.
-            They may name the CPU and repeat a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator; with none
-            present the module runs directly.
+        device_ids: one entry for each replica, as integers, strings or `torch.device`, see "Devices" on the page
+            "Usage". They may name the CPU and repeat a device: ``["cpu"] * 4``, ``[0, 0]``. None: every accelerator;
+            with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
         timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
@@ -249,17 +249,17 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, `device_ids` of different kinds, and
             `in_dims` of arguments that `forward` does not have; from
             a call, if what it is given or what the replicas return cannot be cut into chunks or put together, see
-            "Arguments and outputs" in docs/usage.md.
+            "Arguments and outputs" on the page "Usage".
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
             replicated or is traced, if copies between devices lose data, if a replica trains a synchronized layer that
-            is not its own, see "Layers that do not belong to the replica" in docs/troubleshooting.md, or for several
-            replicas in one of several processes, see "Several processes" in docs/processes.md.
+            is not its own, see "Layers that do not belong to the replica" on the page "Troubleshooting", or for several
+            replicas in one of several processes, see "Several processes" on the page "Processes and machines".
         ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too.
 
     Warns:
         UserWarning: once each, from a call that trains BatchNorm layers if none of them synchronizes; of a list whose
-            tensors have other rows than the batch, see "Arguments that are not cut by rows" in docs/usage.md; and of
-            what `forward` loses, see "State that is lost" in docs/troubleshooting.md.
+            tensors have other rows than the batch, see "Arguments that are not cut by rows" on the page "Usage"; and of
+            what `forward` loses, see "State that is lost" on the page "Troubleshooting".
     """
 
 

@@ -145,7 +145,8 @@ LEFT = {
         _ours(nn.Sequential(Norm(4), LookAlike())),
         [
             "module.0 (Norm): convert_model leaves it as it is, because Norm has a forward of its own; write class ... "
-            "for another formula than that of batch norm, use sync_moments, see docs/extending.md",
+            "for another formula than that of batch norm, use sync_moments, "
+            'see "Norms of your own" on the page "Extending"',
             "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has the attributes of a batch "
             "norm and a forward of its own; (1) ... if it is right alone, pass ignore=[LookAlike]",
         ],

@@ -419,7 +419,8 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         lambda: BatchNormReLU(2),
         "BatchNormReLU has a forward of its own; write class "
         "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
-        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), see docs/usage.md",
+        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), "
+        'see "Classes of your own" on the page "Usage"',
     ),
     (lambda: Called(2), "Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNo"),
     (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized"),
@@ -434,7 +435,8 @@ LEFT: list[tuple[Callable[[], nn.Module], str]] = [
         "as AdaIN does, leave it as it is; (2) if it normalizes the batch, write class "
         "SynchronizedStandalone(Standalone, "
         "SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
-        "convert_model(model, classes={Standalone: SynchronizedStandalone}), see docs/usage.md",
+        "convert_model(model, classes={Standalone: SynchronizedStandalone}), "
+        'see "Classes of your own" on the page "Usage"',
     ),
     (
         lambda: OfBase(2),

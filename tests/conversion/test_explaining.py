@@ -544,7 +544,8 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "means that are added up": (
         *(lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 2)), VECTORS),
         "the loss differs: replicas with [2, 2] rows return ...; their sum is ..., their mean is ...: the mean is that "
-        'of one device; take their mean, see "In the replicas, with balanced memory" in docs/losses.md$',
+        'of one device; take their mean, see "In the replicas, with balanced memory" on the page "Where to compute the '
+        'loss"$',
         {"loss": torch.sum},
     ),
     "sums that are averaged": (
