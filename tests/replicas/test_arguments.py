@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Net, are_distinct_gpus, as_devices, doubles
 from torch import nn
 
@@ -172,7 +171,6 @@ kinds: list[set[type]] = []
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_own_scatter_and_named_lists_give_replicas_the_entries_of_their_samples(devices, rows):
     device = as_devices(devices)[0]
     sums = Net(lambda net, images, boxes: images + torch.stack([entry.sum() for entry in boxes])[:, None])

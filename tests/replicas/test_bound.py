@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.wrapper.bound import KEPT, bound_on
-
-on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
 
 
 class Pair(NamedTuple):
@@ -136,7 +133,6 @@ def modules_alive() -> int:
 @pytest.mark.parametrize("in_hook", [True, False], ids=["in a hook", "in forward"])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.filterwarnings("ignore:forward.. of Keeping set|Using backward.. with create_graph=True")
-@on_devices
 def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices, create_graph, in_hook, keep, kind):
     """Also where the collector is off: the replicas are in no cycle that Python would have to find."""
     gc.collect()
@@ -206,7 +202,6 @@ HARD_TO_READ = {
 
 @pytest.mark.parametrize("make", HARD_TO_READ.values(), ids=list(HARD_TO_READ))
 @pytest.mark.filterwarnings("ignore:forward.. of Net set kept")
-@on_devices
 def test_what_cannot_be_read_is_kept_without_an_error(devices, make):
     def forward(net, input):
         output = net.layer(net.bn(input))
@@ -247,7 +242,6 @@ class Discriminator(nn.Module):
         return whole + checkpoint(self.bn, self.kept[0], use_reentrant=False)
 
 
-@on_devices
 def test_two_passes_and_one_backward_read_what_each_pass_has_kept(devices):
     plain, parallel = twins(Discriminator().double(), devices)
     results = {}
@@ -267,7 +261,6 @@ def test_two_passes_and_one_backward_read_what_each_pass_has_kept(devices):
         assert_equal(actual, expected)
 
 
-@on_devices
 def test_evaluation_before_the_backward_pass_leaves_the_graph_of_what_training_has_kept(devices):
     def body(net, hidden):
         return net.layer(hidden).tanh() * net.gate
@@ -346,7 +339,6 @@ class Tagged(nn.Module):
         return checkpoint(self.body, hidden, tag, use_reentrant=True)
 
 
-@on_devices
 def test_names_that_a_later_pass_does_not_bind_keep_their_graphs(devices):
     plain, parallel = twins(Tagged().double(), devices)
     real, fake = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)

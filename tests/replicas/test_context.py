@@ -48,7 +48,6 @@ def test_replicas_see_the_variables_of_their_caller_and_set_their_own(way):
     assert variable.get() == 5
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_variables_scale_what_replicas_compute_on_all_devices(devices):
     variable.set(5)
     plain, parallel = twins(Net(lambda net, x: net.bn(x) * variable.get(), bn=nn.BatchNorm1d(3)).double(), devices)
@@ -145,7 +144,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.usefixtures("_inherits")
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_thread_that_a_replica_has_started_is_in_no_replica(devices, pool):
     def forward(net: nn.Module, input: Tensor) -> Tensor:
         assert is_in_replica()
@@ -177,7 +175,6 @@ def exchange(net: nn.Module, input: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("_inherits")
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_threads_of_a_replica_do_not_take_its_turns(devices):
     plain, parallel = twins(Net(exchange, bn=nn.BatchNorm1d(3)).double(), devices)
     assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
@@ -225,7 +222,6 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(s
         parallel(torch.randn(4, 3), torch.arange(2).repeat_interleave(2))
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_threads_in_a_copy_of_the_context_of_a_replica_belong_to_none(devices):
     def forward(net: nn.Module, input: Tensor) -> Tensor:
         context, found = copy_context(), list[bool]()

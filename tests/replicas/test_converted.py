@@ -6,11 +6,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
-
-on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
 
 # The layers of a recurrent net keep their weights in a list besides. Simulated GPUs lack the kernels of an LSTM.
 LAYERS = {
@@ -37,7 +34,6 @@ def run(layer, input):
 @pytest.mark.pairs
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
-@on_devices
 def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, layer):
     def forward(net, input):
         parameters = dict(net.named_parameters())
@@ -56,7 +52,6 @@ def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @pytest.mark.filterwarnings("ignore:forward.. of Net set .*running_mean")  # as is the case for batch norms
-@on_devices
 def test_dtype_of_a_layer_changes_in_the_replica_alone(devices, layer):
     def forward(net, input):
         net.layer.double()
@@ -104,7 +99,6 @@ def test_copies_of_a_layer_of_a_replica_convert_themselves():
     ],
     ids=["zero_grad", "clip_grad_norm_"],
 )
-@on_devices
 def test_gradients_are_not_those_of_a_replica_as_torch_says(devices, clear, text):
     def forward(net, input):
         if not net.is_plain:
@@ -131,7 +125,6 @@ SET = {
 @pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"], ["running_mean"]], ids="-".join)
 @pytest.mark.parametrize("way", ["dictionary", "deleted"])
 @pytest.mark.parametrize("training", [True, False])
-@on_devices
 def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices, training, way, names):
     def forward(net, input):
         for name in names:
@@ -170,7 +163,6 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-@on_devices
 def test_conversion_of_a_class_is_asked_first(devices, refuses):
     def forward(net, input):
         net.layer.float()

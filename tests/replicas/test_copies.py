@@ -16,7 +16,6 @@ from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.wrapper import copies
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_share_parameters_and_only_the_first_has_the_buffers(devices):
     _, parallel = twins(nn.BatchNorm1d(3), devices)
     first, second = parallel.replicate(parallel.module, parallel.device_ids)
@@ -158,7 +157,6 @@ BINDINGS = {
 
 
 @pytest.mark.parametrize("kind", BINDINGS)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
     plain, parallel = twins(Bound(BINDINGS[kind]).double(), devices)
     for _ in range(2):
@@ -186,7 +184,6 @@ def test_modules_of_any_kind_train_in_replicas(devs, net):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_hooks_of_parameters_are_called_once_and_not_for_those_that_no_replica_uses(devices, register):
     plain, parallel = twins(Unused().double(), devices)
     calls = []
@@ -212,7 +209,6 @@ class Identity(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_no_gradient_goes_on_from_a_buffer_that_no_replica_uses(devices):
     source = doubles(3, devices=devices).requires_grad_()
     module = Net(lambda net, input: input * net.weight, weight=nn.Parameter(doubles(3, devices=devices)))

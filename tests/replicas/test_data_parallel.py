@@ -45,7 +45,6 @@ WITHOUT_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", WITHOUT_TENSORS)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_arguments_without_a_tensor_are_refused_where_every_replica_would_get_all(devices, kind):
     args, kwargs, found = WITHOUT_TENSORS[kind]
     message = f"expected tensors to cut into chunks, but got arguments of {found} only, of which each of 2 .*; pass"
@@ -130,7 +129,6 @@ def failing_forward(net, input):
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
     with pytest.raises(KeyError, match="no such key") as caught:
         DataParallelWithCallback(Net(failing_forward, failing=failing), devices)(
@@ -159,7 +157,6 @@ def test_without_accelerator_and_devices_the_module_runs_directly(monkeypatch):
 
 
 @pytest.mark.parametrize("output_device", [None, "second", -1, "cpu", torch.device("cpu")], ids=repr)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_are_gathered_on_the_output_device_in_every_spelling(devices, output_device):
     first, second = as_devices(devices)
     module, data = nn.Linear(3, 2).to(first), torch.randn(4, 3, device=first)

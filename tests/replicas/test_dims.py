@@ -301,14 +301,12 @@ def assert_three_steps_equal(
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("rows", [5, 7])
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_program_equals_one_device_in_three_steps(devices, rows, kind):
     assert_three_steps_equal(CASES[kind], devices, rows)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("positional", [0, 1])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_arguments_are_named_alike_by_position_and_by_keyword(devices, positional, kind):
     assert_three_steps_equal(CASES[kind], devices, 5, positional=positional)
 
@@ -453,7 +451,6 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_are_put_together_as_named(devices, kind):
     function, out_dims, expected = OUTPUTS[kind]
     x = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
@@ -564,7 +561,6 @@ class Passing(nn.DataParallel):
         return super().scatter(inputs, kwargs, device_ids)
 
 
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_patched_object_of_a_subclass_knows_the_dimensions(devices):
     case = CASES["detector"]
     plain = case.make().double().to(as_devices(devices)[0])

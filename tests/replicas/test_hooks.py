@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from sync_batchnorm import convert_model
-
-on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
-
 
 LAYERS = {
     "linear": lambda: nn.Linear(3, 3),
@@ -81,7 +77,6 @@ def if_there_is_none(net, input):
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 @every_kind
 @pytest.mark.parametrize("function", [for_this_call, if_there_is_none])
-@on_devices
 def test_hook_that_a_replica_registers_acts_as_on_one_device(devices, function, register, layer):
     layer = layer() if devices[0] == "cpu" or layer is not LAYERS["lstm"] else LAYERS["rnn"]()
     plain, parallel = twins(Net(function, bn=nn.BatchNorm1d(3), layer=layer, register=register).double(), devices)
@@ -93,7 +88,6 @@ def test_hook_that_a_replica_registers_acts_as_on_one_device(devices, function, 
     assert not any(len(hooks) for hooks in kept)  # What a replica registers ends with it.
 
 
-@on_devices
 def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes_its_own(devices):
     def forward(net, input):
         handle = net.layer.register_forward_hook(doubled)
@@ -113,7 +107,6 @@ def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes
     assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
-@on_devices
 def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_kwargs(devices):
     def forward(net, input):
         handles = [
@@ -146,7 +139,6 @@ class Normalizes(nn.Module):
         return self.bn(output)
 
 
-@on_devices
 def test_hook_that_is_a_submodule_is_that_of_the_replica(devices):
     module = Net(lambda net, input: net.layer(input), layer=nn.Linear(3, 3), hook=Normalizes()).double()
     module.layer.register_forward_hook(module.hook)
@@ -174,7 +166,6 @@ class Keeping(nn.Module):
         return self.layer(self.bn(input)) + self.kept.square()
 
 
-@on_devices
 def test_hooks_that_are_methods_of_the_model_are_those_of_each_replica(devices):
     plain, parallel = twins(Keeping().double(), devices)
     for _ in range(3):
@@ -199,7 +190,6 @@ def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(
     assert_same_step(plain, parallel, doubles(7, 3))
 
 
-@on_devices
 def test_hook_on_the_root_that_is_removed_in_the_same_call_does_not_act(devices):
     def forward(net, input):
         handle = net.register_forward_hook(doubled)
@@ -228,7 +218,6 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("register", GRAPHS.values(), ids=list(GRAPHS))
-@on_devices
 def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, register):
     plain, parallel = twins(Net(run, bn=nn.BatchNorm1d(3), layer=LAYERS["graph"]()).double(), devices)
     for model in (plain, parallel.module):
@@ -251,7 +240,6 @@ def test_forward_hooks_of_a_scripted_module_act_in_each_replica():
     assert_equal(WRAPPERS["wrapper"](convert_model(scripted))(data), plain(data))
 
 
-@on_devices
 def test_hook_sees_what_its_own_replica_computes(devices):
     def forward(net, input):
         handle = net.layer.register_forward_hook(lambda module, args, output: seen.append(output) or 3 * output)
@@ -268,7 +256,6 @@ def test_hook_sees_what_its_own_replica_computes(devices):
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("name", ["layer", "bn", "", "graph"])
-@on_devices
 def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_remedy(devices, name):
     def forward(net, input):
         return net.graph(net.layer(net.bn(input)))
@@ -329,7 +316,6 @@ class Adding(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@on_devices
 def test_hooks_of_a_replica_are_copied_and_looked_up_as_those_of_any_module(devices, way):
     plain, parallel = twins(Adding(way).double(), devices)
     with torch.no_grad():  # Torch copies no parameters that are in a graph.

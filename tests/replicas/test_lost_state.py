@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Net, as_devices
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
 from sync_batchnorm.wrapper.run import current_run
-
-on_devices = pytest.mark.parametrize("devices", device_lists(2, 3))
 
 
 class Counting(nn.Module):
@@ -67,7 +64,6 @@ def keep(net: Any, output: Tensor) -> None:
     net.loss = output.square().mean()  # where there was none
 
 
-@on_devices
 def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices):
     inner = Counting(count)
     model = nn.Sequential(inner, Counting(keep)).to(as_devices(devices)[0])
@@ -123,7 +119,6 @@ MAKE, RETURN = "Make modules, parameters and buffers in __init__()", "Return a p
         (keep_twice, "rate and head", [MAKE, RETURN]),
     ],
 )
-@on_devices
 def test_what_is_made_in_a_forward_pass_is_named_once(devices, assign, name, remedies):
     (text,) = steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)
     assert text.startswith(f"forward() of Counting set {name} of replica 0, which ends with the forward pass")
@@ -131,7 +126,6 @@ def test_what_is_made_in_a_forward_pass_is_named_once(devices, assign, name, rem
 
 
 @pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])
-@on_devices
 def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     def assign(net: Any, output: Tensor) -> None:
         net.step += current_run()._sync_number == replica
@@ -139,7 +133,6 @@ def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     assert len(steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)) == number
 
 
-@on_devices
 def test_activations_caches_and_changes_in_place_are_not_named(devices):
     model = Counting(keep).to(as_devices(devices)[0])
     assert steps(DataParallelWithCallback(model, devices), devices) == []
@@ -169,7 +162,6 @@ def test_first_forward_passes_are_looked_at_and_no_others(first, expected):
     assert list(vars(copy.deepcopy(parallel))) == before
 
 
-@on_devices
 def test_hooks_that_only_one_replica_registers_are_named_once(devices):
     def register(net: Any, output: Tensor) -> None:
         if not net.seen:
@@ -227,7 +219,6 @@ def move(net: Any, output: Tensor) -> None:
     net.fc.weight.data = net.fc.weight.data.clone()
 
 
-@on_devices
 def test_data_of_a_parameter_that_a_replica_loses_is_named(devices):
     model = Counting(replace).to(as_devices(devices)[0])
     model.fc = nn.Linear(2, 2, device=as_devices(devices)[0])
@@ -240,7 +231,6 @@ def test_data_of_a_parameter_that_a_replica_loses_is_named(devices):
 
 
 @pytest.mark.parametrize(("assign", "value"), [(move, 0.5), (lambda net, output: None, math.nan)], ids=["moved", "nan"])
-@on_devices
 def test_data_of_a_parameter_that_has_the_same_numbers_is_not_named(devices, assign, value):
     """A test of its own: the warning is issued once, so none would come after another one. NaN is not equal to NaN."""
     model = Counting(assign).to(as_devices(devices)[0])

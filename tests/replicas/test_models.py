@@ -134,7 +134,6 @@ def test_wrapper_without_synchronized_layers_may_train_in_a_replica(wrap):
 
 
 @pytest.mark.watchdog(120.0)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_compiled_submodules_are_refused_and_stay_whole(devices):
     plain, parallel = twins(nn.Sequential(TwoLayers(), nn.Flatten(), nn.Linear(16, 2)).double(), devices)
     first = parallel.module[0]

@@ -157,7 +157,6 @@ def replaced(net: nn.Module, input: Tensor) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_tensor_cannot_be_assigned_to_the_name_of_a_parameter_but_can_after_it_is_deleted(devices):
     plain, parallel = twins(Net(assigned, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double(), devices)
     for model in (plain, parallel):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
 pytestmark = usual_kernels
-several = pytest.mark.parametrize("devices", device_lists(2, 3))
 # On distinct GPUs torch copies the parameters.
 local = pytest.mark.parametrize("devices", [p for p in device_lists(2, 3) if not p.id.startswith("cuda-")])
 
@@ -60,7 +59,6 @@ class Case:
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-@several
 def test_hook_changes_the_part_of_its_replica(devices, name):
     seen = {}
 
@@ -76,7 +74,6 @@ def test_hook_changes_the_part_of_its_replica(devices, name):
     assert_equal(getattr(case.layer, other).grad, sum(case.parts[other]))
 
 
-@several
 def test_retained_gradients_are_the_parts_of_the_replicas(devices):
     kept = {}
     lock = threading.Lock()  # Torch 2.13 may lose one of two calls of `retain_grad` on outputs of one node at once.
@@ -91,7 +88,6 @@ def test_retained_gradients_are_the_parts_of_the_replicas(devices):
     case.check({replica: weight.grad for replica, weight in kept.items()}, "weight")
 
 
-@several
 def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
     kept = {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn}))
@@ -105,7 +101,6 @@ def test_gradients_by_the_parameters_of_replicas_are_their_parts(devices):
     assert case.layer.weight.grad is None
 
 
-@several
 def test_hooks_that_come_after_the_forward_see_the_parts(devices):
     kept, tensors, nodes = {}, {}, {}
     case = Case(devices, lambda bn, replica: kept.update({replica: bn.weight}))
@@ -123,7 +118,6 @@ def test_hooks_that_come_after_the_forward_see_the_parts(devices):
 
 
 @pytest.mark.parametrize(("name", "frozen"), [("weight", "bias"), ("bias", "weight")])
-@several
 def test_part_of_a_replica_without_a_part_in_the_loss_is_zero(devices, name, frozen):
     seen = {}
     case = Case(devices, lambda bn, replica: getattr(bn, name).register_hook(partial(seen.__setitem__, replica)))
@@ -189,7 +183,6 @@ class Returning(nn.Linear):
         return super().forward(input), self.weight
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_their_parameters_keep_none_alive(devices):
     parallel = DataParallelWithCallback(Returning(3, 3).to(as_devices(devices)[0]), devices)
     weight = weakref.ref(parallel.module.weight)
@@ -279,7 +272,6 @@ def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devi
         output.backward(torch.randn_like(output))
 
 
-@several
 @torch.inference_mode()
 def test_parameters_made_in_inference_mode_have_replicas(devices):
     plain, parallel = twins(nn.Linear(3, 2).double(), devices)
@@ -288,7 +280,6 @@ def test_parameters_made_in_inference_mode_have_replicas(devices):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@several
 def test_attributes_of_parameters_and_buffers_are_those_of_their_replicas(devices, grad):
     """As marks of a tool: which parameters it has pruned, or trains at another rate."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
 from helpers import Cache, Net, as_devices, doubles
 from torch import nn
 
@@ -154,7 +153,6 @@ def returning(first, others):
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
-@pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     *outputs, found = UNLIKE[kind]
     with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return the same keys, lengths"):
@@ -168,7 +166,6 @@ def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     ["text", {1.0}, 3, 1.5, True, object(), iter([]), Cache([[1]]), ["a"]],
     ids=lambda value: type(value).__name__,
 )
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_that_return_no_tensors_are_told(devices, output):
     parallel = DataParallelWithCallback(returning(*[lambda x: (x, output)] * 2), devices)
     name, path = ("str", "[1][0]") if output == ["a"] else (type(output).__name__, "[1]")
@@ -188,7 +185,6 @@ ALIKE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ALIKE)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_that_are_alike_are_put_together_as_those_of_the_first(devices, kind):
     data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
     output, expected = DataParallelWithCallback(returning(*ALIKE[kind]), devices)(data), ALIKE[kind][0](data)
@@ -224,7 +220,6 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SIZES)
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
     """As those of `pad_packed_sequence` without a total length, since each chunk has a longest sequence of its own."""
     first, others, found = SIZES[kind]

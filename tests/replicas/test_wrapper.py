@@ -99,7 +99,6 @@ class Traced(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_tracing_is_refused_before_anything_runs(devices, rows):
     plain, parallel = twins(TwoLayers().double(), devices)
     input = doubles(rows, 3, 6, 6, devices=devices)
@@ -202,7 +201,6 @@ def test_single_chunk_runs_the_module_itself(monkeypatch):
     assert_same_step(plain, parallel, doubles(1, 3, 2))
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_hooks_run_once_a_replica_with_its_chunk(devices):
     _, parallel = twins(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), devices)
     seen = []
@@ -217,7 +215,6 @@ def test_hooks_run_once_a_replica_with_its_chunk(devices):
     assert sorted(seen) == [*chunks, ("wrapper", 5)]
 
 
-@pytest.mark.parametrize("devices", device_lists(2))
 def test_replicas_keep_buffers_of_the_first_and_no_attributes(devices):
     def count(net, input):
         net.calls += 1
