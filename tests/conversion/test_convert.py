@@ -261,7 +261,9 @@ def test_a_subclass_without_computation_of_its_own_is_synchronized_and_comes_bac
     assert [isinstance(layer, ours) for _, ours in KINDS] == [isinstance(plain, theirs) for theirs, _ in KINDS]
     assert type(layer).__name__ == f"Synchronized{cls.__name__}"
     assert anatomy(layer) == before
-    assert type(layer) is type(convert_model(copy.deepcopy(plain)))
+    for other in (convert_model(copy.deepcopy(plain)), copy.deepcopy(layer), through_pickle(layer)):
+        assert type(other) is type(layer)
+        assert type(revert_model(other)) is cls
     synchronized_step(layer, plain, 3, 4, 4)
     assert type(revert_model(layer)) is cls
     assert vars(layer).keys() == vars(plain).keys()
@@ -308,17 +310,6 @@ def test_a_layer_whose_weight_is_a_buffer_is_synchronized():
     del layer.weight
     layer.register_buffer("weight", torch.ones(3))
     assert type(convert_model(layer)) is SynchronizedBatchNorm2d
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle])
-def test_a_converted_subclass_survives_copy_and_pickle(clone):
-    layer = convert_model(Tagged("a", 3), group_size=2)
-    other = clone(layer)
-    assert type(other) is type(layer)
-    assert (other.tag, other.group_size) == ("a", 2)
-    assert other.weight is not layer.weight
-    assert type(revert_model(other)) is Tagged
-    assert isinstance(layer, SynchronizedBatchNorm2d)
 
 
 def left(net: nn.Module, convert: Callable[[nn.Module], nn.Module] = convert_model) -> str:
@@ -580,30 +571,18 @@ def test_a_reverted_model_pickles_without_the_library():
 # What torch does with a model in eval, converted or reverted
 
 
-def exported_to_onnx(net: nn.Module, input: Tensor) -> Callable[[Tensor], Tensor]:
-    reference = pytest.importorskip("onnx.reference")
-    pytest.importorskip("onnxscript")
-    with pytest.MonkeyPatch.context() as monkeypatch:  # The exporter shows its progress, which leaves a thread behind.
-        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-        program = torch.onnx.export(net, (input,), dynamo=True, verbose=False)
-    evaluator = reference.ReferenceEvaluator(program.model_proto)
-    name = program.model.graph.inputs[0].name
-    return lambda input: torch.from_numpy(evaluator.run(None, {name: input.numpy()})[0])
-
-
 WAYS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
     "fused": lambda net, input: nn.Sequential(fuse_conv_bn_eval(net[0], net[1]), *net[2:]),
     "traced": lambda net, input: torch.jit.trace(net, (input,)),
     "compiled": lambda net, input: torch.compile(net, fullgraph=True, backend="eager"),
     "exported": lambda net, input: torch.export.export(net, (input,)).module(),
-    "onnx": exported_to_onnx,
 }
 
 
 @pytest.mark.watchdog(120.0)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("convert", [convert_model, lambda net: revert_model(convert_model(net))], ids=["ours", "back"])
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow if w == "onnx" else ()) for w in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_tools_of_torch_take_a_converted_and_a_reverted_model_in_eval(way, convert):
     torch.compiler.reset()
     net, input = randomize(small_net()), torch.randn(2, 3, 5, 5)

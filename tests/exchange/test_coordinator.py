@@ -187,19 +187,6 @@ def test_break_that_was_interrupted_is_finished_by_the_next():
     assert str(waiting.outcome()) == "the first reason"
 
 
-def test_originals_are_shown_before_what_they_caused_and_low_replicas_before_high_ones():
-    coordinator = Coordinator(["cpu"] * 4)
-    coordinator.leave(3, ValueError("original"))
-    with pytest.raises(ReplicaSyncError) as caught:
-        call(coordinator, layer_of(), 0)
-    coordinator.leave(0, caught.value)
-    for text in ("another original", "a later one of that replica, which does not count"):
-        coordinator.leave(2, ValueError(text))
-    who, error = coordinator.take_failure()
-    assert (who, str(error)) == ("replica 2 on device cpu", "another original")
-    assert coordinator.take_failure() is None
-
-
 def test_replica_that_failed_for_a_reason_of_another_coordinator_is_an_original():
     coordinator = Coordinator(["cpu"] * 2)
     coordinator.abort(OSError(), 0.0)
@@ -298,14 +285,6 @@ def test_replica_begins_once_after_a_break_too_unless_the_caller_has_gone():
         coordinator.begin(0)
 
 
-def test_nobody_waits_for_a_turn_after_a_break():
-    coordinator, begun = Coordinator(["cpu"] * 2, 0.5), []
-    coordinator.interrupt(0, OSError("the cause"))
-    coordinator.take_turns([0, 1], begun.append)
-    coordinator.begin(1)
-    assert begun == []
-
-
 def give_answer(coordinator):
     layer = layer_of()
     waiting = Waiting(coordinator, layer, 1)
@@ -363,13 +342,3 @@ def test_item_that_comes_when_a_wait_ends_is_no_timeout():
     coordinator._waited(replica, time.monotonic() - coordinator.timeout)
     assert coordinator._broken is None
     assert coordinator._wait(replica) == "the answer"
-
-
-def test_pause_that_outlasts_the_turns_ends_at_once():
-    coordinator = Coordinator(["cpu"] * 2, timeout=0.5)
-    coordinator.take_turns([0, 1], lambda replica: None)
-    coordinator.begin(0)
-    with coordinator._pause(coordinator._records[0]):
-        coordinator.leave(1, ValueError())
-    with pytest.raises(ReplicaSyncError, match="got ValueError in replica 1"):
-        call(coordinator, layer_of(), 0)
