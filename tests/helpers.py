@@ -157,6 +157,15 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
 }
 
 
+def outcome(function: Callable[[], Any]) -> tuple[type[Exception], str] | None:
+    """Return what a call raises, by its type and the last line of its text; None if it returns."""
+    try:
+        function()
+    except Exception as error:
+        return type(error), str(error).rstrip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+    return None
+
+
 def together(*bodies: Callable[[], Any]) -> list[Any]:
     """Run each body in a thread of its own; return what each has returned, or the `Exception` that it has raised."""
     outcomes: list[Any] = [None] * len(bodies)
@@ -251,12 +260,12 @@ def assert_same_results(
     assert_same_state(parallel, plain, tolerance)
 
 
-def run_parts(parallel: DataParallelWithCallback, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Run one replica on each part, whatever its size: what a forward does, without scatter and gather."""
+def run_parts(parallel: DataParallelWithCallback, parts: Sequence[Tensor], *more: Sequence[Any]) -> list[Tensor]:
+    """Run one replica on each part, of any size, as a forward does, and on its one of `more` values of any kind."""
     device_ids = parallel.device_ids[: len(parts)]
     moved = [part.to(device) for part, device in zip(parts, as_devices(device_ids), strict=True)]
     replicas = parallel.replicate(parallel.module, device_ids)
-    return parallel.parallel_apply(replicas, [(part,) for part in moved], [{} for _ in parts])
+    return parallel.parallel_apply(replicas, list(zip(moved, *more, strict=True)), [{} for _ in parts])
 
 
 def as_rows(tensor: Tensor) -> Tensor:

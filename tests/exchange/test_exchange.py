@@ -1,16 +1,12 @@
 """One call of a layer in a replica: with parameters of its own, views, changes in place, and transforms around it."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import FORMATS, Net, assert_equal, assert_same_step, doubles, randomize, twins
+from helpers import FORMATS, Net, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 from torch.autograd import forward_ad
-
-from sync_batchnorm import SynchronizedBatchNorm1d, execute_replication_callbacks
 
 
 def conditional(net, input):
@@ -20,31 +16,6 @@ def conditional(net, input):
         delattr(net.bn, net.name)
         setattr(net.bn, net.name, None if net.drops else made)
     return net.bn(input)
-
-
-@pytest.mark.parametrize("own", ["weight", "bias", None])
-def test_copies_of_ones_own_may_share_some_parameters(own):
-    layers = [randomize(SynchronizedBatchNorm1d(3).double()) for _ in range(3)]
-    for name in ("weight", "bias"):
-        for other in layers[2:] if name == own else layers[1:]:
-            setattr(other, name, getattr(layers[0], name))
-    execute_replication_callbacks(layers)
-    data, grad = doubles(6, 3).requires_grad_(), doubles(6, 3)
-    with ThreadPoolExecutor(3) as threads:
-        outputs = list(threads.map(lambda layer, part: layer(part), layers, data.chunk(3)))
-    normalized = F.batch_norm(data, None, None, training=True).chunk(3)
-    expected = [part * layer.weight + layer.bias for layer, part in zip(layers, normalized, strict=True)]
-    assert_equal(torch.cat(outputs), torch.cat(expected))
-    inputs = [data, *{id(p): p for layer in layers for p in layer.parameters()}.values()]
-    assert len(inputs) == (3 if own is None else 4)
-    for used in (slice(1, 3), slice(3)):  # first without the first replica
-        grads = grad.chunk(3)[used]
-        found, wanted = (
-            torch.autograd.grad(parts[used], inputs, grads, retain_graph=True, materialize_grads=True)
-            for parts in (outputs, expected)
-        )
-        for one, other in zip(found, wanted, strict=True):
-            assert_equal(one, other)
 
 
 @pytest.mark.usefixtures("kernel")

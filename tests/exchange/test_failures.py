@@ -413,12 +413,13 @@ def test_replicas_that_are_called_again_are_refused(base):
 
 def test_layer_that_is_called_after_its_forward_is_refused():
     parallel = WRAPPERS["wrapper"](scripted())
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    inputs = [tuple(rows[2 * i : 2 * i + 2] for rows in batch()) for i in range(R)]
-    parallel.parallel_apply(replicas, inputs, [{}] * R)
-    for i in range(R):
+    replicas: list[Scripted] = []
+    parallel.module.steps = {(i, "before"): lambda model, x: replicas.append(model) for i in range(R)}
+    inputs = batch()
+    parallel(*inputs)
+    for replica in replicas:
         with pytest.raises(ReplicaSyncError, match=r"replica \d on device cpu left its forward while replica"):
-            replicas[i].head(inputs[i][0])
+            replica.head(inputs[0][:2])
     assert_next_forward_is_right(parallel, (1, 1))
 
 

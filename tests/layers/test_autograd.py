@@ -79,7 +79,7 @@ def test_nothing_gets_a_gradient_where_what_follows_has_none():
 
 
 def recorded_forward(net, input, recorded):
-    with torch.set_grad_enabled(bool(recorded[0])):
+    with torch.set_grad_enabled(recorded):
         return net.bn(input)
 
 
@@ -92,9 +92,7 @@ def test_replicas_without_a_graph_are_constants_in_second_and_third_derivatives(
     vars(layer).update(options)
     parts = [doubles(2, 4, 3, 2) * torch.tensor([0.3, 0.6, 1, 2]).view(-1, 1, 1) + i for i in range(3)]
     leaf, grads = parts[replica].requires_grad_(), [doubles(2, 4, 3, 2) for _ in range(3)]
-    recorded = [torch.tensor([i == replica]) for i in range(3)]
-    replicas = parallel.replicate(parallel.module, ["cpu"] * 3)
-    outputs = parallel.parallel_apply(replicas, list(zip(parts, recorded, strict=True)), [{}] * 3)
+    outputs = run_parts(parallel, parts, [i == replica for i in range(3)])
     batch = torch.cat([part.detach() if part is not leaf else part for part in parts])
     var, mean = torch.var_mean(batch, (0, 2, 3), correction=0, keepdim=True)
     invstd = (var.clamp(min=layer.eps) if clamps else var + layer.eps).rsqrt()
@@ -128,14 +126,12 @@ MODES = {"inference": 0, "no-grad": 1, "usual": 2}
 def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, first, second):
     _, parallel = twins(InItsMode(), devices)
     modes = [MODES[first], MODES[second]]
-    parts = [torch.randn(2, 4, 5, 6).contiguous(memory_format=FORMATS[kind]).to(d) for d in as_devices(devices)]
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
-    inputs = list(zip(parts, modes, strict=True))
+    parts = [torch.randn(2, 4, 5, 6).contiguous(memory_format=FORMATS[kind]) for _ in devices]
     if modes.count(MODES["inference"]) == 1:  # Nobody could make what both of them ask for.
         with pytest.raises(ValueError, match="in inference mode"):
-            parallel.parallel_apply(replicas, inputs, [{}, {}])
+            run_parts(parallel, parts, modes)
         return
-    parallel.parallel_apply(replicas, inputs, [{}, {}])
+    run_parts(parallel, parts, modes)
     for mode, output, *moments in parallel.module.results:
         for result in (output, *moments):
             assert result.is_inference() == (mode == MODES["inference"])
@@ -159,18 +155,6 @@ def test_gradients_of_parts_of_the_graph_are_right(devices, create_graph, target
         return torch.autograd.grad(output, [named[t] for t in targets], grad, create_graph=create_graph)
 
     assert_same_results(*twins(net, devices), step)
-
-
-def test_batched_gradients_are_those_of_torch(devices):
-    # Without scatter and gather: those of torch for distinct GPUs copy into slices, which cannot be batched.
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), devices)
-    data, grads = doubles(4, 3, devices=devices), doubles(5, 4, 3, devices=devices)
-    input, again = data.clone().requires_grad_(), data.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(plain(input), input, grads, is_grads_batched=True)
-    outputs = run_parts(parallel, again.chunk(2))
-    chunks = [chunk.to(output.device) for chunk, output in zip(grads.chunk(2, 1), outputs, strict=True)]
-    (actual,) = torch.autograd.grad(outputs, again, chunks, is_grads_batched=True)
-    assert_equal(actual, expected)
 
 
 def offloading(net, input):

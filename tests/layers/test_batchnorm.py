@@ -13,6 +13,7 @@ from helpers import (
     assert_same_step,
     doubles,
     needs_bias_argument,
+    outcome,
     run_parts,
     twins,
 )
@@ -34,16 +35,6 @@ LAYERS = {
     SynchronizedBatchNorm2d: nn.BatchNorm2d,
     SynchronizedBatchNorm3d: nn.BatchNorm3d,
 }
-
-
-def outcome(function):
-    """Return what a call raises, by type and text up to the sizes in it; None if it returns."""
-    try:
-        function()
-    except Exception as error:
-        original = str(error).rstrip().splitlines()[-1]  # behind the traceback of the replica
-        return type(error), original.removeprefix(f"{type(error).__name__}: ")
-    return None
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists
-from helpers import WithPipe, as_devices, assert_equal, doubles
+from helpers import WithPipe, as_devices, assert_equal, doubles, run_parts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -74,9 +74,8 @@ def test_moments_of_inputs_that_differ_in_channels_are_refused(devices):
 def test_moments_of_a_single_value_are_refused_in_the_words_of_torch(rows):
     parallel = DataParallelWithCallback(Whitening(), ["cpu"] * rows)
     parts = [doubles(1, 3), doubles(0, 3)][:rows]
-    replicas = parallel.replicate(parallel.module, parallel.device_ids)
     with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size"):
-        parallel.parallel_apply(replicas, [(part,) for part in parts], [{}] * rows)
+        run_parts(parallel, parts)
 
 
 class Checkpointed(Whitening):

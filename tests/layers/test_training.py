@@ -15,13 +15,14 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
+    outcome,
     run_parts,
     twins,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm2d
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm2d
 
 pytestmark = usual_kernels
 
@@ -38,7 +39,8 @@ LOW = [torch.float16, torch.bfloat16]
 def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices, kind, dtype, cast_module):
     plain, parallel = twins(nn.BatchNorm2d(5).to(dtype if cast_module else torch.float32), devices)
     exact = copy.deepcopy(plain).float()
-    data = (torch.randn(5, 5, 6, 7, device=devices[0]) * 3 + 7).to(dtype, memory_format=FORMATS[kind])
+    data = (torch.randn(5, 5, 36, 7, device=devices[0]) * 40 + 300).to(dtype, memory_format=FORMATS[kind])
+    assert data[0].float().square().sum() > 65504  # beyond the range of float16
     grad = torch.randn_like(data)
     results = []
     for model, layer, used in (
@@ -50,6 +52,7 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         output = model(input)
         output.backward(grad.to(used))
         assert output.is_contiguous(memory_format=FORMATS[kind])
+        layer = getattr(model, "module", model)
         parameters = [parameter.grad for parameter in layer.parameters()]
         results.append([output, input.grad, *parameters, layer.running_mean, layer.running_var])
     for i, (expected, of_torch, ours) in enumerate(zip(*results, strict=True)):
@@ -58,20 +61,10 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_squares_beyond_the_range_of_half_do_not_overflow(dtype):
-    reference, parallel = twins(nn.BatchNorm2d(1, momentum=1.0), ["cpu"] * 2)
-    data = (torch.randn(2, 1, 300, 300) * 40 + 300).to(dtype)
-    assert data.float().square().sum() > 65504
-    expected, output = reference(data.float()), parallel(data)
-    assert output.dtype == dtype
-    assert_equal(output.float(), expected, "output", TOLERANCES[dtype])
-    assert_equal(parallel.module.running_var, reference.running_var, "running variance")
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2))
+    first = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()
+    net = nn.Sequential(*first, nn.Conv2d(4, 2, 1, bias=False), nn.BatchNorm2d(2))
     plain, parallel = twins(net, devices)
     data = torch.randn(5, 3, 7, 6, device=devices[0])
     device_type = torch.device(devices[0]).type
@@ -84,9 +77,7 @@ def test_autocast_around_the_wrapper_is_autocast_around_the_net(devices, dtype):
     # The convolutions round to `dtype`: what reaches a parameter differs by some of its last digits.
     assert_equal(output, expected, "output", 2 * TOLERANCES[dtype])
     for (name, ours), theirs in zip(parallel.module.named_parameters(), plain.parameters(), strict=True):
-        # That of a bias in front of a norm is zero but for rounding, to which the convolutions of torch 2.8 add more.
-        more = name in ("0.bias", "3.bias") and torch.__version__.startswith("2.8.")
-        assert_equal(ours.grad, theirs.grad, name, (10 if more else 5) * TOLERANCES[dtype])
+        assert_equal(ours.grad, theirs.grad, name, 5 * TOLERANCES[dtype])
     for (name, ours), theirs in zip(parallel.module.named_buffers(), plain.buffers(), strict=True):
         assert_equal(ours, theirs, name, 2 * TOLERANCES[dtype])
 
@@ -116,18 +107,11 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 def test_mixes_of_types_are_taken_and_refused_as_torch_does(input, parameters):
     plain, parallel = twins(nn.BatchNorm1d(3).to(parameters), ["cpu"] * 3)
     data = torch.randn(6, 3).to(input)
-    refusal = None
-    try:
-        expected = plain(data)
-    except RuntimeError as error:
-        refusal = str(error).splitlines()[0]
+    refusal = outcome(lambda: plain(data))
     if refusal is None:
-        assert_equal(parallel(data), expected)
+        assert_equal(parallel(data), plain(data))
         return
-    with pytest.raises(RuntimeError) as refused:
-        parallel(data)
-    assert not isinstance(refused.value, ReplicaSyncError)
-    assert refusal in str(refused.value)
+    assert outcome(lambda: parallel(data)) == refusal
     assert parallel.module.num_batches_tracked == 0
     assert parallel(data.to(parameters)).dtype == parameters  # and nothing is left of it
 

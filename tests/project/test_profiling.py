@@ -1,4 +1,4 @@
-"""Spans in the profile of torch: what they are called, in which threads, how many, and that there are none without."""
+"""Spans in the profile of torch: what they are called, how many, and that there are none without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d
 
 class Span(NamedTuple):
     name: str
-    thread: int
     start: float
     end: float
 
@@ -34,7 +33,7 @@ def recording() -> profile:
 def spans_of(prof: profile) -> list[Span]:
     """Return the spans of this library, without its name in front of each."""
     return [
-        Span(event.name.removeprefix("sync_batchnorm: "), event.thread, event.time_range.start, event.time_range.end)
+        Span(event.name.removeprefix("sync_batchnorm: "), event.time_range.start, event.time_range.end)
         for event in prof.events()
         if event.name.startswith("sync_batchnorm: ")
     ]
@@ -66,26 +65,6 @@ def test_each_exchange_is_a_span_with_the_name_of_its_layer(devs):
     with recording() as prof:
         parallel.eval()(doubles(12, 3, 5, 5, devices=devs))
     assert names_of(prof) == replicas
-
-
-def test_spans_of_a_replica_are_in_its_thread_and_within_its_own():
-    _, parallel = twins(nested().double(), ["cpu"] * 3)
-    with recording() as prof:
-        parallel(doubles(6, 3, 5, 5))
-        with torch.profiler.record_function("sync_batchnorm: the caller"):
-            pass
-    spans = spans_of(prof)
-    caller = next(span.thread for span in spans if span.name == "the caller")
-    replicas = {span.thread: span for span in spans if span.name.startswith("replica ")}
-    assert len(replicas) == 3
-    assert caller not in replicas
-    master = next(thread for thread, span in replicas.items() if span.name.startswith("replica 0 "))
-    waits_and_merges = [span for span in spans if span.name.endswith((", waiting", ", merging"))]
-    for span in waits_and_merges:
-        assert replicas[span.thread].start <= span.start <= span.end <= replicas[span.thread].end
-    assert {span.thread for span in waits_and_merges if span.name.endswith(", merging")} == {master}
-    waits = Counter(span.thread for span in waits_and_merges if span.name.endswith(", waiting"))
-    assert waits == dict.fromkeys(replicas, 3)  # calls of a layer
 
 
 def test_failure_leaves_no_span_open():
