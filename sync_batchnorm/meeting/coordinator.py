@@ -31,7 +31,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from .errors import ReplicaSyncError, ReplicaTimeoutError
-from .records import MASTER, RUNS, Record, Records, Rendezvous, Turns, by_number, those_who_wait
+from .records import MASTER, RUNS, Record, Records, Rendezvous, Turns, by_number, remedy_for_loops, those_who_wait
 
 __all__: list[str] = []
 
@@ -332,10 +332,12 @@ class Coordinator:
         while todo:
             peer = todo.pop()
             if peer is record:
-                places = ", ".join(f"{other} in {other.waits_in}" for other in sorted(self._waiting, key=by_number))
+                waiting = sorted(self._waiting, key=by_number)
+                places = ", ".join(f"{other} in {other.waits_in}" for other in waiting)
+                loops = remedy_for_loops(other.waits_in for other in waiting if other.waits_in is not None)
                 return self._break(
                     f"expected all replicas to reach the same layer, but got {places}; make every replica call the "
-                    "synchronized layers in the same order"
+                    f"synchronized layers in the same order{loops}"
                 )
             if peer.waits_in is not None and peer not in seen:
                 seen.add(peer)
@@ -351,7 +353,7 @@ class Coordinator:
         self._break(
             f"expected every replica to call {rendezvous.name} the same number of times, but {record} "
             f"{record.ended} while {those_who_wait(self._waiting, rendezvous)} for it ({rendezvous}); make every "
-            "replica call every synchronized layer in every forward pass"
+            f"replica call every synchronized layer in every forward pass{remedy_for_loops([rendezvous])}"
         )
 
     def _break_by_timeout(self, record: Record) -> None:

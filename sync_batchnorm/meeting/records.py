@@ -137,3 +137,10 @@ def those_who_wait(records: Iterable[Record], rendezvous: Rendezvous) -> str:
     waiting = [record for record in records if record.waits_in is rendezvous]
     names = " and ".join(map(str, sorted(waiting, key=by_number)))
     return f"{names} {'wait' if len(waiting) > 1 else 'waits'}"
+
+
+def remedy_for_loops(places: Iterable[Rendezvous]) -> str:
+    """Return what to do about a loop over samples, if a layer was called more than once; otherwise nothing."""
+    if all(place.call == 1 for place in places):
+        return ""
+    return "; if it is called for each sample, call it once for all of them, or pass group_size=1 to convert_model"

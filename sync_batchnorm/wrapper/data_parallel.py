@@ -290,9 +290,11 @@ def patch_replication_callback(
         UserWarning: once, if PyTorch finds no accelerator, so that the module runs without replicas.
     """
     if not isinstance(data_parallel, DataParallel):
+        kind = type(data_parallel)
         raise TypeError(
-            f"data_parallel must be a torch.nn.DataParallel, got {type(data_parallel).__name__}; "
-            "wrap the module with DataParallelWithCallback"
+            f"data_parallel must be a torch.nn.DataParallel, got {kind.__module__}.{kind.__qualname__}; (1) if that is "
+            "a wrapper, derive its class from DataParallelWithCallback; (2) if it is a model, wrap it with "
+            "DataParallelWithCallback"
         )
     options = _checked_options(data_parallel.module, timeout, in_dims, out_dims)
     if not data_parallel.device_ids:

@@ -59,7 +59,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scalar weight": (lambda: with_weight(), RuntimeError, "weight should contain 4 elements not 1"),
     "scalar": (lambda: OF_TWO(torch.tensor(1.0)), TypeError, "got arguments of whole Tensor only, of which"),
     "module": (lambda: DataParallelWithCallback([nn.Identity()], ["cpu"]), TypeError, "torch.nn.Module, but got list"),
-    "patch": (lambda: patch_replication_callback(OF_TWO.module), TypeError, "nn.DataParallel, got Identity; wrap the"),
+    "patch": (
+        lambda: patch_replication_callback(OF_TWO.module),
+        TypeError,
+        r"nn.DataParallel, got torch\.nn\.modules\.linear\.Identity; \(1\) if that is a wrapper, derive its class from",
+    ),
     "convert": (lambda: convert_model([nn.Identity()]), TypeError, "a torch.nn.Module, but got list; pass the model"),
     "revert": (lambda: revert_model(None), TypeError, "a torch.nn.Module, but got NoneType; pass the model itself"),
     "check": (lambda: assert_synchronized([nn.Identity()]), TypeError, "expected a torch.nn.Module, but got list"),
