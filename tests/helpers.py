@@ -248,6 +248,16 @@ def assert_same_step(
     assert_same_state(parallel, plain, tolerance)
 
 
+def assert_trains_as_one_device(
+    module: nn.Module, devices: Sequence[Any], *shape: int, steps: int = 2
+) -> tuple[nn.Module, DataParallelWithCallback]:
+    """Compare steps of `module` in float64 with those of its `twins`, on random inputs of a shape; return the two."""
+    plain, parallel = twins(module.double(), devices)
+    for _ in range(steps):
+        assert_same_step(plain, parallel, doubles(*shape, devices=devices))
+    return plain, parallel
+
+
 def assert_same_results(
     plain: nn.Module,
     parallel: nn.Module,

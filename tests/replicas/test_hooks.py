@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_step, assert_trains_as_one_device, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
@@ -17,7 +17,6 @@ from sync_batchnorm import convert_model
 LAYERS = {
     "linear": lambda: nn.Linear(3, 3),
     "rnn": lambda: nn.RNN(3, 3, batch_first=True),  # of an LSTM, simulated GPUs lack the kernels
-    "lstm": lambda: nn.LSTM(3, 3, batch_first=True),
     "graph": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
     "norm": lambda: nn.BatchNorm1d(3),
 }
@@ -45,7 +44,11 @@ REGISTER = {
         lambda module, outer: (2 * outer[0], *outer[1:])
     ),
 }
-every_kind = pytest.mark.parametrize("register", REGISTER.values(), ids=list(REGISTER))
+
+
+def net(forward, **attributes):
+    """Return a net of a norm and a layer."""
+    return Net(forward, **{"bn": nn.BatchNorm1d(3), "layer": nn.Linear(3, 3), **attributes})
 
 
 def run(net, input):
@@ -75,62 +78,36 @@ def if_there_is_none(net, input):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
-@every_kind
+@pytest.mark.parametrize("register", REGISTER.values(), ids=list(REGISTER))
 @pytest.mark.parametrize("function", [for_this_call, if_there_is_none])
-def test_hook_that_a_replica_registers_acts_as_on_one_device(devices, function, register, layer):
-    layer = layer() if devices[0] == "cpu" or layer is not LAYERS["lstm"] else LAYERS["rnn"]()
-    plain, parallel = twins(Net(function, bn=nn.BatchNorm1d(3), layer=layer, register=register).double(), devices)
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-    kept = [
-        hooks for name, hooks in vars(parallel.module.layer).items() if name.startswith(("_forward_", "_backward_"))
-    ]
-    assert not any(len(hooks) for hooks in kept)  # What a replica registers ends with it.
+def test_hook_that_a_replica_registers_acts_as_on_one_device_and_ends_with_it(devices, function, register, layer):
+    model = net(function, layer=layer(), register=register)
+    _, parallel = assert_trains_as_one_device(model, devices, 7, 3, steps=3)
+    assert not has_hooks(parallel.module.layer)
 
 
-def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes_its_own(devices):
-    def forward(net, input):
-        handle = net.layer.register_forward_hook(doubled)
-        output = net.layer(net.bn(input))
-        handle.remove()
-        return output
+def for_the_root(net, input):
+    handle = net.register_forward_hook(doubled)
+    output = net.bn(input)
+    handle.remove()
+    return output
 
-    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
-    plain, parallel = twins(plain, devices)
+
+def on_two_modules(net, input):
+    """Keeps apart which hook takes keyword arguments."""
     handles = [
-        model.layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True) for model in (plain, parallel.module)
+        net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True, always_call=True),
+        net.second.register_forward_hook(doubled),
+        net.second.register_forward_hook(doubled_with_kwargs, with_kwargs=True),
     ]
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-    for handle in handles:
+    output = net.second(net.first(net.bn(input)))
+    for handle in (handles[0], handles[2], handles[1]):
         handle.remove()
-    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-
-
-def test_hooks_of_two_modules_that_one_replica_registers_keep_apart_which_takes_kwargs(devices):
-    def forward(net, input):
-        handles = [
-            net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True, always_call=True),
-            net.second.register_forward_hook(doubled),
-            net.second.register_forward_hook(doubled_with_kwargs, with_kwargs=True),
-        ]
-        output = net.second(net.first(net.bn(input)))
-        handles[0].remove()
         output = output + net.second(net.first(input))
-        handles[2].remove()
-        output = output + net.second(net.first(input))
-        handles[1].remove()
-        return output
-
-    net = Net(forward, bn=nn.BatchNorm1d(3), first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
-    plain, parallel = twins(net, devices)
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    return output
 
 
 class Normalizes(nn.Module):
-    """A hook that is a submodule of the model."""
-
     def __init__(self):
         super().__init__()
         self.bn = nn.BatchNorm1d(3)
@@ -139,12 +116,10 @@ class Normalizes(nn.Module):
         return self.bn(output)
 
 
-def test_hook_that_is_a_submodule_is_that_of_the_replica(devices):
-    module = Net(lambda net, input: net.layer(input), layer=nn.Linear(3, 3), hook=Normalizes()).double()
-    module.layer.register_forward_hook(module.hook)
-    plain, parallel = twins(module, devices)
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(6, 3, devices=devices))
+def with_hook_that_is_a_submodule():
+    model = net(lambda net, input: net.layer(input), hook=Normalizes())
+    model.layer.register_forward_hook(model.hook)
+    return model
 
 
 class Keeping(nn.Module):
@@ -166,23 +141,41 @@ class Keeping(nn.Module):
         return self.layer(self.bn(input)) + self.kept.square()
 
 
-def test_hooks_that_are_methods_of_the_model_are_those_of_each_replica(devices):
-    plain, parallel = twins(Keeping().double(), devices)
-    for _ in range(3):
+NETS = {
+    "on the root, removed in the same call": lambda: net(for_the_root),
+    "on two modules": lambda: net(on_two_modules, first=nn.Linear(3, 3), second=nn.Linear(3, 3)),
+    "a submodule": with_hook_that_is_a_submodule,
+    "methods": Keeping,
+}
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_hooks_are_those_of_the_replica(devices, kind):
+    _, parallel = assert_trains_as_one_device(NETS[kind](), devices, 7, 3)
+    assert getattr(parallel.module, "kept", None) is None
+
+
+def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes_its_own(devices):
+    plain, parallel = twins(net(for_this_call, register=REGISTER["forward"]).double(), devices)
+    layers = (plain.layer, parallel.module.layer)
+    handles = [layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True) for layer in layers]
+    for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-    assert parallel.module.kept is None
+    for handle in handles:
+        handle.remove()
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
 def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(monkeypatch):
     def forward(net, input):
-        handle = net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True)
-        output = net.second(net.first(net.bn(input)))
+        handle = net.layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True)
+        output = net.second(net.layer(net.bn(input)))
         handle.remove()
         return output
 
-    net = Net(forward, bn=nn.BatchNorm1d(3), first=nn.Linear(3, 3), second=nn.Linear(3, 3)).double()
-    number = net.second.register_forward_hook(doubled).id
-    (plain, parallel), data = twins(net, ["cpu"] * 2), doubles(7, 3)
+    model = net(forward, second=nn.Linear(3, 3)).double()
+    number = model.second.register_forward_hook(doubled).id
+    (plain, parallel), data = twins(model, ["cpu"] * 2), doubles(7, 3)
     for model in (plain, parallel):  # A process that loads a model counts its hooks from zero.
         monkeypatch.setattr(RemovableHandle, "next_id", number)
         model(data)
@@ -190,38 +183,19 @@ def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(
     assert_same_step(plain, parallel, doubles(7, 3))
 
 
-def test_hook_on_the_root_that_is_removed_in_the_same_call_does_not_act(devices):
-    def forward(net, input):
-        handle = net.register_forward_hook(doubled)
-        output = net.bn(input)
-        handle.remove()
-        return output
-
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3)).double(), devices)
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-
-
 @pytest.mark.parametrize("way", WRAPPERS)
 def test_hooks_of_replicas_are_their_own_in_every_wrapper(way):
-    net = Net(for_this_call, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), register=REGISTER["forward"]).double()
-    parallel = WRAPPERS[way](convert_model(copy.deepcopy(net)))
+    plain = net(for_this_call, register=REGISTER["forward"]).double()
+    parallel = WRAPPERS[way](convert_model(copy.deepcopy(plain)))
     for _ in range(2):
-        assert_same_step(net, parallel, doubles(7, 3))
+        assert_same_step(plain, parallel, doubles(7, 3))
 
 
-GRAPHS = {
-    "forward": lambda layer: layer.register_forward_hook(doubled),
-    "full backward": lambda layer: layer.register_full_backward_hook(lambda module, inner, outer: (10 * inner[0],)),
-    "backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda module, outer: (10 * outer[0],)),
-}
-
-
-@pytest.mark.parametrize("register", GRAPHS.values(), ids=list(GRAPHS))
-def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, register):
-    plain, parallel = twins(Net(run, bn=nn.BatchNorm1d(3), layer=LAYERS["graph"]()).double(), devices)
+@pytest.mark.parametrize("kind", ["forward", "backward", "backward pre"])
+def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, kind):
+    plain, parallel = twins(net(run, layer=LAYERS["graph"]()).double(), devices)
     for model in (plain, parallel.module):
-        register(model.layer)
+        REGISTER[kind](model.layer)
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
@@ -232,10 +206,9 @@ def scriptable(self, input: tuple[Tensor], output: Tensor):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_forward_hooks_of_a_scripted_module_act_in_each_replica():
-    layer = nn.Linear(3, 3).double()
-    layer.register_forward_hook(scriptable)
-    plain = Net(run, bn=nn.BatchNorm1d(3).double(), layer=layer)
-    scripted = Net(run, bn=copy.deepcopy(plain.bn), layer=torch.jit.script(layer))
+    plain = net(run).double()
+    plain.layer.register_forward_hook(scriptable)
+    scripted = net(run, bn=copy.deepcopy(plain.bn), layer=torch.jit.script(plain.layer))
     data = doubles(7, 3)
     assert_equal(WRAPPERS["wrapper"](convert_model(scripted))(data), plain(data))
 
@@ -248,8 +221,7 @@ def test_hook_sees_what_its_own_replica_computes(devices):
         return output
 
     seen: list[Tensor] = []
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double(), devices)
-    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    assert_trains_as_one_device(net(forward), devices, 7, 3, steps=1)
     assert len(seen) == 1 + len(devices)
     assert {output.device for output in seen} == {torch.device(device) for device in as_devices(devices)}
 
@@ -260,8 +232,7 @@ def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_rem
     def forward(net, input):
         return net.graph(net.layer(net.bn(input)))
 
-    plain = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), graph=LAYERS["graph"]()).double()
-    plain, parallel = twins(plain, devices)
+    plain, parallel = twins(net(forward, graph=LAYERS["graph"]()).double(), devices)
     hooked = parallel.module.get_submodule(name)
     handle = hooked.register_backward_hook(lambda *args: None)
     data = doubles(7, 3, devices=devices)
@@ -276,8 +247,7 @@ def test_backward_hook_of_the_older_kind_is_refused_in_the_backward_with_the_rem
         parallel(data)
     handle.remove()
     parallel.zero_grad()
-    for model in (plain, parallel.module):
-        model.load_state_dict(parallel.module.state_dict())
+    plain.load_state_dict(parallel.module.state_dict())
     assert_same_step(plain, parallel, data)
 
 
