@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from traceback import walk_tb
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, Run, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback, Run, items_of, tensors_in, with_items
 
 __all__: list[str] = []
 
@@ -287,20 +286,10 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
 
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     """Return a hook that refers in its closure to modules of a copy, where it has referred to those of the user."""
-    if not modules_in_closure(hook):
+    items = items_of(hook) if isinstance(hook, FunctionType) else {}
+    if not copies.keys() & set(map(id, items.values())):
         return hook
-    cells = [CellType(copies.get(id(cell.cell_contents), cell.cell_contents)) for cell in hook.__closure__]
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
-    made.__kwdefaults__ = hook.__kwdefaults__
-    return made
-
-
-def modules_in_closure(hook: Any) -> list[nn.Module]:
-    """Return the modules that a function refers to by its closure; all its variables have values then."""
-    cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
-    with suppress(ValueError):  # of a variable that is not set yet
-        return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, nn.Module)]
-    return []
+    return with_items(hook, {name: copies.get(id(item), item) for name, item in items.items()})
 
 
 class Rows(NamedTuple):

@@ -6,6 +6,7 @@ A pass is recorded, and run once more with one thing as it is on one device; a c
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,21 +14,10 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
-from ..wrapper import children_of, tensors_in
-from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, much, samples_of, suspects_in
-from .copies import Call, InDouble, Rows, border, copied, modules_in_closure, seed
-from .passes import (
-    ASSIGNED,
-    IN_FORWARD,
-    IN_PLACE,
-    Difference,
-    FailsInReplicas,
-    Passes,
-    Side,
-    differences,
-    evidence,
-    scalars,
-)
+from ..wrapper import children_of, items_of, tensors_in
+from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, samples_of, suspects_in
+from .copies import Call, InDouble, Rows, border, copied, seed
+from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
 
@@ -228,15 +218,8 @@ def _are_same(actual: Any, expected: Any, depth: int) -> bool:
         return type(actual) is type(expected) and agree(actual, expected)
     if not depth or isinstance(expected, nn.Module):
         return True
-    some, all_ = _items_of(actual), _items_of(expected)
+    some, all_ = ([*items, *items.values()] for items in (items_of(actual), items_of(expected)))
     return len(some) == len(all_) and all(_are_same(*pair, depth - 1) for pair in zip(some, all_, strict=True))
-
-
-def _items_of(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return [*value, *value.values()]
-    is_plain = isinstance(value, (list, tuple, set, deque))
-    return list(value if is_plain else getattr(value, "__dict__", {}).values())
 
 
 def _holds_list(tree: Any, length: int) -> bool:
@@ -288,7 +271,8 @@ def text_of_hooks(model: nn.Module) -> str:
     texts = []
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
-            for other in modules_in_closure(hook):
+            closure = items_of(hook).values() if isinstance(hook, FunctionType) else ()
+            for other in [item for item in closure if isinstance(item, nn.Module)]:
                 words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")

@@ -134,12 +134,12 @@ def _detached(value: Any, results: dict[int, Any]) -> Any:
         # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
         return value.detach().requires_grad_() if is_in_graph(value) else value
     results[id(value)] = value  # for a container that contains itself
-    before = _items(value)
+    before = items_of(value)
     if {*map(type, before.values())} <= _ATOMS:
         return value
     items = {key: _detached(item, results) for key, item in before.items()}
     if any(item is not before[key] for key, item in items.items()):
-        results[id(value)] = _with_items(value, items)
+        results[id(value)] = with_items(value, items)
     return results[id(value)]
 
 
@@ -151,7 +151,7 @@ def is_in_graph(tensor: Tensor) -> bool:
         return True
 
 
-def _items(container: Any) -> dict[Any, Any]:
+def items_of(container: Any) -> dict[Any, Any]:
     """Return what is in a container, by index, key or name; in a function, its defaults and what it closes over.
 
     This calls no code of the container, which may raise: not its `__iter__`, nor that which a weak proxy would call.
@@ -172,7 +172,7 @@ def _items(container: Any) -> dict[Any, Any]:
     return dict(getattr(container, "__dict__", {})) if is_object else {}
 
 
-def _with_items(container: Any, items: dict[Any, Any]) -> Any:
+def with_items(container: Any, items: dict[Any, Any]) -> Any:
     """Return a copy of a container with other items."""
     if isinstance(container, (tuple, set)):
         return type(container)(*items.values()) if hasattr(container, "_fields") else type(container)(items.values())
