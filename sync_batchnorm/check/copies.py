@@ -105,17 +105,8 @@ class InDouble(TorchFunctionMode):
         try:
             return self.converted(func(*args, **kwargs))
         except Exception as error:
-            self.failed = name, self._running[-1], error
+            self._note_failure(name, error)
             raise
-
-    def note_failure(self, error: Exception, model: nn.Module) -> None:
-        """Take note of an error that ends a model, and that no function of torch has raised."""
-        if self.failed is None or self.failed[2] is not error:
-            frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
-            called = [frame.f_locals.get("self") for frame in frames]
-            for name, module in model.named_modules():
-                if called and module is called[-1]:
-                    self.failed = "", Call(module, (name, 0)), error
 
     def converted(self, value: Any) -> Any:
         """Return a tensor on the CPU, in the dtype unless it has integers or floats of 8 bits."""
@@ -134,12 +125,19 @@ class InDouble(TorchFunctionMode):
             self.begin(call, (args, kwargs))
             self._running.append(call)
             return None
+        if isinstance(error := sys.exc_info()[1], Exception):
+            self._note_failure("", error)
         # A hook may have raised before its module's call began here, or an exception may have ended a call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
                 return self.end(call, *output)
         return None
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        """Take note of the innermost function or module that an error ends."""
+        if self.failed is None or self.failed[2] is not error:
+            self.failed = name, self._running[-1], error
 
     def begin(self, call: Call, arguments: Any) -> None:
         """Take note that a call begins."""
@@ -330,11 +328,7 @@ class _RunInMode(Run):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._sync_mode:
-            try:
-                return super().__call__(*args, **kwargs)
-            except Exception as error:
-                self._sync_mode.note_failure(error, self._sync_replica)
-                raise
+            return super().__call__(*args, **kwargs)
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:

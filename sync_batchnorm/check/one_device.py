@@ -130,7 +130,7 @@ def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
         with suppress(Exception):
             Side(replace(passes, dtype=torch.float32), True, 1)
             failed = one.parallel.modes[0].failed
-            where = f", where {failed[0]} fails in float64" if failed else ""
+            where = f", where {failed[0]} fails in float64" if failed and failed[0] else ""
             add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
         raise
 
