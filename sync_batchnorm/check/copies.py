@@ -26,8 +26,8 @@ from ..wrapper import Arguments, DataParallelWithCallback, Run, items_of, tensor
 
 __all__: list[str] = []
 
-_OF_A_BATCH = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-_DROPOUTS = {*_OF_A_BATCH, "feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+_DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
 
 
 @contextmanager
@@ -304,7 +304,7 @@ _METHODS = ("scatter", "gather", "forward")
 class CheckedWrapper(DataParallelWithCallback):
     """A wrapper of CPU replicas, each of which runs in a mode of its own."""
 
-    overridden: tuple[str, ...] = ()  # which of the methods are those of the user's wrapper
+    overridden: Sequence[str] = ()  # which of the methods are those of the user's wrapper
     modes: Sequence[InDouble]
     returned: Sequence[Any]  # what each replica has returned
 
@@ -337,22 +337,17 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number
     if wrapper is None:
         return made
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
-    of_class = [name for name in _METHODS if _overrides(cls, name)]
-    of_object = [name for name in _METHODS[:2] if name in vars(wrapper)]
-    if of_class or of_object:
-        bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
-        names: dict[str, Any] = {"replicate": CheckedWrapper.replicate, "parallel_apply": CheckedWrapper.parallel_apply}
-        if "forward" not in of_class:
-            names["forward"] = CheckedWrapper.forward
-        names["overridden"] = (*of_class, *of_object)
-        object.__setattr__(made, "__class__", type(cls.__name__, bases, names))
+    bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
+    methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
+    object.__setattr__(made, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     made.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
     made.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
-    for name in of_object:
-        function = vars(wrapper)[name]
-        is_bound = getattr(function, "__self__", None) is wrapper
-        made.__dict__[name] = MethodType(function.__func__, made) if is_bound else function
+    made.overridden = [name for name in _METHODS if _overrides(cls, name) or name in vars(wrapper)]
+    for name in made.overridden:
+        method: Any = vars(wrapper).get(name)  # one that was set on the object
+        if getattr(method, "__self__", None) is wrapper:
+            made.__dict__[name] = MethodType(method.__func__, made)
     return made
 
 
@@ -371,8 +366,6 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
     number = len(parallel.device_ids)
     if number < 2:
         raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
-    if not tensors_in((inputs, kwargs)):
-        raise ValueError("expected a batch to cut into chunks, but got inputs without a tensor; pass the whole batch")
     if {"scatter", "forward"}.intersection(parallel.overridden):
         sizes = _sizes_of_scatter(parallel, inputs, kwargs)
     else:

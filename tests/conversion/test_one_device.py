@@ -196,7 +196,7 @@ def test_errors_of_replicas_have_the_names_of_the_model():
         (nn.Linear(3, 3), {"replicas": "a"}, TypeError, "got 'a'; pass an int"),
         (nn.Linear(3, 3), {"replicas": 0}, ValueError, "replicas of at least 1, but got 0"),
         (nn.Linear(3, 3), {"replicas": 1}, ValueError, "two replicas to compare, but got replicas=1; pass a"),
-        (nn.Linear(3, 3), {"kwargs": {"input": 3.0}}, ValueError, "but got inputs without a tensor; pass the"),
+        (nn.Linear(3, 3), {"kwargs": {"input": 3.0}}, TypeError, "expected tensors to cut into chunks, but got"),
         (nn.Linear(3, 3), {"loss": torch.Tensor.detach}, TypeError, "one element, but got a tensor of shape"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(0, 3)}}, ValueError, "chunks with rows, but got chunks"),
         (nn.Linear(3, 3), {"kwargs": {"input": torch.ones(1, 3)}}, ValueError, r"of \[1\] rows; pass a larger batch$"),
