@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
@@ -334,8 +334,7 @@ class _RunInMode(Run):
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:
     """Return a wrapper for so many CPU replicas of `module`, with the methods and attributes of the user's wrapper."""
     made = CheckedWrapper(module, ["cpu"] * number)
-    if wrapper is None:
-        return made
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}

@@ -3,8 +3,8 @@
 A pass is recorded, and run once more with one thing as it is on one device; a call is made again with other rows.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -125,7 +125,7 @@ class Investigation:
         pairs = sorted(scalars(*taken), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
-        text = evidence(*pairs[0], [rows.number for rows in self._passes.rows])
+        text = _evidence(*pairs[0], [rows.number for rows in self._passes.rows])
         return f"the loss differs: {text}" if self._found.kind == "loss" else f"{self._found.text}; {text}"
 
     def _where(self, state: str) -> str:
@@ -140,10 +140,9 @@ class Investigation:
                     where += f", in its samples {found.where} of {list(range(number))}"
                 inside = f"{call.key[0]}." if call.key[0] else ""
                 names = [name for name in _different_attributes(one, model) if name.startswith(inside)][:_MOST]
-                if names and cause in (CHANGES, STATE, ""):
-                    changed = f"{', '.join(names)} changed in this pass, and in replicas otherwise"
-                    cause = f"{cause}; {changed}" if cause else changed
-                return f"first difference: {where}{f': {cause}' if cause else ''}"
+                changed = f"{', '.join(names)} changed in this pass, and in replicas otherwise"
+                causes = [cause, changed if names and cause in (CHANGES, STATE, "") else ""]
+                return f"first difference: {': '.join(filter(None, [where, '; '.join(filter(None, causes))]))}"
         return ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
@@ -170,16 +169,36 @@ class Investigation:
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         inside = {f"{call.key[0]}.{name}".strip(".") for name, _ in call.module.named_parameters()}
-        inside &= self._of_many["parameter"].keys()
-        names = [found.name for found in differences(self._of_one, self._of_many) if found.kind == "parameter"]
-        names = [name for name in names if name in inside]
-        if any(name in self._of_one["assigned"] for name in names):
-            return f"the parameter {names[0]}: {ASSIGNED}"
-        changed = (
-            f"its forward() changes the parameter {', '.join(map(str, names[:1]))} in place, and each replica once "
-            "more, as all share its memory; compute another tensor from it, or change it outside the forward pass"
-        )
-        return changed if names else ""
+        inside &= self._of_many["parameter"].keys() - self._of_one["assigned"].keys()
+        for found in differences(self._of_one, self._of_many):
+            if found.kind == "parameter" and found.name in inside:
+                return (
+                    f"its forward() changes the parameter {found.name} in place, and each replica once more, as all "
+                    "share its memory; compute another tensor from it, or change it outside the forward pass"
+                )
+        return ""
+
+
+def _evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
+    """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
+    numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
+    if len(set(sizes)) > 1 and len(sizes) == len(numbers):
+        weighted = "weight them by their rows, or return sums and counts"
+        ways.append(("mean weighted by rows", weights @ of_replicas, weighted))
+    text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
+    text, equal = f"{name}{text}{float(on_one):.6g}", "none of these"
+    what_to_do = (
+        "compute it from the gathered output, or, if it divides sums over the samples, return these sums from the "
+        "replicas, and divide outside"
+    )
+    if on_one.isfinite():
+        for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
+            equal, what_to_do = f"the {way}", remedy
+        broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
+        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
+        text += broken[0] if broken else f"; {found}: {equal} is that of one device"
+    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
 
 
 def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble]) -> str:
@@ -296,43 +315,45 @@ class Experiment:
 
     def cause(self, former: nn.Module) -> str:
         """Return on what the rows of the replica depend; nothing if that is open. The module has replaced `former`."""
-        if type(former) is not type(self._module):
-            now, then = (self._called(copied(module, self._dtype)) for module in (self._module, former))
+        if type(former) is not type(self._module) and self._computes_something_else(former):
             names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-            if not agree(now, then):
-                return f"{names}, which it replaces, on one device, too. {_FORMULA}"
+            return f"{names}, which it replaces, on one device, too. {_FORMULA}"
         everywhere, rows = self._everywhere, self._rows
-        expected, again = self._outputs(everywhere, times=2)
-        if not agree(self._outputs(everywhere)[0], expected):
+        expected = self._outputs(everywhere)
+        if not agree(self._outputs(everywhere), expected):
             return CHANGES
-        if not agree(self._outputs(everywhere, other_seed=1)[0], expected):
+        if not agree(self._outputs(everywhere, other_seed=1), expected):
             return RANDOM
-        alone = self._outputs(self._here)[0]
+        alone = self._outputs(self._here)
         right = [chunk_of(whole, some, rows) for whole, some in zip(expected, alone, strict=True)]
         if agree(alone, right):
             return "" if any(map(_uses_batch, self._module.modules())) else STATE
         others = [row if row in self._here else rows.first for row in everywhere]
-        if not agree(right, self._outputs(others)[0], rows):
+        if not agree(right, self._outputs(others), rows):
             return SAMPLES
-        if not agree(again, expected):
+        if not agree(self._outputs(everywhere, times=2), expected):
             return CHANGES
         # To the beginning, or, if the rows are there, one place further.
         by = rows.first or rows.total - 1
-        turned = self._outputs([(row + by) % rows.total for row in everywhere])[0]
+        turned = self._outputs([(row + by) % rows.total for row in everywhere])
         elsewhere = rows._replace(first=(rows.first - by) % rows.total)
         if agree(right, turned, elsewhere):
             return SIZE
         return PLACE if rows.first and agree(alone, turned, elsewhere) else BOTH
 
-    def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[list[Tensor]]:
-        """Return what a copy of the module returns for these rows of the batch, so many times in a row."""
+    def _computes_something_else(self, former: nn.Module) -> bool:
+        now, then = (self._called(copied(module, self._dtype)) for module in (self._module, former))
+        return not agree(now, then)
+
+    def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
+        """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
         module = copied(self._module, self._dtype)
         for norm in filter(_uses_batch, module.modules()):  # It mixes samples rightly, so with fixed statistics.
             norm.training = False
             if norm.running_mean is None:
                 norm.running_mean = torch.zeros(norm.num_features, dtype=self._dtype)
                 norm.running_var = torch.ones(norm.num_features, dtype=self._dtype)
-        return [self._called(module, rows, other_seed) for _ in range(times)]
+        return [self._called(module, rows, other_seed) for _ in range(times)][-1]
 
     def _called(self, module: nn.Module, rows: Sequence[int] | None = None, number: int = 0) -> list[Tensor]:
         args, kwargs = self._selected(self._some, self._whole, rows or self._everywhere)

@@ -4,7 +4,7 @@ What the caller sees decides, in three passes. What differs is run again, with p
 explained if that does not make the difference, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,16 +14,15 @@ from torch import nn
 
 from ..call.processes import active_group
 from ..meeting import add_note
-from ..messages import check_module, check_number, silence, warn
+from ..messages import check_module, check_number, silence, warn, warn_once
 from .comparing import agree, gap
 from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure
-from .passes import Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, moved, scalars
+from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, moved, scalars
 
 __all__ = ["assert_matches_one_device"]
 
 _PASSES = 3  # State that is lost in the first shows in the second, that of a schedule which begins there in the third.
-_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does
 
 Pair = tuple[Pass, Pass]  # a pass on one device, and the same one in replicas
 
@@ -76,8 +75,6 @@ def assert_matches_one_device(
     check_number("replicas", replicas)
     if active_group(None) is not None:
         raise RuntimeError("expected a single process, as the copies would exchange with others; call it in one alone")
-    if dtype not in _ROUNDING:
-        raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {dtype}")
     wrapper = model if isinstance(model, nn.DataParallel) else None
     number = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
@@ -85,29 +82,32 @@ def assert_matches_one_device(
     with random_states_kept(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
         try:
             with silence() as warned:
-                warning = _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
-        except (FailsInReplicas, AssertionError) as failure:
-            is_found = isinstance(failure, AssertionError)
-            error = failure if is_found else AssertionError(text_of_failure(*failure.args))
-            for text in warned:
-                add_note(error, f"The wrapper has warned: {text}.")
-            raise error from failure.__cause__
-    if warning is not None:
-        warn(warning)
+                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
+        except (AssertionError, FailsInReplicas) as failure:
+            raise _error_of(failure, warned) from failure.__cause__
     for text in warned:
-        warn(f"replicas compute what one device does, but the wrapper has warned: {text}")
+        warn(f"replicas compute what one device does, but: {text}")
 
 
-def _compare(passes: Passes) -> str | None:
-    """Raise an error for the first difference beyond rounding; return what to warn of if there is none."""
-    one, many, warning = None, None, None
+def _error_of(failure: AssertionError | FailsInReplicas, warned: Sequence[str]) -> AssertionError:
+    """Return the error for the user, with notes of what the wrapper has warned of."""
+    if isinstance(failure, FailsInReplicas):
+        return _error_of(AssertionError(text_of_failure(*failure.args)), warned)
+    for text in warned:
+        add_note(failure, f"The wrapper has warned: {text}.")
+    return failure
+
+
+def _compare(passes: Passes) -> None:
+    """Raise an error for the first difference beyond rounding; warn of equal chunks if they may hide one."""
+    one, many = None, None
     for number in range(_PASSES):
         one = one or Side(passes, True, number)
         of_one = _on_one_device(passes, one, number)
         many = many or Side(passes, False, number)  # not before, to hold less at a time
         of_many = many.take(number)
         if next(differences(of_one, of_many), None) is None:
-            warning = warning or _warning_of_equal_chunks(passes, of_one, of_many)
+            _warn_of_equal_chunks(passes, of_one, of_many)
         else:
             one = many = None
             found = _beyond_rounding(passes, number, (of_one, of_many))
@@ -115,7 +115,6 @@ def _compare(passes: Passes) -> str | None:
                 del of_one, of_many
                 raise AssertionError(Investigation(passes, number, found).text())
         del of_one, of_many
-    return warning
 
 
 def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
@@ -135,20 +134,19 @@ def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
         raise
 
 
-def _warning_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> str | None:
+def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
-    if len({number for _, number, _ in passes.rows}) > 1 or not are_means:
-        return None
-    return (
-        f"all chunks have {passes.rows[0].number} rows, so that the mean of a chunk that each replica returns cannot "
-        f"be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, which make unequal chunks, "
-        "unless those of your training are always equal"
-    )
+    if len({number for _, number, _ in passes.rows}) == 1 and are_means:
+        warn_once(
+            f"all chunks have {passes.rows[0].number} rows, so that the mean of a chunk that each replica returns "
+            f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, which make unequal "
+            "chunks, unless those of your training are always equal"
+        )
 
 
 def _beyond_rounding(passes: Passes, number: int, pair: Pair) -> Difference | None:
     """Return the first difference that a change of the parameters by rounding does not make, too."""
-    rounding = _moved(passes, number, pair, _ROUNDING[passes.dtype])
+    rounding = _moved(passes, number, pair, ROUNDING[passes.dtype])
     for is_repeated in (False, True):
         if is_repeated:  # What moves without a change, too, as random numbers do, is no rounding.
             itself = _moved(passes, number, pair, 0.0)

@@ -17,14 +17,15 @@ __all__: list[str] = []
 
 IN_FORWARD = ("output", "shapes", "value", "loss")  # kinds of what the caller sees without a backward pass
 _BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does, by dtype
 _NOISE = -1  # the number of the move of parameters by rounding
 
 Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 
 # What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
-# as "returned", the tensors of each replica; as "path", where each output is; as "assigned", names of parameters and
-# buffers to which the forward pass has assigned other tensors.
+# as "path", where each output is; as "returned", the tensors of each replica; as "assigned", the names of parameters
+# and buffers to which the forward pass has assigned other tensors.
 Pass = dict[str, dict[Any, Any]]
 
 
@@ -44,6 +45,8 @@ class Passes:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if self.dtype not in ROUNDING:
+            raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
         self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
         parallel = wrapper_like(self.wrapper, self.model, self.replicas)
         self.rows = rows_of_chunks(parallel, *copied(self.arguments, self.dtype))
@@ -86,27 +89,38 @@ class Side(Copy):
         self.order.clear()
         with parallel.modes[0] if self._is_one else InDouble(dtype):
             output = parallel(*inputs, **kwargs)
-        outputs = self._outputs(output)
-        values = [leaf for leaf in leaves_of(output) if isinstance(leaf, SCALARS)]
-        parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        buffers = {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()}
-        assigned = [name for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))]
+        outputs, seen = self._outputs(output), self._after_forward(output, memory)
         with InDouble(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             _go_backward(loss, [*initial.values(), *leaves], dtype)
-        self.restore(buffers)
+        self.restore(seen["buffer"])
         grads = {name: initial[name].grad for name in self.order | initial}
         grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
-        returned, parallel.returned = [[x.detach() for x in tensors_in(part)] for part in parallel.returned], []
+        parallel.returned = []
         detached = [tensor.detach() for tensor in outputs]
-        seen: Pass = {"output": dict(enumerate(detached)), "value": dict(enumerate(values))}
-        seen |= {"loss": {"": loss.detach().reshape(())}, "gradient": grads, "parameter": parameters, "buffer": buffers}
-        paths = [path for path, leaf in named_leaves(output, "output") if isinstance(leaf, Tensor)]
-        seen |= {"path": dict(enumerate(paths)), "assigned": dict.fromkeys(assigned)}
-        return seen | {"returned": dict(enumerate(returned))}
+        return seen | {
+            "output": dict(enumerate(detached)),
+            "loss": {"": loss.detach().reshape(())},
+            "gradient": grads,
+        }
+
+    def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Pass:
+        """Return what is seen after the forward pass, but for the outputs; `memory`: of tensors before."""
+        named = named_leaves(output, "output")
+        paths = [path for path, leaf in named if isinstance(leaf, Tensor)]
+        returned = [[tensor.detach() for tensor in tensors_in(part)] for part in self.parallel.returned]
+        assigned = [name for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))]
+        return {
+            "path": dict(enumerate(paths)),
+            "value": {path: leaf for path, leaf in named if isinstance(leaf, SCALARS)},
+            "returned": dict(enumerate(returned)),
+            "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
+            "buffer": {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()},
+            "assigned": dict.fromkeys(assigned),
+        }
 
     def _outputs(self, output: Any) -> list[Tensor]:
         """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
@@ -239,10 +253,10 @@ def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     pairs = zip(shapes, found, strict=False)
     if len(shapes) != len(found) or any(a != b and math.prod(a) != 1 for a, b in pairs):
         yield Difference("shapes", "", f"outputs have shapes {shapes} on one device, {found} in replicas; {_ROWS}")
-    for name, value in one["value"].items() if len(one["value"]) == len(many["value"]) else ():
-        if not agree(other := many["value"][name], value):
-            text = f"among the outputs, {value!r} on one device is {other!r} in replicas: numbers, flags and strings"
-            yield Difference("value", name, f"{text} are those of replica 0; {_ROWS}")
+    for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
+        if not agree(other := many["value"][path], value):
+            text = f"{path} is {value!r} on one device, {other!r} in replicas: what is no tensor is that of replica 0"
+            yield Difference("value", path, f"{text}; {_ROWS}")
 
 
 def _pair(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -269,25 +283,3 @@ def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor, str]]:
             name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""
             found.append((numbers, tensor.double().real.reshape(()), name))
     return found
-
-
-def evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
-    """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
-    numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-    ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
-    if len(set(sizes)) > 1 and len(sizes) == len(numbers):
-        weighted = "weight them by their rows, or return sums and counts"
-        ways.append(("mean weighted by rows", weights @ of_replicas, weighted))
-    text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
-    text, equal = f"{name}{text}{float(on_one):.6g}", "none of these"
-    what_to_do = (
-        "compute it from the gathered output, or, if it divides sums over the samples, return these sums from the "
-        "replicas, and divide outside"
-    )
-    if on_one.isfinite():
-        for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
-            equal, what_to_do = f"the {way}", remedy
-        broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
-        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
-        text += broken[0] if broken else f"; {found}: {equal} is that of one device"
-    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'

@@ -377,7 +377,7 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     ),
     "number among the outputs": (
         *(lambda: Apply(lambda self, x: {"x": x, "count": len(x)}), VECTORS),
-        "among the outputs, 4 on one device is 2 in replicas: numbers, flags and strings are those of replica 0",
+        "output['count'] is 4 on one device, 2 in replicas: what is no tensor is that of replica 0; return",
     ),
     "gradient of an input": (
         *(
@@ -440,10 +440,9 @@ PLANTED = {  # how to build the model, its input, what the message is, options
         *(lambda: convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(3))), VECTORS),
         "output of the model itself (Apply), in replica 0, ...: what it returns for a sample depends on the number of",
     ),
-    "mix that cannot run again": (
+    "mix that cannot run twice": (
         *(lambda: Apply(once), VECTORS),
-        "(Apply), in replica 0, by ... of its largest value, in its samples [0, 1] of [0, 1]: calls changed in this "
-        "pass",
+        f"output of the model itself (Apply), in replica 0, ...{MIXES}",
     ),
     "mix with a state": (
         *(lambda: Apply(count_and_mix), VECTORS),

@@ -515,7 +515,7 @@ RIGHT = {
 def test_a_right_model_that_looks_like_a_fault_passes(right):
     build, *loss = RIGHT[right]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "replicas compute what one device does, but the wrapper has warned")
+        warnings.filterwarnings("ignore", "replicas compute what one device does, but: ")
         assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
 
 
@@ -526,7 +526,7 @@ def late(self, x):
 
 def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
     with pytest.warns(
-        UserWarning, match="replicas compute what one device does, but .* set step of replica 0"
+        UserWarning, match="replicas compute what one device does, but: .* set step of replica 0"
     ) as caught:
         assert_matches_one_device(Net(late, step=0), BATCH)
     assert [warning.filename for warning in caught] == [__file__]
