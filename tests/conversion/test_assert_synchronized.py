@@ -31,6 +31,13 @@ def _ours(net: nn.Module) -> DataParallelWithCallback:
     return DataParallelWithCallback(net, ["cpu"] * 2)
 
 
+def _alone(net: nn.Module) -> DataParallelWithCallback:
+    return DataParallelWithCallback(net, ["cpu"])
+
+
+NET = _net()
+
+
 def _in_a_list() -> Net:
     """Return a model with a layer where torch does not find it."""
     return Net(len, layers=[nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)])
@@ -40,17 +47,27 @@ def _in_a_list() -> Net:
     "model",
     [
         _ours(_net()),
-        DataParallelWithCallback(_net(), ["cpu"]),
+        _alone(_net()),
         convert_model(nn.DataParallel(_net())),
         patch_replication_callback(TorchStyle(_net(), 2)),
         nn.Sequential(_ours(_net())),
         _ours(nn.Sequential(_ours(_net()))),
         _ours(convert_model(nn.Sequential(nn.BatchNorm1d(4), nn.DataParallel(nn.BatchNorm1d(4))))),
+        nn.ModuleDict({"net": NET, "wrapped": _ours(NET)}),
+        nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))),
+        _ours(SynchronizedBatchNorm1d(4, group_size=2)),
     ],
-    ids=["wrapper", "one device", "patched", "patched subclass", "inside", "nested", "converted"],
+    ids=["wrapper", "one", "patched", "subclass", "inside", "nested", "converted", "two ways", "wrappers", "group"],
 )
 def test_synchronized_model_passes(model):
     assert_synchronized(model)
+
+
+@pytest.mark.parametrize(
+    "model", [_ours(_net()), patch_replication_callback(TorchStyle(_net(), 2)), _ours(nn.Sequential(_alone(_net())))]
+)
+def test_model_passes_whose_wrappers_make_the_replicas_that_are_asked_for(model):
+    assert_synchronized(model, replicas=2)
 
 
 def test_model_without_batch_norms_fails():
@@ -66,33 +83,6 @@ def test_a_patched_object_shows_that_its_replicas_are_connected():
     assert repr(patch_replication_callback(parallel)) == f"{head}\n  replicas connected by sync_batchnorm\n{rest}"
     assert repr(revert_model(parallel)).partition("\n")[0] == head
     assert "connected" not in repr(_ours(_net()))
-
-
-def test_replicas_that_are_asked_for_must_be_made():
-    for model in (_ours(_net()), patch_replication_callback(TorchStyle(_net(), 2))):
-        assert_synchronized(model, replicas=2)
-        with pytest.raises(RuntimeError, match=r"module\.\d .*: its wrapper makes 2 of 3 replicas; name"):
-            assert_synchronized(model, replicas=3)
-    with pytest.raises(RuntimeError, match="its wrapper makes 1 of 2 replicas"):
-        assert_synchronized(DataParallelWithCallback(_net(), ["cpu"]), replicas=2)
-    assert_synchronized(_ours(nn.Sequential(DataParallelWithCallback(_net(), ["cpu"]))), replicas=2)
-
-
-def test_each_wrapper_around_a_layer_must_make_the_replicas_that_are_asked_for():
-    net = _net()
-    model = nn.Sequential(_ours(net), DataParallelWithCallback(nn.Sequential(_ours(net)), ["cpu"]))
-    assert_synchronized(model)
-    with pytest.raises(RuntimeError, match=r"2 that would not:\n  0\.module\.1 .*: its wrapper makes 1 of 2 replicas"):
-        assert_synchronized(model, replicas=2)
-
-
-@pytest.mark.parametrize(("size", "groups"), [(1, r"\[\[0\], \[1\], \[2\]\]"), (2, r"\[\[0, 1\], \[2\]\]")])
-def test_groups_that_are_smaller_than_the_batch_are_named(size, groups):
-    model = DataParallelWithCallback(SynchronizedBatchNorm1d(4, group_size=size), ["cpu"] * 3)
-    text = rf"its group_size of {size} makes groups {groups} of replicas; set it to None"
-    with pytest.raises(RuntimeError, match=text):
-        assert_synchronized(model)
-    assert_synchronized(DataParallelWithCallback(model.module, ["cpu"] * size))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -129,6 +119,15 @@ class LookAlike(nn.Module):
         self.register_buffer("running_var", torch.ones(4))
 
 
+class Freezes(nn.Sequential):
+    """Freezes its norms whenever somebody calls train()."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
 EVAL = (
     "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you "
@@ -136,83 +135,75 @@ EVAL = (
 )
 IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
-LEFT = {
-    "plain": (
-        _ours(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4))),
-        ["module.0 (BatchNorm1d): it is not synchronized; call convert_model(model)"],
-    ),
-    "class of the user's": (
-        _ours(nn.Sequential(Norm(4), LookAlike())),
-        [
-            "module.0 (Norm): convert_model leaves it as it is, because Norm has a forward of its own; write class ... "
-            "for another formula than that of batch norm, use sync_moments, "
-            'see "Norms of your own" on the page "Extending"',
-            "module.1 (LookAlike): convert_model leaves it as it is, because LookAlike has the attributes of a batch "
-            "norm and a forward of its own; (1) ... if it is right alone, pass ignore=[LookAlike]",
-        ],
-    ),
-    "list": (
-        _ours(nn.Sequential(*_net()[:2], _in_a_list(), Net(len, held={"a": 2 * [SynchronizedBatchNorm1d(4)]}))),
-        [f"module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer): {IN_A_LIST}"],
-        2,
-    ),
-    "list and nothing else": (_ours(_in_a_list()), [f"module.layers (1 BatchNorm layer): {IN_A_LIST}"]),
-    "SyncBatchNorm": (
-        _ours(nn.Sequential(nn.SyncBatchNorm(4))),
-        ["module.0 (SyncBatchNorm): it synchronizes processes, not the replicas of one; call convert_model(model)"],
-    ),
-    "no wrapper": (SynchronizedBatchNorm1d(4), [f"the model itself (SynchronizedBatchNorm1d): {NO_WRAPPER}"]),
-    "stock wrapper": (
-        nn.DataParallel(_net()),
-        [f"module.1 (SynchronizedBatchNorm1d), module.2.0 (SynchronizedBatchNorm2d): {UNCONNECTED}"],
-        2,
-    ),
-    "eval": (
-        _ours(_net()).eval(),
-        [f"module.1 (SynchronizedBatchNorm1d), module.2.0 (SynchronizedBatchNorm2d): {EVAL}"],
-        2,
-    ),
-    "eval without wrapper and running statistics": (
-        SynchronizedBatchNorm1d(4, track_running_stats=False).eval(),
-        [f"the model itself (SynchronizedBatchNorm1d): {EVAL}"],
-    ),
-}
-
-
-@pytest.mark.parametrize("left", LEFT)
-def test_layers_that_would_not_synchronize_are_named_with_the_reason(left):
-    model, lines, *number = LEFT[left]  # of layers, if equal reasons stand in one line
-    found = number[0] if number else len(lines)
-    text = f"expected every batch norm of the model to synchronize, but got {found} that would not:\n  "
-    with pytest.raises(RuntimeError) as caught:
-        assert_synchronized(model)
-    pattern = re.escape(text + "\n  ".join(lines)).replace(re.escape("..."), ".+")
-    assert re.fullmatch(pattern, str(caught.value)), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [(_ours, nn.DataParallel), (nn.DataParallel, _ours), (lambda net: nn.DataParallel(_ours(net)), _ours)],
-    ids=["inside", "outside", "outermost"],
+OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
+OWN_FORWARD = (
+    "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula than "
+    'that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 )
-def test_every_wrapper_around_a_layer_must_connect_replicas(outer, inner):
-    model = outer(nn.Sequential(inner(_net())))
-    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  [\w.]+\.1 .*: {UNCONNECTED}$"):
-        assert_synchronized(model)
-    assert_synchronized(convert_model(model))
+LOOKS_ALIKE = (
+    "convert_model leaves it as it is, because LookAlike has the attributes of a batch norm and a forward of its own; "
+    "(1) ... if it is right alone, pass ignore=[LookAlike]"
+)
+FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
+FEWER = "its wrapper makes {} replicas; name ..."
+GROUPS = "its group_size of {} makes groups {} of replicas; set it to None, ..."
+ALONE = "the model itself (SynchronizedBatchNorm1d)"
 
 
-def test_every_way_to_a_layer_must_connect_replicas():
-    net = _net()
-    with pytest.raises(RuntimeError, match=rf"2 that would not:\n  0\.module\.1 .*: {UNCONNECTED}$"):
-        assert_synchronized(nn.Sequential(_ours(net), nn.DataParallel(net)))
-    assert_synchronized(nn.ModuleDict({"net": net, "wrapped": _ours(net)}))
+def _two(prefix: str) -> str:
+    """Return the names of the layers of `_net` as they are in a message."""
+    return f"{prefix}.1 (SynchronizedBatchNorm1d), {prefix}.2.0 (SynchronizedBatchNorm2d)"
 
 
-def test_wrapper_holds_for_what_is_in_it_and_not_for_names_that_begin_like_its_own():
-    model = nn.ModuleDict({"net": _ours(_net()), "network": _net()})
-    with pytest.raises(RuntimeError, match=r"2 that would not:\n  network\.1 .*: no wrapper is around it"):
-        assert_synchronized(model)
+def _three(size: int) -> nn.Module:
+    return DataParallelWithCallback(nn.Sequential(SynchronizedBatchNorm1d(4, group_size=size)), ["cpu"] * 3)
+
+
+LISTS = nn.Sequential(*_net()[:2], _in_a_list(), Net(len, held={"a": 2 * [SynchronizedBatchNorm1d(4)]}))
+FROZEN = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4))).train()
+WITHOUT_STATISTICS = SynchronizedBatchNorm1d(4, track_running_stats=False).eval()
+# The model, how many replicas are asked for, the layers, and what is said of them; "..." stands for any text.
+LEFT: list[tuple[nn.Module, int | None, str, str]] = [
+    (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", "it is not synchronized; call convert_model(model)"),
+    (_ours(nn.SyncBatchNorm(4)), None, "module (SyncBatchNorm)", OF_PROCESSES),
+    (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
+    (_ours(nn.Sequential(LookAlike())), None, "module.0 (LookAlike)", LOOKS_ALIKE),
+    (_ours(LISTS), None, "module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer)", IN_A_LIST),
+    (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", IN_A_LIST),
+    (_ours(_net()).eval(), None, _two("module"), EVAL),
+    (WITHOUT_STATISTICS, None, ALONE, EVAL),
+    (FROZEN, None, "module.0 (SynchronizedBatchNorm1d)", FREEZES),
+    (_net()[1], None, ALONE, NO_WRAPPER),
+    (nn.ModuleDict({"net": _ours(_net()), "network": _net()}), None, _two("network"), NO_WRAPPER),
+    (nn.DataParallel(_net()), None, _two("module"), UNCONNECTED),
+    (_ours(nn.Sequential(nn.DataParallel(_net()))), None, _two("module.0.module"), UNCONNECTED),
+    (nn.DataParallel(nn.Sequential(_ours(_net()))), None, _two("module.0.module"), UNCONNECTED),
+    (nn.DataParallel(_ours(_ours(_net()))), None, _two("module.module.module"), UNCONNECTED),
+    (nn.Sequential(_ours(NET), nn.DataParallel(NET)), None, _two("0.module"), UNCONNECTED),
+    (_ours(_net()), 3, _two("module"), FEWER.format("2 of 3")),
+    (patch_replication_callback(TorchStyle(_net(), 2)), 3, _two("module"), FEWER.format("2 of 3")),
+    (_alone(_net()), 2, _two("module"), FEWER.format("1 of 2")),
+    (nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))), 2, _two("0.module"), FEWER.format("1 of 2")),
+    (_three(1), None, "module.0 (SynchronizedBatchNorm1d)", GROUPS.format(1, "[[0], [1], [2]]")),
+    (_three(2), None, "module.0 (SynchronizedBatchNorm1d)", GROUPS.format(2, "[[0, 1], [2]]")),
+]
+
+
+@pytest.mark.parametrize(("model", "replicas", "layers", "reason"), LEFT)
+def test_layers_that_would_not_synchronize_are_named_with_the_reason(model, replicas, layers, reason):
+    with pytest.raises(RuntimeError) as caught:
+        assert_synchronized(model, replicas=replicas)
+    text = f"expected every batch norm of the model to synchronize, but got {len(layers.split(', '))} that would not:"
+    pattern = re.escape(f"{text}\n  {layers}: {reason}").replace(re.escape("..."), ".+")
+    assert re.fullmatch(pattern, str(caught.value)), str(caught.value)
+    if reason == UNCONNECTED:
+        assert_synchronized(convert_model(model))
+
+
+def test_each_reason_has_a_line():
+    text = r"2 that would not:\n  module\.0 .*; call convert_model\(model\)\n  module\.1 .*: it is in eval mode"
+    with pytest.raises(RuntimeError, match=text):
+        assert_synchronized(_ours(nn.Sequential(nn.BatchNorm1d(4), SynchronizedBatchNorm1d(4).eval())))
 
 
 WARNING = (
@@ -340,6 +331,7 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
         assert_synchronized(parallel)
     with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(AdaIN\): "):
         assert_synchronized(parallel, ignore=["module.0"])
+    assert_synchronized(FROZEN, ignore=["module.0"])
 
 
 @pytest.mark.parametrize(
@@ -353,21 +345,3 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
 def test_what_cannot_be_ignored_is_refused(ignore, error, text):
     with pytest.raises(error, match=text):
         assert_synchronized(_ours(_net()), ignore=ignore)
-
-
-class Freezes(nn.Sequential):
-    """Freezes its norms whenever somebody calls train()."""
-
-    def train(self, mode=True):
-        super().train(mode)
-        self[0].eval()
-        return self
-
-
-def test_a_train_that_freezes_norms_is_named_with_a_remedy_that_works():
-    parallel = _ours(Freezes(SynchronizedBatchNorm1d(4), SynchronizedBatchNorm1d(4)))
-    parallel.train()
-    text = r"module.0 .*: it is in eval mode, and module has a train\(\) of its own \(Freezes\); if that freezes it on "
-    with pytest.raises(RuntimeError, match=text):
-        assert_synchronized(parallel)
-    assert_synchronized(parallel, ignore=["module.0"])
