@@ -16,6 +16,7 @@ import torch.ao.nn.quantized as quantized
 import torch.nn.functional as F
 from helpers import Net, anatomy, assert_equal, assert_same_state, assert_same_step, classes, randomize
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import fuse_conv_bn_eval, parametrize
 
@@ -599,6 +600,16 @@ def test_scripting_and_symbolic_tracing_take_a_reverted_model_with_its_layers_wh
     traced = torch.fx.symbolic_trace(net)
     assert [node.op for node in traced.graph.nodes][1:3] == ["call_module"] * 2
     assert type(convert_model(traced).get_submodule("1")) is SynchronizedBatchNorm2d
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+def test_fusing_wants_a_model_of_torch():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    for parts, fuse in ((["0", "1", "2"], quantization.fuse_modules), (["0", "1"], quantization.fuse_modules_qat)):
+        converted = convert_model(copy.deepcopy(net).train(fuse is quantization.fuse_modules_qat))
+        with pytest.raises(AssertionError, match=r"did not find fuser method for: .*SynchronizedBatchNorm2d"):
+            fuse(copy.deepcopy(converted), [parts])
+        assert isinstance(fuse(revert_model(converted), [parts])[1], nn.Identity)
 
 
 # Classes of a user's own

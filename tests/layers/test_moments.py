@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from conftest import device_lists
 from helpers import WithPipe, as_devices, assert_equal, doubles, run_parts
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
@@ -117,38 +116,6 @@ def test_a_replica_that_computes_no_gradients_leaves_those_of_others(devices):
     found = []
     DataParallelWithCallback(Half(), devices)(doubles(6, 3, devices=devices).requires_grad_())
     assert sorted(found) == [(False, False), (True, True)]
-
-
-def dry_run(sizes, device):
-    """Try a call with tensors that have no memory, as tools that estimate memory do."""
-    with FakeTensorMode():
-        sync_moments(torch.empty(sizes, dtype=torch.float64, device=device), None)
-
-
-def evaluation(sizes, device):
-    with torch.inference_mode():
-        sync_moments(torch.randn(sizes, dtype=torch.float64, device=device), None)
-
-
-@pytest.mark.parametrize("before", [dry_run, evaluation], ids=lambda before: before.__name__)
-@pytest.mark.parametrize("devices", device_lists(1))
-def test_calls_leave_nothing_behind_that_later_ones_stumble_over(devices, before):
-    device = as_devices(devices)[0]
-    sizes = (13, 7, 3) if before is dry_run else (17, 7, 3)  # with which no other test calls
-    before(sizes, device)
-    input = torch.randn(sizes, dtype=torch.float64, device=device, requires_grad=True)
-    mean, var, _ = sync_moments(input, None)
-    var_there, mean_there = torch.var_mean(input, (0, 2), correction=0)
-    assert_equal(mean, mean_there)
-    assert_equal(var, var_there)
-    weights = torch.randn_like(mean)
-    penalties = []
-    for result in (mean * var, mean_there * var_there):
-        (grad,) = torch.autograd.grad((result * weights).sum(), input, create_graph=True)
-        (penalty,) = torch.autograd.grad(grad.pow(2).sum(), input)
-        penalties.append(penalty)
-    assert_equal(*penalties)
-    before(sizes, device)
 
 
 def test_gradient_penalty_without_a_single_sample_is_no_nan():

@@ -132,21 +132,6 @@ def test_loss_and_penalty_share_one_graph(devs, retain):
     assert_same_results(*twins(critic(), devs), step, RELATIVE)
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-def test_penalty_on_one_replica_reaches_the_inputs_of_the_other(devices, replica):
-    data, rows = doubles(4, 3, 5, 4, devices=devices), slice(2 * replica, 2 * replica + 2)
-
-    def step(model):
-        input = data.clone().requires_grad_()
-        score = model(input)[rows].sum()
-        (grad,) = torch.autograd.grad(score, input, create_graph=True)
-        assert grad[2 - 2 * replica : 4 - 2 * replica].abs().max() > 0
-        (grad * data.sin()).sum().backward()
-        return [input.grad]
-
-    assert_same_results(*twins(critic(), devices), step, RELATIVE)
-
-
 @pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias"), ()], ids=str)
 def test_penalty_by_the_parameters_is_that_of_one_device(devices, frozen):
     data, weights = doubles(5, 3, 2, 3, devices=devices), doubles(5, 3, 2, 3, devices=devices)
