@@ -100,38 +100,33 @@ def test_list_that_is_named_is_not_warned_of():
         DataParallelWithCallback(Takes(), ["cpu"] * 2, in_dims=dims)(X, BOXES)
 
 
+UNEQUAL = "so that replicas would get rows that do not belong together; pass in_dims="
+WHOLE = " to the wrapper if every replica needs the whole, or the dimension of its samples there"
+ENTRIES = " for a list with an entry for each sample"
 ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says; None if they are cut
-    "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], "x has 5 rows, but y has 10, so that replicas would get"),
+    "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], f"x has 5 rows, but y has 10, {UNEQUAL}"),
     "4 and 1": ([torch.zeros(4, 2), torch.zeros(1, 2)], "x has 4 rows, but y has 1"),
     "1 and 4": ([torch.zeros(1, 2), torch.zeros(4, 2)], "x has 1 rows, but y has 4"),
     "6 and 12": ([torch.zeros(6, 3), torch.zeros(12, 3)], None),
     "6 and 7": ([torch.zeros(6, 3), torch.zeros(7, 3)], "x has 6 rows, but y has 7, "),
-    "3 in a dict beside 6": (
-        [{"a": torch.zeros(3), "b": torch.zeros(3)}, torch.zeros(6)],
-        "x['a'] has 3 rows, but y has 6",
-    ),
+    "3 in a dict beside 6": ([{"a": torch.zeros(3)}, torch.zeros(6)], "x['a'] has 3 rows, but y has 6"),
     "none and some": ([torch.zeros(0, 3), torch.zeros(4, 3)], "x has 0 rows, but y has 4"),
     "some and none": ([torch.zeros(4, 3), torch.zeros(0, 3)], "x has 4 rows, but y has 0"),
     "none and none": ([torch.zeros(0, 3), torch.zeros(0, 3)], None),
     "a hidden state": (
         [torch.zeros(7, 5, 3), torch.zeros(2, 7, 4)],
-        "x has 7 rows, but y has 2, so that replicas would get rows that do not belong together; pass in_dims={'y': "
-        "None} to the wrapper if every replica needs the whole, or the dimension of its samples there",
+        f"x has 7 rows, but y has 2, {UNEQUAL}{{'y': None}}{WHOLE}",
     ),
-    "boxes": (
-        [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
-        "or the dimension of its samples there, in_dims={'y': 0} for a list with an entry for each sample",
-    ),
+    "boxes": ([torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]], f"{WHOLE}, in_dims={{'y': 0}}{ENTRIES}"),
     "lists": (
         [[torch.zeros(3, 2)] * 4, [{"a": torch.zeros(n)} for n in (1, 2)]],
-        "in_dims={'x': 0} for a list with an entry for each sample, in_dims={'y': 0} for a list with an entry",
+        f"in_dims={{'x': 0}}{ENTRIES}, in_dims={{'y': 0}}{ENTRIES}",
     ),
     "keys": (
         [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],
-        "x has 4 rows, but y[0][1] has 5, so that replicas would get rows that do not belong together; pass "
-        "in_dims={'y': {0: {1: None}}} to",
+        f"x has 4 rows, but y[0][1] has 5, {UNEQUAL}{{'y': {{0: {{1: None}}}}}}{WHOLE}",
     ),
-    "fields": ([X, Sample(X, (X, torch.zeros(5)))], "pass in_dims={'y': {'more': {1: None}}} to the wrapper"),
+    "fields": ([X, Sample(X, (X, torch.zeros(5)))], f"{UNEQUAL}{{'y': {{'more': {{1: None}}}}}}{WHOLE}"),
     "dimension": ([torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)], "x has 4 rows, but z[0] has 3"),
 }
 

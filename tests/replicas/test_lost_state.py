@@ -41,8 +41,17 @@ def steps(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]
     return [str(warning.message) for warning in issued]
 
 
-def count(net: Any, output: Tensor) -> None:
+def warned(assign: Any, devices: Any, number: int = 3) -> list[str]:
+    """Return the warnings of a wrapper of a model whose forward does `assign`."""
+    return steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices, number)
+
+
+def count_step(net: Any, output: Tensor) -> None:
     net.step += 1
+
+
+def count(net: Any, output: Tensor) -> None:
+    count_step(net, output)
     net.rate, net.phase, net.is_warm = 0.1, "b", True
     net.ema = 0.9 * net.ema + 0.1 * output.detach().mean(0)
 
@@ -77,52 +86,39 @@ def test_numbers_strings_and_buffers_that_a_replica_loses_are_named_once(devices
     assert model[1].count == 3  # what a replica 0 changes in place stays
 
 
-def make_missing(net: Any, output: Tensor) -> None:
-    if not hasattr(net, "head"):
-        net.head = nn.Linear(3, 3, device=output.device)
-
-
-def make_none(net: Any, output: Tensor) -> None:
-    if net.size is None:
-        net.size = nn.Linear(3, 3, device=output.device)
-
-
-def make_parameter(net: Any, output: Tensor) -> None:
-    net.bn.extra = nn.Parameter(torch.ones(3, device=output.device))
-
-
-def fill_buffer(net: Any, output: Tensor) -> None:
-    if net.mask is None:
-        net.mask = torch.ones(len(output), device=output.device)
+def make(net: Any, name: str, value: Any) -> None:
+    """Set an attribute that is missing or None."""
+    if getattr(net, name, None) is None:
+        setattr(net, name, value)
 
 
 def keep_penalty(net: Any, output: Tensor) -> None:
     net.rate = output.square().mean()
 
 
-def keep_twice(net: Any, output: Tensor) -> None:
-    keep_penalty(net, output)
-    make_missing(net, output)
+def linear(output: Tensor) -> nn.Module:
+    return nn.Linear(3, 3, device=output.device)
 
 
+NUMBERS = "Make numbers and averages buffers"
 MAKE, RETURN = "Make modules, parameters and buffers in __init__()", "Return a penalty"
+MADE = {  # what a forward pass makes, by name, and the remedies
+    "head": (lambda net, x: make(net, "head", linear(x)), [MAKE]),
+    "size": (lambda net, output: make(net, "size", linear(output)), [MAKE]),
+    "bn.extra": (lambda net, output: setattr(net.bn, "extra", nn.Parameter(torch.ones_like(output[0]))), [MAKE]),
+    "mask": (lambda net, output: make(net, "mask", torch.ones_like(output)), [MAKE]),
+    "rate": (keep_penalty, [RETURN]),
+    "rate and head": (lambda net, x: (keep_penalty(net, x), make(net, "head", linear(x))), [MAKE, RETURN]),
+    "step and head": (lambda net, x: (count_step(net, x), make(net, "head", linear(x))), [NUMBERS, MAKE]),
+}
 
 
-@pytest.mark.parametrize(
-    ("assign", "name", "remedies"),
-    [
-        (make_missing, "head", [MAKE]),
-        (make_none, "size", [MAKE]),
-        (make_parameter, "bn.extra", [MAKE]),
-        (fill_buffer, "mask", [MAKE]),
-        (keep_penalty, "rate", [RETURN]),
-        (keep_twice, "rate and head", [MAKE, RETURN]),
-    ],
-)
-def test_what_is_made_in_a_forward_pass_is_named_once(devices, assign, name, remedies):
-    (text,) = steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)
-    assert text.startswith(f"forward() of Counting set {name} of replica 0, which ends with the forward pass")
-    assert [remedy for remedy in (MAKE, RETURN, "Make numbers") if remedy in text] == remedies
+@pytest.mark.parametrize("names", MADE)
+def test_what_is_made_in_a_forward_pass_is_named_once_with_its_remedies(devices, names):
+    assign, remedies = MADE[names]
+    (text,) = warned(assign, devices)
+    assert text.startswith(f"forward() of Counting set {names} of replica 0, which ends with the forward pass")
+    assert [remedy for remedy in (NUMBERS, MAKE, RETURN) if remedy in text] == remedies
 
 
 @pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])
@@ -130,12 +126,11 @@ def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     def assign(net: Any, output: Tensor) -> None:
         net.step += current_run()._sync_number == replica
 
-    assert len(steps(DataParallelWithCallback(Counting(assign).to(as_devices(devices)[0]), devices), devices)) == number
+    assert len(warned(assign, devices)) == number
 
 
 def test_activations_caches_and_changes_in_place_are_not_named(devices):
-    model = Counting(keep).to(as_devices(devices)[0])
-    assert steps(DataParallelWithCallback(model, devices), devices) == []
+    assert warned(keep, devices) == []
 
 
 @pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
@@ -208,32 +203,23 @@ def test_scripted_modules_are_left_alone():
     assert steps(DataParallelWithCallback(model, ["cpu"] * 2), ["cpu"] * 2) == []
 
 
-def replace(net: Any, output: Tensor) -> None:
-    """As momentum encoders do."""
-    with torch.no_grad():
-        net.fc.weight.data = 0.9 * net.fc.weight.data + 0.1
+DATA = {  # what forward assigns to the data of a parameter, the value before, and the warnings
+    "as momentum encoders do": (lambda data: 0.9 * data + 0.1, 0.5, 1),
+    "the same numbers in other memory, as flatten_parameters": (torch.clone, 0.5, 0),
+    "NaN, which is not equal to NaN": (lambda data: data, math.nan, 0),
+}
 
 
-def move(net: Any, output: Tensor) -> None:
-    """As `flatten_parameters` does on a GPU: the same numbers in other memory."""
-    net.fc.weight.data = net.fc.weight.data.clone()
+@pytest.mark.parametrize("kind", DATA)
+def test_data_of_a_parameter_that_a_replica_loses_is_named_if_it_has_other_numbers(devices, kind):
+    def assign(net: Any, output: Tensor) -> None:
+        net.fc.weight.data = change(net.fc.weight.data)
 
-
-def test_data_of_a_parameter_that_a_replica_loses_is_named(devices):
-    model = Counting(replace).to(as_devices(devices)[0])
-    model.fc = nn.Linear(2, 2, device=as_devices(devices)[0])
-    before = model.fc.weight.detach().clone()
-    (text,) = steps(DataParallelWithCallback(model, devices), devices)
-    assert text.startswith(
-        "forward() of Counting set fc.weight of replica 0, which ends with the forward pass: the model"
-    )
-    assert torch.equal(model.fc.weight, before)
-
-
-@pytest.mark.parametrize(("assign", "value"), [(move, 0.5), (lambda net, output: None, math.nan)], ids=["moved", "nan"])
-def test_data_of_a_parameter_that_has_the_same_numbers_is_not_named(devices, assign, value):
-    """A test of its own: the warning is issued once, so none would come after another one. NaN is not equal to NaN."""
+    change, value, number = DATA[kind]
     model = Counting(assign).to(as_devices(devices)[0])
     model.fc = nn.Linear(2, 2, device=as_devices(devices)[0])
     nn.init.constant_(model.fc.weight, value)
-    assert steps(DataParallelWithCallback(model, devices), devices) == []
+    before = model.fc.weight.detach().clone()
+    texts = steps(DataParallelWithCallback(model, devices), devices)
+    assert [text[:50] for text in texts] == ["forward() of Counting set fc.weight of replica 0, "] * number
+    assert torch.allclose(model.fc.weight, before, equal_nan=True)

@@ -98,52 +98,37 @@ class Output:
 
 
 Pair = namedtuple("Pair", ["left", "right"])
+NOTHING = "a tensor, but replica 1 returned nothing there"
+ONE_MORE = "nothing there, but replica 1 returned a tensor"
 UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names it
     "none": (lambda x: x, lambda x: None, "output = a tensor, but replica 1 returned None"),
-    "tuple": (lambda x: x, lambda x: (x, x), "output = a tensor, but replica 1 returned nothing there"),
+    "tuple": (lambda x: x, lambda x: (x, x), f"output = {NOTHING}"),
     "none inside": (lambda x: (x, [None, x]), lambda x: (x, x), "output[1][0] = None, but replica 1 returned nothing"),
-    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, "output['a'] = a tensor, but replica 1 returned nothing there"),
-    "more keys": (
-        lambda x: {"a": x},
-        lambda x: {"a": x, "b": x},
-        "output['b'] = nothing there, but replica 1 returned a",
-    ),
-    "no keys": (lambda x: {"a": x}, lambda x: {}, "output['a'] = a tensor, but replica 1 returned nothing there"),
-    "fewer": (lambda x: [x, x], lambda x: [x], "output[1] = a tensor, but replica 1 returned nothing there"),
-    "more": (lambda x: [x], lambda x: [x, x], "output[1] = nothing there, but replica 1 returned a tensor"),
+    "keys": (lambda x: {"a": x}, lambda x: {"b": x}, f"output['a'] = {NOTHING}"),
+    "more keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}, f"output['b'] = {ONE_MORE}"),
+    "no keys": (lambda x: {"a": x}, lambda x: {}, f"output['a'] = {NOTHING}"),
+    "fewer": (lambda x: [x, x], lambda x: [x], f"output[1] = {NOTHING}"),
+    "more": (lambda x: [x], lambda x: [x, x], f"output[1] = {ONE_MORE}"),
     "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
-    "fields": (
-        lambda x: Pair(x, x),
-        lambda x: {"left": x, "right": x},
-        "output[0] = a tensor, but replica 1 returned n",
-    ),
-    "classes": (Output, lambda x: Pair(x, x), "output.rows = a tensor, but replica 1 returned nothing there"),
+    "fields": (lambda x: Pair(x, x), lambda x: {"left": x, "right": x}, f"output[0] = {NOTHING}"),
+    "classes": (Output, lambda x: Pair(x, x), f"output.rows = {NOTHING}"),
     "a field": (Output, lambda x: Output(x, x), "output.value = None, but replica 1 returned a tensor"),
     "types": (lambda x: {"a": 1}, lambda x: {"a": "b"}, "output['a'] = 1, but replica 1 returned 'b'"),
     "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
-    "number": (lambda x: {"x": [x], "n": 1}, lambda x: {"x": [x], "n": 2}, "output['n'] = 1, but replica 1 returned 2"),
     "below": (
         lambda x: (x, UserDict(names=Output(x, ["a", 1]))),
         lambda x: (x, UserDict(names=Output(x, ["a", 2]))),
         "output[1]['names'].value[1] = 1, but replica 1 returned 2",
     ),
-    "no tensors": (
-        lambda x: Output(None, "a"),
-        lambda x: Output(None, "b"),
-        "output = Output(rows=None, value='a'), but",
-    ),
+    "no tensors": (lambda x: Output(None, "a"), lambda x: Output(None, "b"), "output = Output(rows=None, value='a'),"),
     "objects": (lambda x: {"x": x, "net": Net(None)},) * 2 + ("output['net'] = Net(), but replica 1 returned Net()",),
-    "nan": (
-        lambda x: {"x": x, "n": math.nan},
-        lambda x: {"x": x, "n": 1.0},
-        "output['n'] = nan, but replica 1 returned",
+    "nan": (lambda x: Output(x, math.nan), lambda x: Output(x, 1.0), "output.value = nan, but replica 1 returned 1.0"),
+    "no nan": (
+        lambda x: Output(x, 1.0),
+        lambda x: Output(x, math.nan),
+        "output.value = 1.0, but replica 1 returned nan",
     ),
-    "no nan": (lambda x: {"x": x, "n": 1.0}, lambda x: {"x": x, "n": math.nan}, "output['n'] = 1.0, but replica 1"),
-    "layers": (
-        lambda x: Cache([[x]]),
-        lambda x: Cache([[x], [x]]),
-        "output[1][0] = nothing there, but replica 1 returned",
-    ),
+    "layers": (lambda x: Cache([[x]]), lambda x: Cache([[x], [x]]), f"output[1][0] = {ONE_MORE}"),
     "iterable out of reach": (lambda x: {"x": x, "a": Cache([[1]])},) * 2 + ("output['a'] = <helpers.Cach",),
 }
 
@@ -202,20 +187,14 @@ def test_arrays_that_replicas_return_must_be_equal():
             parallel(x)
 
 
+DIFFER = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
+ALONG = "; outputs are put together along dimension 0, so all other sizes must be equal; pad them"
 SIZES: dict[str, Any] = {
-    "tensor": (lambda x: x, lambda x: x[:, :1], "[(3, 2), (3, 1)]; outputs are put together along dimension 0, so all"),
-    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, "[(3, 2), (3, 1)]; outputs are put"),
-    "dimensions": (lambda x: [x], lambda x: [x[..., None]], "[(3, 2), (3, 2, 1)]: their numbers of dimensions differ"),
-    "squeeze": (
-        lambda x: x[:, 0],
-        lambda x: x[:1, 0].squeeze(),
-        "[(3,), ()]: their numbers of dimensions differ, as aft",
-    ),
-    "squeeze of the first": (
-        lambda x: x[:1, 0].squeeze(),
-        lambda x: x[:, 0],
-        "[(), (3,)]: their numbers of dimensions",
-    ),
+    "tensor": (lambda x: x, lambda x: x[:, :1], f"[(3, 2), (3, 1)]{ALONG}"),
+    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, f"[(3, 2), (3, 1)]{ALONG}"),
+    "dimensions": (lambda x: [x], lambda x: [x[..., None]], f"[(3, 2), (3, 2, 1)]{DIFFER}"),
+    "squeeze": (lambda x: x[:, 0], lambda x: x[:1, 0].squeeze(), f"[(3,), ()]{DIFFER}"),
+    "squeeze of the first": (lambda x: x[:1, 0].squeeze(), lambda x: x[:, 0], f"[(), (3,)]{DIFFER}"),
 }
 
 
