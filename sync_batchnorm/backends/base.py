@@ -8,7 +8,7 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -174,7 +174,7 @@ class BatchStatistics(NamedTuple):
         return total
 
 
-class ForwardPart(NamedTuple):
+class ForwardPart(Protocol):
     """What the output of one replica is made of: what it brings, and the statistics of the batch."""
 
     input: Tensor  # with elements
@@ -252,8 +252,9 @@ class Backend:
     def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         """Return the output ``(input - mean) * invstd * weight + bias`` of each replica."""
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, memory in parts:
-            out = memory_for_output(input) if memory is None else memory
+        for part in parts:
+            input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
+            out = memory_for_output(input) if part.memory is None else part.memory
             factor = per_channel(invstd if weight is None else invstd * weight, input)
             centered = input - per_channel(mean, input)
             if bias is None:

@@ -75,14 +75,16 @@ class Cpu(Backend):
 
     def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, memory in parts:
+        for part in parts:
             if not outputs or parameters_differ:  # Otherwise slope and offset are those of the replica before.
-                slope = _factor(invstd, weight, statistics_dtype(input.dtype))
+                mean, invstd = part.mean_invstd
+                slope = _factor(invstd, part.weight, statistics_dtype(part.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
-                offset = -mean * slope if bias is None else torch.addcmul(bias, mean, slope, value=-1)
+                offset = -mean * slope if part.bias is None else torch.addcmul(part.bias, mean, slope, value=-1)
                 line = Line.of(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
-            outputs.append(affine(input, line, memory_for_output(input) if memory is None else memory))
+            memory = memory_for_output(part.input) if part.memory is None else part.memory
+            outputs.append(affine(part.input, line, memory))
         return outputs
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:

@@ -79,7 +79,8 @@ class Cuda(Backend):
 
     def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
         outputs: list[Tensor] = []
-        for input, (mean, invstd), weight, bias, _ in parts:
+        for part in parts:
+            input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
             if input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
                 output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:

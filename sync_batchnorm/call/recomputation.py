@@ -39,14 +39,15 @@ class Remembered(NamedTuple):
     is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
-def remember(part: Part, pipe: Any) -> None:
+def remember(part: Part) -> None:
     """Let the pipe of a replica remember its call, which may be repeated."""
     is_constant = part.saved is not None and not part.output.requires_grad
-    pipe.remembered += (Remembered(part.statistics, part.mean_invstd, is_constant),)
+    part.connection.pipe.remembered += (Remembered(part.statistics, part.mean_invstd, is_constant),)
 
 
-def repeat(part: Part, pipe: Any) -> None:
+def repeat(part: Part) -> None:
     """Normalize the input of a part with the answer that its pipe remembers."""
+    pipe = part.connection.pipe
     call = _recall(pipe.remembered, part.statistics, pipe.where)
     part.mean_invstd = call.mean_invstd
     normalize([part])
@@ -58,7 +59,7 @@ def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], wher
     """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
     if len(remembered) == 1:
         return remembered[0]
-    same = [call for call in remembered if _are_equal(call.statistics, statistics)]
+    same = [call for call in remembered if _have_equal_values(call.statistics, statistics)]
     if not same:
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
@@ -67,7 +68,7 @@ def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], wher
             f"{FUNCTIONS}"
         )
     first = same[0]
-    if not all(_are_equal(call.mean_invstd, first.mean_invstd) for call in same):
+    if not all(_have_equal_values(call.mean_invstd, first.mean_invstd) for call in same):
         raise RuntimeError(
             f"expected one answer for the recomputed input of {where}, but got {len(same)} calls whose inputs had the "
             "same statistics in this replica and different ones in its peers; leave one of these calls out of the "
@@ -76,9 +77,9 @@ def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], wher
     return first
 
 
-def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     # As numbers, since NaN is not equal to itself.
-    return all(map(torch.equal, map(torch.nan_to_num, one), map(torch.nan_to_num, other)))
+    return all(map(torch.equal, map(torch.nan_to_num, tensors), map(torch.nan_to_num, others)))
 
 
 def _refuse_gradient(constant: Tensor, input: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..backends.base import RunningStatistics
 from ..call import processes
 from ..call.exchange import merge_parts, sync_batch_norm
-from ..call.part import Part
-from ..meeting import SlavePipe, SyncMaster
+from ..call.part import ALONE, Connection, Part
+from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled
 from ..wrapper import raise_foreign_layer
@@ -69,22 +69,6 @@ def sync_options(eps_mode: str | None, group_size: int | None, process_group: An
         )
     options = {"eps_mode": eps_mode, "group_size": group_size, "process_group": process_group}
     return {name: value for name, value in options.items() if value is not None}
-
-
-class Connection(NamedTuple):
-    """What connects the layer of a replica to those of its peers; the replication callback makes it."""
-
-    pipe: SyncMaster | SlavePipe | None
-    number: int  # of the replica; the buffers of the first one are those of the wrapped module
-    master_device: torch.device | None = None  # where the master merges, if that is known
-    weight: Tensor | None = None  # that the replica got from its module, as the next
-    bias: Tensor | None = None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A copy of a replica's layer is not connected.
-
-
-ALONE = Connection(pipe=None, number=0)  # a replica in a process of its own
 
 
 class _SynchronizedBatchNorm(BatchNormBase):
@@ -169,7 +153,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
             running = self._running_statistics()
         _let_torch_check(input, weight, bias, running, self.eps)
         part = Part(
-            number=connection.number,
+            connection=connection,
             weight=weight,
             bias=bias,
             eps=self.eps,
@@ -177,11 +161,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
             # The compiler of torch 2.12 cannot pass a group as an argument.
             peers=self._peers() if connection is ALONE else None,
             running=running,
-            weight_of_module=weight is connection.weight,  # A module may compute one in its forward.
-            bias_of_module=bias is connection.bias,
             master_device=connection.master_device or input.device,
         )
-        return sync_batch_norm(input, part, connection.pipe)
+        return sync_batch_norm(input, part)
 
     def _running_statistics(self) -> RunningStatistics:
         registered = self.__dict__["_buffers"]

@@ -84,10 +84,11 @@ class Plain(Backend):
         var = (values - mean).square().mean(1)
         return (mean.view(1, -1), var[None]), None
 
-    def normalize(self, replicas, parameters_differ):
+    def normalize(self, parts, parameters_differ):
         outputs = []
-        for input, mean_invstd, weight, bias, _ in replicas:
-            mean, invstd = (base.per_channel(vector, input) for vector in mean_invstd)
+        for part in parts:
+            input, weight, bias = part.input, part.weight, part.bias
+            mean, invstd = (base.per_channel(vector, input) for vector in part.mean_invstd)
             outputs.append(base.memory_for_output(input).copy_((input - mean) * invstd))
             if weight is not None:
                 outputs[-1].mul_(base.per_channel(weight, input))
@@ -95,23 +96,23 @@ class Plain(Backend):
                 outputs[-1].add_(base.per_channel(bias, input))
         return outputs
 
-    def gradients(self, replicas, batch):
-        normalized, own, sums = [], [], []
-        for replica in replicas:
-            mean, invstd = (base.per_channel(v, replica.input) for v in batch.mean_invstd[replica.device])
-            x, dy, weight = replica.input, replica.grad_output, 1 if replica.weight is None else replica.weight
+    def gradients(self, parts, batch):
+        normalized, of_parameters, sums = [], [], []
+        for part in parts:
+            mean, invstd = (base.per_channel(v, part.input) for v in batch.mean_invstd[part.device])
+            x, dy, weight = part.input, part.grad_output, 1 if part.weight is None else part.weight
             dy = torch.zeros_like(x) if dy is None else dy
             normalized.append((x - mean) * invstd)
             pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
-            own.append((pair[1], pair[0]))
+            of_parameters.append((pair[1], pair[0]))
             sums += base.sent_to([vector * weight for vector in pair], batch.master)
         totals = batch.totals(sums) / batch.elements
         results = []
-        for replica, x, parameters in zip(replicas, normalized, own, strict=True):
-            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(replica.device))
-            weight = 1 if replica.weight is None else base.per_channel(replica.weight, x)
-            dy = torch.zeros_like(x) if replica.grad_output is None else replica.grad_output * weight
-            invstd = base.per_channel(batch.mean_invstd[replica.device][1], x)
+        for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
+            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.device))
+            weight = 1 if part.weight is None else base.per_channel(part.weight, x)
+            dy = torch.zeros_like(x) if part.grad_output is None else part.grad_output * weight
+            invstd = base.per_channel(batch.mean_invstd[part.device][1], x)
             results.append((invstd * (dy - mean_dy - x * mean_dy_xmu), *parameters))
         return results
 
