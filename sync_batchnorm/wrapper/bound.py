@@ -12,28 +12,24 @@ bind other names, as for real and fake images; to detach in a pass without a gra
 between a forward and a backward pass; to detach what a list of the user's holds, in place of a copy of that list.
 """
 
-import copy
 import itertools
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
-from functools import partial
-from types import CellType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 
 from ..torch_private import FLAGS_OF_HOOKS, HOOKS
+from .trees import leaves_of, with_leaves
 
 __all__: list[str] = []
 
 KEPT = "_sync_kept"  # the attribute of each module of a replica that has the `Kept`
 # What a replica has of its own from the beginning.
 _OWN = frozenset({KEPT, "_is_replica", "_parameters", "_buffers", "_modules", *HOOKS, *FLAGS_OF_HOOKS})
-_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 
 
 class Kept:
@@ -94,103 +90,47 @@ def detach_what_was_bound_again(original: nn.Module) -> None:
 
 def _detach(alive: Sequence[Kept]) -> None:
     modules = [item for kept in alive for item in kept.alive()]
-    results: dict[int, Any] = {}
-    for _, module, given in modules:  # A parameter, or what was given, may have got another name.
-        for value in (*given.values(), *module._parameters.values()):
-            results[id(value)] = value
+    # A parameter, or what a replica was given, may have got another name.
+    given_ids = {id(value) for _, module, given in modules for value in (*given.values(), *module._parameters.values())}
     later: set[tuple[int, str]] = set()  # what later passes have bound: the places of modules, and names
     for _, of_pass in itertools.groupby(reversed(alive), lambda kept: id(kept.given)):
         names: set[tuple[int, str]] = set()
         for place, module, given in [item for kept in of_pass for item in kept.alive()]:
-            bound = bound_on(module, given)
-            names.update((place, name) for name in bound)
-            again = [name for name in bound if (place, name) in later]
-            _detach_attributes(vars(module), again, results)
-            if later:
-                _detach_attributes(module._buffers, _bound_buffers(module, given), results)
+            for attributes, name in _where_bound(module, given):
+                names.add((place, name))
+                if (place, name) in later:
+                    with suppress(Exception):  # of a class that refuses to be copied: then it stays as it is
+                        attributes[name] = _detached(attributes[name], given_ids)
         later |= names
 
 
-def _bound_buffers(module: nn.Module, given: dict[str, Any]) -> list[str]:
-    """Return which buffers may have been bound: those of originals that require a gradient are in the graph anyway."""
-    before = given["_buffers"]
-    return [name for name in module._buffers if before.get(name) is None or not before[name].requires_grad]
+def _where_bound(module: nn.Module, given: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return the names that may have been bound on a module of a replica, each with the dictionary that has it."""
+    # A buffer of which the original requires a gradient is in the graph anyway.
+    originals = given["_buffers"]
+    buffers = [name for name in module._buffers if originals.get(name) is None or not originals[name].requires_grad]
+    bound: list[tuple[dict[str, Any], str]] = [(vars(module), name) for name in bound_on(module, given)]
+    return bound + [(module._buffers, name) for name in buffers]
 
 
-def _detach_attributes(attributes: dict[str, Any], names: Sequence[str], results: dict[int, Any]) -> None:
-    for name in names:
-        with suppress(Exception):  # of the user's code, such as a class that refuses copies: then it stays as it is
-            attributes[name] = _detached(attributes[name], results)
-
-
-def _detached(value: Any, results: dict[int, Any]) -> Any:
-    """Return a tensor without its graph, a copy of a container in which tensors have none, or `value` as it is.
-
-    `results` has what was returned before, or has to be, by the `id` of the value.
-    """
-    if id(value) in results:
-        return results[id(value)]
-    if issubclass(type(value), Tensor):
-        # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
-        return value.detach().requires_grad_() if is_in_graph(value) else value
-    results[id(value)] = value  # for a container that contains itself
-    before = items_of(value)
-    if {*map(type, before.values())} <= _ATOMS:
+def _detached(value: Any, given_ids: set[int]) -> Any:
+    """Return a tensor without its graph, a copy of a container in which tensors have none, or `value` as it is."""
+    if id(value) in given_ids:
         return value
-    items = {key: _detached(item, results) for key, item in before.items()}
-    if any(item is not before[key] for key, item in items.items()):
-        results[id(value)] = with_items(value, items)
-    return results[id(value)]
+    leaves = leaves_of(value)
+    detached = [
+        # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
+        leaf.detach().requires_grad_() if is_in_graph(leaf) and id(leaf) not in given_ids else leaf
+        for leaf in leaves
+    ]
+    return with_leaves(value, iter(detached)) if any(map(operator.is_not, leaves, detached)) else value
 
 
-def is_in_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor is the output of a node of autograd."""
+def is_in_graph(value: object) -> bool:
+    """Return whether a value is a tensor that a node of autograd has made."""
+    if not issubclass(type(value), Tensor):
+        return False
     try:
-        return tensor.grad_fn is not None
+        return value.grad_fn is not None  # type: ignore[attr-defined]
     except RuntimeError:  # of one of the views of `unbind` or `split` whose base was changed in place
         return True
-
-
-def items_of(container: Any) -> dict[Any, Any]:
-    """Return what is in a container, by index, key or name; in a function, its defaults and what it closes over.
-
-    This calls no code of the container, which may raise: not its `__iter__`, nor that which a weak proxy would call.
-    """
-    cls = type(container)
-    if issubclass(cls, dict):
-        return dict(dict.items(container))
-    for sequence in (list, deque, tuple, set):
-        if issubclass(cls, sequence):
-            return dict(enumerate(sequence.__iter__(container)))
-    if issubclass(cls, FunctionType):
-        cells = zip(container.__code__.co_freevars, container.__closure__ or (), strict=True)
-        filled = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-        return {**dict(enumerate(container.__defaults__ or ())), **filled}
-    if issubclass(cls, partial):
-        return {**dict(enumerate(container.args)), **container.keywords}
-    is_object = not issubclass(cls, (nn.Module, ModuleType)) and (is_dataclass(cls) or not callable(container))
-    return dict(getattr(container, "__dict__", {})) if is_object else {}
-
-
-def with_items(container: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other items."""
-    if isinstance(container, (tuple, set)):
-        return type(container)(*items.values()) if hasattr(container, "_fields") else type(container)(items.values())
-    if isinstance(container, FunctionType):
-        code = container.__code__
-        cells = tuple([CellType(items[name]) if name in items else CellType() for name in code.co_freevars])
-        defaults = tuple([item for key, item in items.items() if isinstance(key, int)])
-        function = FunctionType(code, container.__globals__, container.__name__, defaults, cells)
-        function.__kwdefaults__ = container.__kwdefaults__
-        vars(function).update(vars(container))
-        return function
-    if isinstance(container, partial):
-        arguments = [item for key, item in items.items() if isinstance(key, int)]
-        return partial(container.func, *arguments, **{key: items[key] for key in container.keywords})
-    result = copy.copy(container)
-    for key, item in items.items():
-        if isinstance(container, (dict, list, deque)):
-            result[key] = item
-        else:
-            object.__setattr__(result, key, item)
-    return result

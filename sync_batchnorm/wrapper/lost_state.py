@@ -1,6 +1,6 @@
 """Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..messages import warn_once
 from ..torch_private import HOOKS
-from .bound import bound_on, is_in_graph
+from .bound import is_in_graph
 
 __all__: list[str] = []
 
@@ -30,9 +30,8 @@ class Watched(NamedTuple):
 
     prefix: str  # of the names of its attributes in the model
     module: nn.Module
-    before: dict[str, Any]  # its attributes, and its buffers
-    parameters: dict[str, tuple[Tensor, Tensor]]  # with a tensor of the same data
-    belongings: set[int]  # the identities of all modules and parameters of the replica
+    before: dict[str, Any]  # its attributes, parameters, buffers and submodules
+    data: dict[str, Tensor]  # of its parameters
 
 
 def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
@@ -44,86 +43,76 @@ def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | No
     if looks >= LOOKS or not replica.training or not vars(replica).get("_is_replica"):
         return None
     _looks[wrapper] = looks + 1
-    belongings = {id(item) for item in [*replica.modules(), *replica.parameters()]}
     watched = []
     for name, module in replica.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
-            parameters = {
-                key: (parameter, parameter.detach())
-                for key, parameter in module._parameters.items()
-                if parameter is not None and parameter.layout == torch.strided
-            }
-            before = {**vars(module), "_buffers": dict(module._buffers)}
-            watched.append(Watched(f"{name}." if name else "", module, before, parameters, belongings))
+            data = {key: tensor.detach() for key, tensor in module._parameters.items() if tensor is not None}
+            watched.append(Watched(f"{name}." if name else "", module, _members(module), data))
     return watched
+
+
+def _members(module: nn.Module) -> dict[str, Any]:
+    return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
 
 def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
-    remedies: dict[str, None] = {}
-    lost = []
-    for watched in state:
-        for attribute, remedy in [*_lost_attributes(watched), *_lost_members(watched)]:
-            lost.append(watched.prefix + attribute)
-            remedies[remedy] = None
-    if lost:
-        names = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
+    known = {id(member) for watched in state for member in watched.before.values()}
+    known.add(id(replica))
+    remedies = {
+        watched.prefix + name: remedy
+        for watched in state
+        for name, value in _members(watched.module).items()
+        if (remedy := _remedy(watched, name, value, known)) is not None
+    }
+    if remedies:
+        *others, last = remedies
+        names = f"{', '.join(others)} and {last}" if others else last
         warn_once(
             f"forward() of {type(replica).__name__} set {names} of replica 0, which ends with the forward pass: the "
-            f"model keeps its former values. {'. '.join(remedies)}. Ignore this if each forward pass sets it anew"
+            f"model keeps its former values. {'. '.join(dict.fromkeys(remedies.values()))}. Ignore this if each "
+            "forward pass sets it anew"
         )
 
 
-def _lost_attributes(watched: Watched) -> Iterator[tuple[str, str]]:
-    """Yield the names of attributes that were bound anew, and what to do.
+def _remedy(watched: Watched, name: str, value: Any, known: set[int]) -> str | None:
+    """Return what to do if a member of a module is lost, or None if it is not.
 
-    A number or a string, in place of another one; or a 0-dimensional tensor in a graph, in place of what the attribute
-    had before: a training loop reads such a penalty. All other tensors are activations, and what was None or missing
-    may be a cache, which is filled in each forward pass. The mode may be set for the time that a forward runs.
+    Of attributes, a number or a string is lost that has replaced another one, and a 0-dimensional tensor in a graph
+    that has replaced what the attribute had before: a training loop reads such a penalty. All other tensors are
+    activations, and what was None or missing may be a cache, which is filled in each forward pass. The mode may be set
+    for the time that a forward runs.
     """
-    for attribute, value in bound_on(watched.module, watched.before).items():
-        before = watched.before.get(attribute)
-        if type(value) in _KINDS and type(before) in _KINDS:
-            both_nan = value != value and before != before
-            if value != before and not both_nan and attribute != "training":
-                yield attribute, CHANGE_IN_PLACE
-        elif issubclass(type(value), Tensor) and value.dim() == 0 and is_in_graph(value) and before is not None:
-            yield attribute, RETURN
+    module, before = watched.module, watched.before.get(name)
+    if name in module._modules:
+        return MAKE_BEFORE if value is not None and id(value) not in known and value.state_dict() else None
+    if name in watched.data:
+        return CHANGE_IN_PLACE if value is before and _has_other_data(value, watched.data[name]) else None
+    if name in module._parameters:
+        return MAKE_BEFORE if value is not None and id(value) not in known else None
+    if name in module._buffers:
+        is_lost = value is not before and not (before is None and name in module._non_persistent_buffers_set)
+        return (MAKE_BEFORE if before is None else CHANGE_IN_PLACE) if is_lost else None
+    if type(value) in _KINDS and type(before) in _KINDS:
+        both_nan = value != value and before != before
+        return CHANGE_IN_PLACE if value != before and not both_nan and name != "training" else None
+    is_penalty = value is not before and before is not None and is_in_graph(value) and value.dim() == 0
+    return RETURN if is_penalty else None
 
 
-def _lost_members(watched: Watched) -> Iterator[tuple[str, str]]:
-    """Yield the names of buffers, parameters and modules that were bound anew or made, and what to do."""
-    module = watched.module
-    for name, buffer in module._buffers.items():
-        before = watched.before["_buffers"].get(name)
-        is_cache = before is None and name in module._non_persistent_buffers_set
-        if buffer is not before and not is_cache:
-            yield name, MAKE_BEFORE if before is None else CHANGE_IN_PLACE
-    for name, parameter in module._parameters.items():
-        if name in watched.parameters:
-            if _has_other_data(parameter, *watched.parameters[name]):
-                yield name, CHANGE_IN_PLACE
-        elif parameter is not None and id(parameter) not in watched.belongings:
-            yield name, MAKE_BEFORE
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in watched.belongings and child.state_dict():
-            yield name, MAKE_BEFORE
-
-
-def _has_other_data(present: Tensor | None, parameter: Tensor, before: Tensor) -> bool:
+def _has_other_data(parameter: Any, data: Tensor) -> bool:
     """Return whether other numbers were assigned to the `data` of a parameter, not only other memory or dtype."""
-    if present is not parameter or parameter.dtype != before.dtype or parameter.data_ptr() == before.data_ptr():
+    if parameter.layout != torch.strided or parameter.dtype != data.dtype or parameter.data_ptr() == data.data_ptr():
         return False
-    return not torch.equal(parameter, before)
+    return not torch.equal(parameter, data)
 
 
 def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:
     """Warn of modules on which some replicas have registered hooks in their run, and others have not."""
-    modules = zip(*[replica.modules() for replica in replicas], strict=False)
-    lost = []
-    for (name, _), copies in zip(replicas[0].named_modules(), modules, strict=False):
-        if len({_number_of_hooks(copy) for copy in copies}) > 1:
-            lost.append(name or "the model itself")
+    copies = zip(*[replica.modules() for replica in replicas], strict=False)
+    names = [name or "the model itself" for name, _ in replicas[0].named_modules()]
+    pairs = zip(names, copies, strict=False)
+    lost = [name for name, copies_of_module in pairs if len({*map(_number_of_hooks, copies_of_module)}) > 1]
     if lost:
         warn_once(
             f"forward() of {type(replicas[0]).__name__} registered hooks on {', '.join(lost)} in some replicas and not "

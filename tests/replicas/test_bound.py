@@ -47,9 +47,6 @@ KEEP = {
     "nested": lambda net, tensor: setattr(net, "kept", Named(a=({"b": [tensor]}, Pair(tensor, 1)))),
     "deque": lambda net, tensor: setattr(net, "kept", deque([tensor], maxlen=2)),
     "dataclass": lambda net, tensor: setattr(net, "kept", Record(tensor)),
-    "closure": lambda net, tensor: setattr(net, "kept", lambda: tensor),
-    "default": lambda net, tensor: setattr(net, "kept", lambda first=0, second=tensor: second),
-    "partial": lambda net, tensor: setattr(net, "kept", partial(print, tensor, end=tensor)),
     "buffer": keep_buffer,
     "attribute of a layer": keep_on_layer,
     "penalty": lambda net, tensor: setattr(net, "kept", tensor.square().sum()),
@@ -183,11 +180,11 @@ def proxy(tensor: Tensor) -> Any:
     return weakref.proxy(tensor.record)
 
 
-def chained(tensor: Tensor) -> Record:
-    record = Record(tensor)
+def chained(tensor: Tensor) -> list[Any]:
+    chain = [tensor]
     for _ in range(2000):
-        record = Record(record)
-    return record
+        chain = [chain]
+    return chain
 
 
 HARD_TO_READ = {
