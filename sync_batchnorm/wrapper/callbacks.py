@@ -42,25 +42,19 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     Raises:
         TypeError, ValueError: if `modules` is no list of modules, or is empty.
     """
-    _check_replicas(modules)
-    if is_in_replica():
-        for module in modules:
-            refuse_training(module, module)
-    execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
-
-
-def _check_replicas(modules: Any) -> None:
-    """Raise an error for what is no list of modules, or is empty."""
-    wrong = None if isinstance(modules, (Sequence, nn.ModuleList)) else type(modules).__name__
-    if wrong is None:
-        others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
-        wrong = f"a list with {others[0]}" if others else None
-    if wrong is not None:
+    is_list = isinstance(modules, (Sequence, nn.ModuleList))
+    others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)] if is_list else []
+    if others or not is_list:
+        wrong = f"a list with {others[0]}" if others else type(modules).__name__
         raise TypeError(
             f"expected a list with the replicas of one module, but got {wrong}; pass what replicate() returns"
         )
     if not modules:
         raise ValueError("expected the replicas of a module, but got an empty list; pass what replicate() returns")
+    if is_in_replica():
+        for module in modules:
+            refuse_training(module, module)
+    execute_callbacks(modules, new_coordinator((), DEFAULT_TIMEOUT))
 
 
 def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) -> dict[str, CallbackContext]:

@@ -1,10 +1,18 @@
-"""The replicas of a module. Those on one device share the memory of their parameters; other devices have copies."""
+"""The replicas of a module. Those on one device share the memory of their parameters; other devices have copies.
+
+NOTE [conversions in replicas]: The replicas of PyTorch have no parameters that could be moved, so a forward that moves
+its layers to a fixed device runs in them. A replica of this package has parameters, and keeps them on its device:
+`to`, `cuda` and `half` may change its dtype, and never its device. All these methods call `nn.Module._apply`, which is
+wrapped when the first replicas are made, and is what it was for all modules that belong to no replica. An attribute of
+the replica's modules in place of the method does not work: a class may override the method, and a copy of the module's
+dictionary would take along what converts the original.
+"""
 
 import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -17,7 +25,6 @@ from torch.nn.parallel import comm
 from ..messages import in_transform_error
 from ..torch_private import FLAGS_OF_HOOKS, compiled_module_type, has_hooks, in_transform, modules_of
 from .bound import KEPT, Kept
-from .converted import keep_replicas_on_their_devices
 from .hooks import Copies, Shared, bind, bind_hooks, hooks_of, set_hooks
 
 __all__: list[str] = []
@@ -96,7 +103,7 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
     Gradients add up in the tensors of `module`, unless `detach` is true. The first replica on the first device has the
     buffers of the module itself, all others have copies.
     """
-    keep_replicas_on_their_devices()
+    _keep_replicas_on_their_devices()
     modules = modules_of(module)
     differentiable: Tensors = {}
     plain: Tensors = {}
@@ -171,8 +178,9 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
     shared = FLAGS_OF_HOOKS if has_lock else ()
     given = [child.__dict__.copy() for child in modules]
-    flags = [{name: OrderedDict[int, bool]() for name in shared} for _ in tensors]
-    belongings: list[Shared] = [{KEPT: Kept(given, records), **flags_of} for flags_of in flags]
+    belongings: list[Shared] = [
+        {KEPT: Kept(given, records), **{name: OrderedDict[int, bool]() for name in shared}} for _ in tensors
+    ]
     for child in modules:
         for copy_of, copy in zip(copies, _copies_of(child, tensors, belongings), strict=True):
             copy_of[child] = copy
@@ -226,15 +234,11 @@ def _shell(module: nn.Module) -> nn.Module:
 
 def _register_tensors(copy: nn.Module, module: nn.Module, tensor_of: Tensors) -> None:
     """Set parameters and buffers where `nn.Module.__setattr__` would, which takes longer than all the rest."""
-    if module._parameters:
-        parameters = copy._parameters
-        for name, parameter in module._parameters.items():
-            parameters[name] = None if parameter is None else tensor_of[id(parameter)]  # type: ignore[assignment]
-    if module._buffers:
-        buffers = copy._buffers
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers[name] = tensor_of[id(buffer)]
+    for name, parameter in module._parameters.items():
+        copy._parameters[name] = None if parameter is None else tensor_of[id(parameter)]  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            copy._buffers[name] = tensor_of[id(buffer)]
 
 
 def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
@@ -243,6 +247,37 @@ def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
         if tensor is not None:
             setattr(copy, name, tensor_of[id(tensor)])
     if not isinstance(module, torch.jit.ScriptModule):  # which has no dictionaries of its own
-        for name, parameter in module._parameters.items():
+        for name in module._parameters:
             copy.__dict__.pop(name, None)
-            copy._parameters[name] = None if parameter is None else tensor_of[id(parameter)]
+        _register_tensors(copy, module, tensor_of)
+
+
+def _keep_replicas_on_their_devices() -> None:
+    """Let conversions leave modules of replicas on their devices; see NOTE [conversions in replicas]."""
+    apply: Any = nn.Module._apply
+    if hasattr(apply, "_sync_converts"):
+        return
+
+    @wraps(apply)
+    def convert(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        kept = vars(self).get(KEPT)
+        if kept is None or not kept.modules:  # as of a copy of a replica's module
+            return apply(self, fn, *args, **kwargs)
+
+        def on_its_device(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.device == tensor.device else tensor.to(result.dtype)
+
+        parameters: Any = self._parameters
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                parameters[name] = on_its_device(parameter)
+        # PyTorch would ask for the `grad` of the parameters, which are no leaves, and warn.
+        vars(self)["_parameters"] = {}
+        try:
+            return apply(self, on_its_device, *args, **kwargs)
+        finally:
+            vars(self)["_parameters"] = parameters
+
+    vars(convert)["_sync_converts"] = True
+    nn.Module._apply = convert  # type: ignore[method-assign]
