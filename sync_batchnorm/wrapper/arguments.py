@@ -85,7 +85,8 @@ class Arguments:
         for name in arguments.keys() & kwargs.keys():
             raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
         self.tree = Tree(arguments | kwargs, wrapper.in_dims or USUAL)
-        _warn_of_unused_dims(wrapper, kinds, arguments | kwargs)
+        if wrapper.in_dims:
+            _warn_of_unused_dims(wrapper, kinds, arguments | kwargs)
         self.sizes = self._sizes() if most > 1 else []
 
     def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -178,10 +179,9 @@ class Arguments:
 
 def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[str, Any]) -> None:
     """Warn once of dimensions that name no argument of a call that passes others without a parameter of their own."""
-    in_dims = wrapper.in_dims or {}
-    unused = [name for name in in_dims if name not in kinds and name not in arguments]
+    unused = [name for name in wrapper.in_dims if name not in kinds and name not in arguments]
     # Those of ``**kwargs`` are no parameters themselves.
-    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in in_dims]
+    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in wrapper.in_dims]
     if Parameter.VAR_POSITIONAL in others:
         warn_once(
             f"in_dims names {unused}, but a call passes no such keyword arguments, and forward of "

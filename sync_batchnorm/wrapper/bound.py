@@ -83,7 +83,7 @@ def detach_what_was_bound_again(original: nn.Module) -> None:
             kept = have_run.popleft()()
             if kept is not None:
                 alive.append(kept)
-    if len({id(kept.given) for kept in alive}) > 1:  # more than one pass
+    if alive and alive[0].given is not alive[-1].given:  # Then there is more than one pass.
         _detach(alive)
     have_run.extend(map(ref, alive))
 

@@ -279,5 +279,5 @@ def _keep_replicas_on_their_devices() -> None:
         finally:
             vars(self)["_parameters"] = parameters
 
-    vars(convert)["_sync_converts"] = True
+    convert._sync_converts = True  # type: ignore[attr-defined]
     nn.Module._apply = convert  # type: ignore[method-assign]

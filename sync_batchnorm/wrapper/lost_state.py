@@ -57,14 +57,17 @@ def _members(module: nn.Module) -> dict[str, Any]:
 
 def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
-    known = {id(member) for watched in state for member in watched.before.values()}
-    known.add(id(replica))
-    remedies = {
-        watched.prefix + name: remedy
-        for watched in state
-        for name, value in _members(watched.module).items()
-        if (remedy := _remedy(watched, name, value, known)) is not None
-    }
+    known = {id(replica)} | {id(member) for watched in state for member in watched.before.values()}
+    remedies: dict[str, str] = {}
+    for watched in state:
+        for name, value in _members(watched.module).items():
+            before, remedy = watched.before.get(name), None
+            if value is not before:
+                remedy = _remedy(watched.module, name, before, value, id(value) in known)
+            elif name in watched.data and _has_other_data(value, watched.data[name]):
+                remedy = CHANGE_IN_PLACE
+            if remedy is not None:
+                remedies[watched.prefix + name] = remedy
     if remedies:
         *others, last = remedies
         names = f"{', '.join(others)} and {last}" if others else last
@@ -75,36 +78,33 @@ def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
         )
 
 
-def _remedy(watched: Watched, name: str, value: Any, known: set[int]) -> str | None:
-    """Return what to do if a member of a module is lost, or None if it is not.
+def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:
+    """Return what to do if a member of a module that was bound anew is lost, or None if it is not.
 
     Of attributes, a number or a string is lost that has replaced another one, and a 0-dimensional tensor in a graph
     that has replaced what the attribute had before: a training loop reads such a penalty. All other tensors are
     activations, and what was None or missing may be a cache, which is filled in each forward pass. The mode may be set
     for the time that a forward runs.
     """
-    module, before = watched.module, watched.before.get(name)
     if name in module._modules:
-        return MAKE_BEFORE if value is not None and id(value) not in known and value.state_dict() else None
-    if name in watched.data:
-        return CHANGE_IN_PLACE if value is before and _has_other_data(value, watched.data[name]) else None
+        return MAKE_BEFORE if value is not None and not is_known and value.state_dict() else None
     if name in module._parameters:
-        return MAKE_BEFORE if value is not None and id(value) not in known else None
+        return MAKE_BEFORE if value is not None and before is None and not is_known else None
     if name in module._buffers:
-        is_lost = value is not before and not (before is None and name in module._non_persistent_buffers_set)
-        return (MAKE_BEFORE if before is None else CHANGE_IN_PLACE) if is_lost else None
+        if before is not None:
+            return CHANGE_IN_PLACE
+        return MAKE_BEFORE if name in module.state_dict() else None  # Other buffers may be caches, too.
     if type(value) in _KINDS and type(before) in _KINDS:
         both_nan = value != value and before != before
         return CHANGE_IN_PLACE if value != before and not both_nan and name != "training" else None
-    is_penalty = value is not before and before is not None and is_in_graph(value) and value.dim() == 0
-    return RETURN if is_penalty else None
+    return RETURN if before is not None and is_in_graph(value) and value.dim() == 0 else None
 
 
 def _has_other_data(parameter: Any, data: Tensor) -> bool:
     """Return whether other numbers were assigned to the `data` of a parameter, not only other memory or dtype."""
-    if parameter.layout != torch.strided or parameter.dtype != data.dtype or parameter.data_ptr() == data.data_ptr():
+    if data.layout != torch.strided or parameter.dtype != data.dtype:
         return False
-    return not torch.equal(parameter, data)
+    return parameter.data_ptr() != data.data_ptr() and not torch.equal(parameter, data)
 
 
 def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:

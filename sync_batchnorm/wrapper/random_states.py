@@ -64,7 +64,7 @@ class RandomStates:
         with _lock:
             if completed:
                 self._keep_states()
-                if any(not all(map(torch.equal, states, self._at_first[i])) for i, states in self._states.items()):
+                if not all([all(map(torch.equal, self._states[i], first)) for i, first in self._at_first.items()]):
                     self._of_caller[torch.default_generator] = self._next.get_state()
             for generator, state in self._of_caller.items():
                 generator.set_state(state)

@@ -84,13 +84,12 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     _run_threads(work, len(runs), forward_pass.coordinator)
     states.restore_caller()
     after = _versions(forward_pass.original)  # may have other names: forward() can add parameters to the module
-    if before != after:
-        changed = [name for name, version in before.items() if after.get(name, version) != version]
-        if changed:
-            warn_once(
-                f"forward() modified parameters {changed} in place; each of the {len(runs)} replicas, which share "
-                "their memory, repeated the change; make it a buffer, or change it outside forward()"
-            )
+    changed = [name for name, version in before.items() if after.get(name, version) != version]
+    if changed:
+        warn_once(
+            f"forward() modified parameters {changed} in place; each of the {len(runs)} replicas, which share "
+            "their memory, repeated the change; make it a buffer, or change it outside forward()"
+        )
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
