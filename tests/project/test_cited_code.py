@@ -1,6 +1,6 @@
-"""What points at code by its text points at something: the list of mutants that no test can notice, notes, and names.
+"""What points at code by its text points at something: notes, and names in backquotes.
 
-`.ci/mutants.py` leaves this file out of its runs: a mutant changes the text that the list was written for.
+`.ci/mutants.py` leaves this file out of its runs, since it compares texts.
 """
 
 from __future__ import annotations
