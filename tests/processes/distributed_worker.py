@@ -285,23 +285,22 @@ def running_statistics_are_the_same_bits_in_all_processes() -> None:
 
 @check
 def several_calls_in_one_loss_equal_one_process() -> None:
-    for net in (Residual, Ignored):
-        plain, model = twins(net())
-        losses: dict[nn.Module, list[Tensor]] = {plain: [], model: []}
-        for rows in (ROWS, ROWS[:SIZE][::-1]):  # as a discriminator is called
-            batch = images(rows)
-            expected, actual = plain(batch), model(cut(batch, rows))
-            grad = torch.randn_like(expected)
-            losses[plain].append((expected * grad).sum())
-            losses[model].append((actual * cut(grad, rows)).sum())
-        # And one that takes the output of the last one.
-        losses[plain].append((plain(expected.tanh()) * grad).sum())
-        losses[model].append((model(actual.tanh()) * cut(grad, rows)).sum())
-        for of_model in losses.values():
-            sum(of_model).backward(retain_graph=True)
-            sum(of_model[:2]).backward()
-        assert_same_gradients(model, plain)
-        assert_same_buffers(model, plain)
+    plain, model = twins(Ignored())
+    losses: dict[nn.Module, list[Tensor]] = {plain: [], model: []}
+    for rows in (ROWS, ROWS[:SIZE][::-1]):  # as a discriminator is called
+        batch = images(rows)
+        expected, actual = plain(batch), model(cut(batch, rows))
+        grad = torch.randn_like(expected)
+        losses[plain].append((expected * grad).sum())
+        losses[model].append((actual * cut(grad, rows)).sum())
+    # And one that takes the output of the last one.
+    losses[plain].append((plain(expected.tanh()) * grad).sum())
+    losses[model].append((model(actual.tanh()) * cut(grad, rows)).sum())
+    for of_model in losses.values():
+        sum(of_model).backward(retain_graph=True)
+        sum(of_model[:2]).backward()
+    assert_same_gradients(model, plain)
+    assert_same_buffers(model, plain)
 
 
 # Gradients of gradients, and gradients of a part of the graph.
@@ -325,16 +324,11 @@ def gradient_penalties_equal_one_process() -> None:
             assert_same_gradients(model, plain)
 
 
-class NoGradient(torch.autograd.Function):
-    """Keeps the gradient of its input to itself."""
-
-    @staticmethod
-    def forward(ctx: object, input: Tensor) -> Tensor:
-        return input * 2
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> None:
-        return None
+def without_gradient(output: Tensor) -> Tensor:
+    """Return a tensor whose gradient does not reach `output`."""
+    result = output * 2
+    result.grad_fn.register_hook(lambda *_: (None, None))
+    return result
 
 
 @check
@@ -345,7 +339,7 @@ def a_process_that_gets_no_gradient_takes_part_in_the_exchange() -> None:
         grad.split(ROWS[:SIZE])[1].zero_()
         whole, part = batch.clone().requires_grad_(), cut(batch).clone().requires_grad_()
         expected, actual = plain(whole), model(part)
-        loss = NoGradient.apply(actual).sum() if RANK == 1 else (actual * cut(grad)).sum()
+        loss = without_gradient(actual).sum() if RANK == 1 else (actual * cut(grad)).sum()
         (found,) = torch.autograd.grad(loss, part, create_graph=create_graph)
         (wanted,) = torch.autograd.grad((expected * grad).sum(), whole)
         assert_equal(found.detach(), cut(wanted))
@@ -354,7 +348,7 @@ def a_process_that_gets_no_gradient_takes_part_in_the_exchange() -> None:
 @check
 def parameters_of_an_output_that_gets_no_gradient_in_any_process_have_zeros() -> None:
     _, model = twins(nn.BatchNorm2d(3))
-    NoGradient.apply(model(cut(images()))).sum().backward()
+    without_gradient(model(cut(images()))).sum().backward()
     assert [parameter.grad.count_nonzero() for parameter in model.parameters()] == [0, 0]
 
 
@@ -411,27 +405,22 @@ def recomputation_exchanges_again() -> None:
 
 
 @check
-def eval_never_communicates() -> None:
-    plain, model = twins(conv_net())
-    batch = images()
-    with Collectives() as collectives:
-        assert torch.equal(model.eval()(batch), plain.eval()(batch))
-        assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(batch), plain(batch))
-    assert collectives.found == []
+def eval_never_communicates_even_without_running_statistics() -> None:
+    for net in (conv_net(), nn.BatchNorm2d(3, track_running_stats=False)):
+        plain, model = twins(net)
+        batch = images([2] * SIZE)
+        with Collectives() as collectives:
+            assert torch.equal(model.eval()(cut(batch, [2] * SIZE)), plain.eval()(cut(batch, [2] * SIZE)))
+            assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(batch), plain(batch))
+        assert collectives.found == []
 
 
 @check
-def eval_without_running_statistics_is_that_of_this_process() -> None:
-    plain, model = twins(nn.BatchNorm2d(3, track_running_stats=False))
-    batch = images([2] * SIZE)
-    with Collectives() as collectives:
-        assert torch.equal(model.eval()(cut(batch, [2] * SIZE)), plain(cut(batch, [2] * SIZE)))
-        assert_equal(DataParallelWithCallback(model, ["cpu"] * 2)(batch), plain(batch))
-    assert collectives.found == []
+def checks_of_one_process_are_refused_or_name_what_is_in_eval_mode() -> None:
     with pytest.raises(RuntimeError, match="expected a single process, as the copies would exchange with others"):
         assert_matches_one_device(nn.Linear(3, 3), torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
-        assert_synchronized(model)
+        assert_synchronized(SynchronizedBatchNorm2d(3, track_running_stats=False).eval())
 
 
 @check
