@@ -71,16 +71,6 @@ class Final(nn.BatchNorm2d):
         raise TypeError("this class is final")
 
 
-class BatchNormReLU(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.relu(super().forward(input))
-
-
-class SynchronizedBatchNormReLU(SynchronizedBatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.relu(super().forward(input))
-
-
 class OfNoDimension(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -408,10 +398,10 @@ def parametrized() -> nn.Module:
 
 LEFT: list[tuple[Callable[[], nn.Module], str]] = [
     (
-        lambda: BatchNormReLU(2),
-        "BatchNormReLU has a forward of its own; write class "
-        "SynchronizedBatchNormReLU(BatchNormReLU, SynchronizedBatchNorm2d) and call "
-        "convert_model(model, classes={BatchNormReLU: SynchronizedBatchNormReLU}), "
+        lambda: NormAbs(2),
+        "NormAbs has a forward of its own; write class "
+        "SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d) and call "
+        "convert_model(model, classes={NormAbs: SynchronizedNormAbs}), "
         'see "Classes of your own" on the page "Usage"',
     ),
     (lambda: Called(2), "Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNo"),
@@ -505,14 +495,14 @@ def test_a_converted_layer_can_be_parametrized_and_is_then_left_by_revert_model(
 
 
 def test_a_class_derived_from_ours_is_left_by_both_ways():
-    net = nn.Sequential(SynchronizedBatchNormReLU(2), nn.BatchNorm2d(2))
+    net = nn.Sequential(Unrelated(2), nn.BatchNorm2d(2))
     convert_model(net)
-    assert type(net[0]) is SynchronizedBatchNormReLU
+    assert type(net[0]) is Unrelated
     assert left(net, revert_model) == (
-        "revert_model left modules as they are, which need sync_batchnorm, 1 in all:\n- 0: SynchronizedBatchNormReLU "
+        "revert_model left modules as they are, which need sync_batchnorm, 1 in all:\n- 0: Unrelated "
         "is derived from a class of sync_batchnorm; give it the class that you want, by hand"
     )
-    assert [type(layer) for layer in net] == [SynchronizedBatchNormReLU, nn.BatchNorm2d]
+    assert [type(layer) for layer in net] == [Unrelated, nn.BatchNorm2d]
 
 
 # Wrappers
@@ -794,14 +784,14 @@ PATCH_LEFT = "patch_sync_batchnorm left a BatchNorm layer as it is, which does n
 
 def test_subclass_that_computes_something_else_is_named_where_it_is_built():
     with patch_sync_batchnorm():
-        with pytest.warns(UserWarning, match=f"{PATCH_LEFT}BatchNormReLU has a forward of its own; write") as caught:
-            layer = BatchNormReLU(2)
+        with pytest.warns(UserWarning, match=f"{PATCH_LEFT}NormAbs has a forward of its own; write") as caught:
+            layer = NormAbs(2)
         with pytest.warns(UserWarning, match=f"{PATCH_LEFT}LazyBatchNorm2d is lazy and has seen no input"):
             nn.LazyBatchNorm2d()
         assert type(nn.SyncBatchNorm(2)) is nn.SyncBatchNorm
     (warning,) = caught
     assert warning.filename == __file__
-    assert type(layer) is BatchNormReLU
+    assert type(layer) is NormAbs
 
 
 def test_building_converting_and_reverting_synchronized_layers_work_inside_of_the_context():
