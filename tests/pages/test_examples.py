@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -13,7 +11,6 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,13 +78,6 @@ def test_example_runs_from_a_shell_without_a_warning(name: str, tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-@pytest.mark.slow
-def test_example_fails_when_its_replicas_do_not_synchronize(example: types.ModuleType, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(example, "convert_model", lambda model: model)
-    assert example.main([*TINY[example.__name__], "--output", str(tmp_path)]) == 1
-    assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
-
-
 @pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")
 @pytest.mark.parametrize("example", ["caption_digits"], indirect=True)
 @pytest.mark.parametrize("devices", [[], ["--devices", "0,1"]][: 1 + (torch.cuda.device_count() > 1)], ids=str)
@@ -114,57 +104,3 @@ def test_deeplab_with_one_image_a_replica_trains_only_when_synchronized():
 @pytest.mark.parametrize("example", ["draw_means"], indirect=True)
 def test_drawing_of_the_readme_is_what_the_layers_compute(example: types.ModuleType):
     assert (EXAMPLES / "means.svg").read_text(encoding="utf-8") == example.drawing()
-
-
-# The profile of `profile_waits.py`: it blames the replica that is slow, and reads other profiles to the digit.
-
-
-def event(name: str, tid: int, start: float, end: float, **others: Any) -> dict[str, Any]:
-    """Return an event of an exported profile, from milliseconds."""
-    times = {"ts": 1000 * start, "dur": 1000 * (end - start)}
-    return {"ph": "X", "cat": "user_annotation", "name": f"sync_batchnorm: {name}", "tid": tid, **times, **others}
-
-
-def forward_of_two(begin: float, replicas: tuple[int, int], late: float) -> list[dict[str, Any]]:
-    """Return a forward whose replica 1 comes `late` to the layer "a", and replica 0 takes longer to "b"."""
-    first, second = replicas
-    return [
-        event("replica 0 on device cpu", first, begin, begin + late + 10),
-        event("replica 1 on device cpu", second, begin, begin + late + 10),
-        event("a, waiting", first, begin + 1, begin + late + 1),
-        event("a, merging", first, begin + late + 1, begin + late + 2),
-        event("a, waiting", second, begin + late + 1, begin + late + 2.5),
-        event("b, waiting", second, begin + late + 4, begin + late + 6),
-        event("b, waiting", first, begin + late + 5, begin + late + 5),
-        event("b, merging", first, begin + late + 5, begin + late + 6),
-    ]
-
-
-@pytest.fixture
-def two_forwards(tmp_path: Path) -> Path:
-    """A profile as torch exports it, packed, of two forwards, with threads of their own, and what else is in one."""
-    events = [
-        {"ph": "M", "name": "thread_name", "tid": 7, "ts": 0, "args": {"name": "a thread"}},
-        event("replica 0 on device cpu", 7, 0, 100, cat="gpu_user_annotation"),
-        event("b, merging", 7, 1, 2),  # in no replica
-        *forward_of_two(200, (3, 4), late=7),
-        *forward_of_two(100, (1, 2), late=3),
-    ]
-    path = tmp_path / "profile.json.gz"
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        json.dump({"traceEvents": events}, file)
-    return path
-
-
-@pytest.mark.parametrize("example", ["profile_waits"], indirect=True)
-def test_profile_is_read_to_the_digit_and_drawn(example, two_forwards, tmp_path):
-    forwards = example.read_profile(two_forwards)
-    assert [[exchange.layer for exchange in forward.exchanges] for forward in forwards] == [["a", "b"]] * 2
-    table = example.table_of(forwards)
-    assert list(table) == ["a", "b"]
-    for layer, blamed, took in (("a", 1, {0: 1.0, 1: 6.0}), ("b", 0, {0: 3.0, 1: 1.5})):
-        row = table[layer]
-        assert (row.blamed, row.times_slowest, row.exchanges) == (blamed, 2, 2)
-        assert row.mean_took == pytest.approx(took)
-    assert example.main(["--profile", str(two_forwards), "--output", str(tmp_path)]) == 0
-    assert (tmp_path / "profile_waits.png").stat().st_size > 5000
