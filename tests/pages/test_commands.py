@@ -47,7 +47,8 @@ def programs() -> set[str]:
 
 def run_in_copy(folder: Path, *arguments: str) -> None:
     """Run Python in a copy of the repository, as some programs write beside themselves."""
-    shutil.copy(ROOT / "README.md", folder)
+    for name in ("README.md", "LICENSE", "CITATION.cff"):
+        shutil.copy(ROOT / name, folder)
     for name in ("docs", "tests", "sync_batchnorm"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
