@@ -160,13 +160,6 @@ def test_graph_that_must_not_break_is_refused_with_what_to_do():
     parallel(torch.randn(4, 3, 4, 5))  # where nobody is met
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_wrapper_of_one_device_is_compiled_as_a_whole():
-    plain, parallel = twins(nn.BatchNorm1d(3).double(), ["cpu"])
-    compiled, data = torch.compile(parallel, backend="eager", fullgraph=True), doubles(4, 3)
-    torch.testing.assert_close(compiled(data), plain(data))
-
-
 @pytest.mark.slow
 def test_compiler_is_not_imported_by_those_who_do_not_use_it():
     program = """

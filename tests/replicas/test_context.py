@@ -220,17 +220,3 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(s
     )
     with pytest.raises(RuntimeError, match=text):
         parallel(torch.randn(4, 3), torch.arange(2).repeat_interleave(2))
-
-
-def test_threads_in_a_copy_of_the_context_of_a_replica_belong_to_none(devices):
-    def forward(net: nn.Module, input: Tensor) -> Tensor:
-        context, found = copy_context(), list[bool]()
-        thread = threading.Thread(target=context.run, args=(lambda: found.append(is_in_replica()),))
-        thread.start()
-        thread.join()
-        assert found == [False]
-        assert is_in_replica() == hasattr(net, "_is_replica")
-        return net.bn(input)
-
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3)).double(), devices)
-    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))

@@ -196,14 +196,3 @@ def test_what_a_class_keeps_besides_its_parameters_is_what_a_replica_has(devices
     )
     plain.layer.noted = dict(plain.layer.named_parameters())
     assert_same_step(plain, parallel, doubles(8, 3, devices=devices))
-
-
-@on_devices
-def test_replica_that_moves_itself_to_where_it_is_stays_as_it_is(devices):
-    def forward(net: nn.Module, input: Tensor) -> Tensor:
-        net.to(input.device, input.dtype)
-        return net.linear(net.bn(input))
-
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double(), devices)
-    for _ in range(2):
-        assert_same_step(plain, parallel, doubles(8, 3, devices=devices))

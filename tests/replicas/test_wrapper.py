@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, TwoLayers, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -217,22 +217,6 @@ def test_hooks_run_once_a_replica_with_its_chunk(devices):
     output.backward(torch.randn_like(output))
     chunks = [(name, rows) for name in ("after", "before", "gradient") for rows in (2, 3)]
     assert sorted(seen) == [*chunks, ("wrapper", 5)]
-
-
-def test_replicas_keep_buffers_of_the_first_and_no_attributes(devices):
-    def count(net, input):
-        net.calls += 1
-        net.count += 1
-        return input
-
-    device = as_devices(devices)[0]
-    parallel = DataParallelWithCallback(Net(count, calls=0, count=nn.Buffer(torch.zeros((), device=device))), devices)
-    with pytest.warns(UserWarning, match=r"forward\(\) of Net set calls of replica 0, which ends"):
-        parallel(torch.randn(4, 1, device=device))
-    for _ in range(2):
-        parallel(torch.randn(4, 1, device=device))
-    assert parallel.module.calls == 0
-    assert parallel.module.count == 3
 
 
 @pytest.mark.parametrize("devices", device_lists(4))
