@@ -18,7 +18,6 @@ ends the process, after 11 N seconds; a fixture that hangs ends like this, too. 
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import math
 import os
@@ -216,18 +215,10 @@ class Watchdog:
             os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
-def positive(text: str) -> float:
-    """Return the number that `text` is; for an option."""
-    with suppress(ValueError):
-        if (number := float(text)) > 0:
-            return number
-    raise argparse.ArgumentTypeError(f"expected a positive number, but got {text!r}")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("watchdog").addoption(
         "--patience",
-        type=positive,
+        type=float,
         default=1.0,
         metavar="FACTOR",
         help="multiply the time after which a test counts as hanging (docs/contributing.md)",
