@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -70,29 +69,21 @@ def _build(path: Path, torch: Path, version: str) -> None:
         raise NotPossible("GPUs can only be simulated with a C++ compiler, and neither g++ nor clang++ is on the PATH")
     include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     libraries = torch / "lib"
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may build at once, each into its own file. The last to finish replaces the same by the same.
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    except OSError as error:
-        raise NotPossible(f"the simulated GPUs cannot be kept in {path.parent}: {error}") from error
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     command = [*compiler.split(), *FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     command += [f"-I{folder}" for folder in include]
     command += [str(SOURCES / "module.cpp"), "-o", temporary, f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     command += ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
     print(f"Building the simulated GPUs for torch {version}, which takes about a minute ...", file=sys.stderr)
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            log = path.parent / "build.log"
-            log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
-            raise NotPossible(
-                f"the simulated GPUs could not be built for torch {version} with {compiler}, as {log} says in full"
-            )
-        os.replace(temporary, path)
-    except OSError as error:
-        raise NotPossible(f"the simulated GPUs could not be built with {compiler}: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        os.unlink(temporary)
+        log = path.parent / "build.log"
+        log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
+        raise NotPossible(
+            f"the simulated GPUs could not be built for torch {version} with {compiler}, as {log} says in full"
+        )
+    os.replace(temporary, path)
