@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import Net, as_devices, assert_equal, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_gradient, assert_same_step, doubles, twins
 from torch import nn
 
 # The layers of a recurrent net keep their weights in a list besides. Simulated GPUs lack the kernels of an LSTM.
@@ -69,12 +69,9 @@ def test_dtype_of_a_layer_changes_in_the_replica_alone(devices, layer):
 
 
 def test_other_functions_act_on_the_parameters_of_the_replica():
-    plain, parallel = twins(
-        Net(lambda net, x: net.layer._apply(torch.neg)(x), layer=nn.Linear(3, 3)).double(), ["cpu"] * 2
-    )
-    data = doubles(4, 3)
-    expected = -plain.layer(data)
-    assert_equal(parallel(data), expected)
+    net = Net(lambda net, x: net.layer._apply(torch.neg)(x), layer=nn.Linear(3, 3)).double()
+    (plain, parallel), data = twins(net, ["cpu"] * 2), doubles(4, 3)
+    assert_equal(parallel(data), -plain.layer(data))
 
 
 def test_copies_of_a_layer_of_a_replica_convert_themselves():
@@ -145,10 +142,7 @@ def test_tensor_that_forward_puts_into_the_dictionary_of_a_layer_is_used(devices
         expected.backward(upstream)
         actual.backward(upstream)
         for name, parameter in plain.named_parameters():
-            gradient = parallel.module.get_parameter(name).grad
-            assert (gradient is None) == (parameter.grad is None), name
-            if gradient is not None:
-                assert_equal(gradient, parameter.grad)
+            assert_same_gradient(parallel.module.get_parameter(name).grad, parameter.grad, name)
         for name, buffer in plain.named_buffers():
             assert_equal(parallel.module.get_buffer(name), buffer, name)
         pristine.load_state_dict(parallel.module.state_dict())

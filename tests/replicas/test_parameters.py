@@ -139,14 +139,30 @@ def change(parameter: Tensor) -> None:
         parameter.mul_(2)
 
 
+def changing(net: Net, input: Tensor) -> Tensor:
+    change(net.weight)
+    return input * net.weight
+
+
+def assert_backward_is_refused(tensor: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        tensor.backward(torch.randn_like(tensor))
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @local
 def test_parameters_that_change_between_forward_and_backward_are_refused(devices, frozen):
     for model in twins(scaling().requires_grad_(not frozen), devices):
         output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
         change(next(model.parameters()))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.backward(torch.randn_like(output))
+        assert_backward_is_refused(output)
+
+
+@pytest.mark.filterwarnings("ignore:forward.. modified parameters")
+@local
+def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devices):
+    _, parallel = twins(scaling(changing), devices)
+    assert_backward_is_refused(parallel(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True)))
 
 
 @pytest.mark.parametrize("by", ["input", "weight"])
@@ -158,8 +174,7 @@ def test_parameters_that_change_between_two_backward_passes_are_refused(devices,
         source = input if by == "input" else next(model.parameters())
         (grad,) = torch.autograd.grad(output, source, torch.randn_like(output), create_graph=True)
         change(next(model.parameters()))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            grad.backward(torch.randn_like(grad))
+        assert_backward_is_refused(grad)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -257,19 +272,6 @@ def test_forward_that_adds_a_parameter_to_the_module_itself_has_changed_none(dev
     wrapped = [scaling(adds).to(as_devices(devices)[0])]
     input = torch.randn(6, 4, device=as_devices(devices)[0])
     assert_equal(DataParallelWithCallback(wrapped[0], devices)(input), input * wrapped[0].weight)
-
-
-@pytest.mark.filterwarnings("ignore:forward.. modified parameters")
-@local
-def test_forward_that_changes_a_parameter_which_a_backward_needs_is_refused(devices):
-    def changes(net: Net, input: Tensor) -> Tensor:
-        change(net.weight)
-        return input * net.weight
-
-    model = DataParallelWithCallback(scaling(changes).to(as_devices(devices)[0]), devices)
-    output = model(torch.randn(6, 4, device=as_devices(devices)[0], requires_grad=True))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.backward(torch.randn_like(output))
 
 
 @torch.inference_mode()
