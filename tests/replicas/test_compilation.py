@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import WithPipe, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, WithPipe, assert_same_state, assert_same_step, doubles, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,45 +44,32 @@ def _nothing_compiled_before(monkeypatch):
     torch.compiler.reset()
 
 
-def normalize_twice(bn, input):
-    """Call a layer in the middle, and once more."""
-    return torch.tanh(bn(torch.relu(bn(input * 2)) + input)) * 3
+def body(function):
+    """Return a convolution and a norm, and a function of them that is their forward."""
+    return Net(function, conv=nn.Conv2d(3, 4, 1), bn=nn.BatchNorm2d(4))
 
 
-class Body(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-
-    def forward(self, input):
-        return self.bn(self.conv(input))
-
-
-class WholeForward(Body):
-    @torch.compile(backend="eager")
-    def forward(self, input):
-        return normalize_twice(self.bn, self.conv(input))
-
-
-class GradientsToo(Body):
-    @torch.compile(backend="aot_eager")
-    def forward(self, input):
-        return normalize_twice(self.bn, self.conv(input))
-
-
-class Checkpoint(Body):
-    def body(self, input):
-        return torch.tanh(self.bn(torch.tanh(self.conv(input))))
-
-    @torch.compile(backend="eager")
-    def forward(self, input):
-        return checkpoint(self.body, input * 2, use_reentrant=False) * 3
-
-
-@pytest.mark.parametrize("net", [WholeForward, pytest.param(GradientsToo, marks=pytest.mark.slow)])
-def test_compiled_callers_train_and_evaluate_as_on_one_device(net):
+def replicas(net):
     # On the CPU: the simulated GPUs replace functions of torch that the compiler wants to know.
-    plain, parallel = twins(net().double(), ["cpu"] * 2, timeout=SECONDS)
+    return twins(net, ["cpu"] * 2, timeout=SECONDS)
+
+
+def once(net, input):
+    return torch.tanh(net.bn(torch.tanh(net.conv(input))))
+
+
+def twice(net, input):
+    """Call a layer in the middle, and once more."""
+    return torch.tanh(net.bn(torch.relu(net.bn(net.conv(input) * 2)) + 1)) * 3
+
+
+def checkpointed(net, input):
+    return checkpoint(once, net, input * 2, use_reentrant=False) * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_callers_train_and_evaluate_as_on_one_device(backend):
+    plain, parallel = replicas(body(torch.compile(twice, backend=backend)).double())
     for training in (True, True, False, True):
         plain.train(training)
         parallel.train(training)
@@ -94,13 +81,8 @@ def test_layer_is_compiled_once_and_not_in_every_forward():
         compiled.append(graph)
         return graph.forward
 
-    class Counted(Body):
-        @torch.compile(backend=count)
-        def forward(self, input):
-            return torch.tanh(self.bn(self.conv(input) * 2))
-
     compiled = []
-    _, parallel = twins(Counted(), ["cpu"] * 2, timeout=SECONDS)
+    _, parallel = replicas(body(torch.compile(once, backend=count)))
     for _ in range(3):
         parallel(torch.randn(4, 3, 4, 5))
     before = len(compiled)
@@ -111,17 +93,16 @@ def test_layer_is_compiled_once_and_not_in_every_forward():
 
 
 def test_checkpoint_in_a_compiled_forward_is_exact_and_counted_once():
-    plain, parallel = twins(Checkpoint().double(), ["cpu"] * 2, timeout=SECONDS)
+    plain, parallel = replicas(body(torch.compile(checkpointed, backend="eager")).double())
     for _ in range(2):
-        data = doubles(6, 3, 4, 5)
-        grad = doubles(6, 4, 4, 5)
-        (plain.body(data * 2) * 3).backward(grad)
+        data, grad = doubles(6, 3, 4, 5), doubles(6, 4, 4, 5)
+        (once(plain, data * 2) * 3).backward(grad)
         parallel(data).backward(grad)
         assert_same_state(parallel, plain)
 
 
 def test_compiled_backward_trains_as_on_one_device():
-    plain, parallel = twins(Body().double(), ["cpu"] * 2, timeout=SECONDS)
+    plain, parallel = replicas(body(once).double())
     data, grad = doubles(6, 3, 4, 5), doubles(6, 4, 4, 5)
 
     @torch.compile(backend="eager")
@@ -148,12 +129,7 @@ def test_compiled_normalization_of_ones_own_meets_the_others():
 
 
 def test_graph_that_must_not_break_is_refused_with_what_to_do():
-    class Whole(Body):
-        @torch.compile(backend="eager", fullgraph=True)
-        def forward(self, input):
-            return torch.relu(self.bn(self.conv(input)))
-
-    _, parallel = twins(Whole(), ["cpu"] * 2, timeout=SECONDS)
+    _, parallel = replicas(body(torch.compile(once, backend="eager", fullgraph=True)))
     with pytest.raises(Exception, match="got fullgraph=True; leave that out, or compile the functions between"):
         parallel(torch.randn(4, 3, 4, 5))
     parallel.eval()
@@ -172,11 +148,12 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-class Scaling(Body):
+class Scaling(nn.Module):
     """Compiles a layer that has a hook, which is a method."""
 
     def __init__(self):
         super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
         self.conv.register_forward_hook(self.scale)
 
     def scale(self, module, args, output):
@@ -187,6 +164,6 @@ class Scaling(Body):
 
 
 def test_hook_that_is_a_method_is_compiled_with_its_layer():
-    plain, parallel = twins(Scaling().double(), ["cpu"] * 2, timeout=SECONDS)
+    plain, parallel = replicas(Scaling().double())
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(6, 3, 2, 2))
