@@ -96,13 +96,6 @@ class WithText(Exception):
         self.__notes__ = "of the user"
 
 
-class WithoutNotes(Exception):
-    """Refuses notes."""
-
-    def add_note(self, note: str) -> None:
-        raise LookupError("no notes")
-
-
 def _of_user() -> ValueError:
     error = ValueError("the cause")
     error.batch = 7
@@ -118,7 +111,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "unprintable": lambda: Unprintable("the cause"),
     "group": lambda: ExceptionGroup("the cause", [ValueError("one"), OSError("two")]),
     "exit": lambda: SystemExit(3),
-    "refuses notes": lambda: WithoutNotes("the cause"),
 }
 
 

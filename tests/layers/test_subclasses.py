@@ -13,10 +13,6 @@ from sync_batchnorm import DataParallelWithCallback, sync_moments
 pytestmark = usual_kernels
 
 
-class Tagged(Tensor):
-    """As plain as a subclass can be."""
-
-
 class WithMeta(Tensor):
     """Has an attribute, which the results of operations take over from the first of their arguments that has one."""
 
@@ -31,17 +27,12 @@ class WithMeta(Tensor):
         return result
 
 
-def tagged(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(Tagged)
-
-
 def with_meta(tensor: Tensor) -> Tensor:
     made = tensor.as_subclass(WithMeta)
     made.meta = {"spacing": 2}
     return made
 
 
-SUBCLASSES = pytest.mark.parametrize("make", [tagged, with_meta])
 ACTIVATIONS = pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ReLU(), nn.Identity()], ids=str)
 
 
@@ -70,32 +61,30 @@ def assert_same_on_leaves(plain: nn.Module, parallel: nn.Module, devices: Any, d
 
 
 @ACTIVATIONS
-@SUBCLASSES
 @pytest.mark.parametrize("where", ["input", "model"])
 @pytest.mark.parametrize("devices", device_lists(1, 2, 3))
-def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_device(devices, where, make, activation):
+def test_step_on_a_subclass_from_outside_or_inside_of_the_model_equals_one_device(devices, where, activation):
     inside = where == "model"
-    plain, parallel = twins(making(activation, *([make] if inside else [])).double(), devices)
+    plain, parallel = twins(making(activation, *([with_meta] if inside else [])).double(), devices)
     for training in (True, False):
         plain.train(training)
         parallel.train(training)
         data = doubles(7, 3, 8, 8, devices=devices)
-        assert_same_on_leaves(plain, parallel, devices, data, (lambda leaf: leaf) if inside else make)
+        assert_same_on_leaves(plain, parallel, devices, data, (lambda leaf: leaf) if inside else with_meta)
     if inside:
         assert sorted(map(str, parallel.module.seen)) == sorted(map(str, plain.seen * len(devices)))
 
 
-@SUBCLASSES
 @pytest.mark.parametrize("devices", device_lists(2, 3))
-def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_torch(devices, make):
+def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_torch(devices):
     def look(net: Net, input: Tensor) -> Tensor:
         seen.append(type(input))
-        return make(input * 2)
+        return with_meta(input * 2)
 
     seen: list[Any] = []
     _, parallel = twins(Net(look), devices)
     data = torch.randn(6, 3, device=as_devices(devices)[0])
-    for input in (data, make(data)):
+    for input in (data, with_meta(data)):
         output = parallel(input)
         assert type(output) is Tensor
         assert_equal(output, data * 2)
@@ -103,17 +92,16 @@ def test_replicas_get_plain_chunks_and_outputs_of_a_subclass_are_gathered_as_by_
 
 
 def test_parameter_of_a_subclass_has_its_gradient(devices):
-    weight = nn.Parameter(tagged(doubles(4, devices=devices)))
+    weight = nn.Parameter(with_meta(doubles(4, devices=devices)))
     parallel = DataParallelWithCallback(Net(lambda net, input: input * net.weight, weight=weight), devices)
     input, grad = (doubles(6, 4, devices=devices) for _ in range(2))
     parallel(input).backward(grad)
     assert_equal(parallel.module.weight.grad.as_subclass(Tensor), (input * grad).sum(0))
 
 
-@SUBCLASSES
-def test_moments_of_a_subclass_are_those_of_the_tensor(make):
+def test_moments_of_a_subclass_are_those_of_the_tensor():
     data = doubles(6, 3, 4)
-    mean, var, count = sync_moments(make(data), None)
+    mean, var, count = sync_moments(with_meta(data), None)
     assert count == 24
     assert_equal(mean.as_subclass(Tensor), data.mean((0, 2)))
     assert_equal(var.as_subclass(Tensor), data.var((0, 2), correction=0))
