@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages
+from sync_batchnorm import DataParallelWithCallback, SyncMaster, convert_model, merge_messages, revert_model
+from sync_batchnorm.layers import _SynchronizedBatchNorm
 from sync_batchnorm.wrapper.devices import unsupported_by_torch
 
 
@@ -67,6 +68,18 @@ def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
 def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
     """Return the class of every module of `model`."""
     return {name: type(module) for name, module in model.named_modules()}
+
+
+def assert_converts_and_reverts(model: nn.Module, what: str) -> None:
+    """Check that conversion synchronizes every batch norm, changes nothing but classes, and is undone."""
+    parts, kinds, metadata = anatomy(model), classes(model), model.state_dict()._metadata
+    assert convert_model(model) is model, what  # without a warning
+    layers = {name for name, kind in kinds.items() if issubclass(kind, nn.modules.batchnorm._BatchNorm)}
+    assert layers == {name for name, layer in model.named_modules() if isinstance(layer, _SynchronizedBatchNorm)}, what
+    assert all(isinstance(module, kinds[name]) for name, module in model.named_modules()), what
+    assert (anatomy(model), model.state_dict()._metadata) == (parts, metadata), what
+    assert revert_model(model) is model, what
+    assert (anatomy(model), classes(model), model.state_dict()._metadata) == (parts, kinds, metadata), what
 
 
 def saved_bytes(output: Tensor) -> int:

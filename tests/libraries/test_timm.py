@@ -9,17 +9,17 @@ import types
 
 import pytest
 import torch
-from helpers import anatomy, assert_same_state, classes, skip_module_without
+from helpers import assert_converts_and_reverts, assert_same_state, classes, skip_module_without
 from torch import nn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
+    SynchronizedBatchNorm2d,
     assert_synchronized,
     convert_model,
     patch_sync_batchnorm,
     revert_model,
 )
-from sync_batchnorm.layers import _SynchronizedBatchNorm
 
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 skip_module_without("timm")  # Some Python has no wheel of what it needs.
@@ -27,10 +27,6 @@ skip_module_without("timm")  # Some Python has no wheel of what it needs.
 pytestmark = pytest.mark.watchdog(120.0)
 NAME = "mobilenetv3_small_050"
 QUICK = {"efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"}
-
-
-def synchronized(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, _SynchronizedBatchNorm)]
 
 
 @pytest.fixture
@@ -44,16 +40,7 @@ def net() -> nn.Module:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in zoo.TIMM]
 )
 def test_every_batch_norm_of_a_family_converts_and_reverts_to_what_it_was(name):
-    model = zoo.build_timm(name)
-    parts, kinds = anatomy(model), classes(model)
-    layers = zoo.batch_norms(model)
-    assert layers
-    convert_model(model)  # without a warning
-    assert synchronized(model) == layers == zoo.batch_norms(model)
-    assert all(isinstance(layer, kinds[name]) for name, layer in model.named_modules())
-    assert anatomy(model) == parts
-    assert classes(revert_model(model)) == kinds
-    assert anatomy(model) == parts
+    assert_converts_and_reverts(zoo.build_timm(name), name)
 
 
 @pytest.mark.parametrize("name", [NAME, pytest.param("regnety_002", marks=pytest.mark.slow)])
@@ -94,4 +81,4 @@ def test_a_class_of_that_name_from_elsewhere_is_left(module):
     net = nn.Sequential(nn.BatchNorm2d(3), stranger(3), nn.BatchNorm2d(3))
     with pytest.warns(UserWarning, match="- 1: BatchNormAct2d has a forward of its own"):
         convert_model(net)
-    assert synchronized(net) == [net[0], net[2]]
+    assert [isinstance(layer, SynchronizedBatchNorm2d) for layer in net] == [True, False, True]

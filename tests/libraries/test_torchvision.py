@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers import anatomy, classes
-from torch import nn
+from helpers import assert_converts_and_reverts
 
-from sync_batchnorm import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    assert_matches_one_device,
-    convert_model,
-    revert_model,
-)
+from sync_batchnorm import assert_matches_one_device, convert_model
 
 zoo = pytest.importorskip("zoo")  # which needs torchvision
-
-KINDS = {
-    nn.BatchNorm1d: SynchronizedBatchNorm1d,
-    nn.BatchNorm2d: SynchronizedBatchNorm2d,
-    nn.BatchNorm3d: SynchronizedBatchNorm3d,
-}
 
 
 @pytest.mark.watchdog(240.0)
@@ -38,17 +24,7 @@ def test_every_model_converts_and_reverts_to_what_it_was(names, expected):
         for flag, layer in enumerate(zoo.batch_norms(model)):
             layer.train(flag % 3 > 0).requires_grad_(flag % 2 > 0)
         layer.register_forward_hook(lambda *_: None)
-        parts, kinds, metadata = anatomy(model), classes(model), model.state_dict()._metadata
-
-        assert convert_model(model) is model
-        assert anatomy(model) == parts, name
-        assert classes(model) == {part: KINDS.get(cls, cls) for part, cls in kinds.items()}, name
-        assert model.state_dict()._metadata == metadata, name
-
-        assert revert_model(model) is model
-        assert anatomy(model) == parts, name
-        assert classes(model) == kinds, name
-        assert model.state_dict()._metadata == metadata, name
+        assert_converts_and_reverts(model, name)
         converted += 1
     assert converted >= expected
 
