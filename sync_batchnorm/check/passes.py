@@ -268,7 +268,7 @@ def _pair(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tenso
 
 def _norms(actual: Tensor, expected: Tensor) -> str:
     size, whole = float(actual.norm()), float(expected.norm())
-    if not whole:
+    if whole <= LEAST * size:
         return "only replicas have one"
     ratio = f"its norm in replicas is {size / whole:.3} times that on one device"
     return ratio if size else "it is missing, or zero, in replicas, as after detach or no_grad"

@@ -67,6 +67,16 @@ class MeanInBackward(torch.autograd.Function):
         return grad / len(grad)
 
 
+class NormInBackward(MeanInBackward):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+def norm_backward(self, x):
+    return NormInBackward.apply(x)
+
+
 class SumInBackward(MeanInBackward):
     @staticmethod
     def backward(ctx, grad):
@@ -643,6 +653,10 @@ PLANTED = {  # how to build the model, its input, what the message is, options
     "gradient that replicas drop behind one of zero": (
         *(lambda: Apply(drop_gradient_beside_zero, nn.Linear(3, 2), nn.Linear(3, 2)), VECTORS),
         f"{GRADIENT}...: it is missing, or zero, in replicas, as after detach or no_grad; look for",
+    ),
+    "gradient that is nothing but rounding on one device": (
+        *(lambda: convert_model(nn.Sequential(nn.Linear(3, 3), Apply(norm_backward), nn.BatchNorm1d(3))), VECTORS),
+        "that of 0.bias: only replicas have one, while that of 2.bias, before it",
     ),
     "gradient of a scalar": (
         *(lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)).mean(), nn.Linear(3, 2)), VECTORS),
