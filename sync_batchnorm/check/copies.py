@@ -159,6 +159,7 @@ _PROBABILITIES = {
     "timm": ["drop_prob"],
     "transformers": ["drop_prob", "layerdrop"],
     "monai": ["drop_prob", "drop_connect_rate"],
+    "segmentation_models_pytorch": ["_drop_connect_rate"],
 }
 
 
