@@ -159,6 +159,9 @@ def device_lists(*sizes: int) -> list[Any]:
     return lists
 
 
+INTERLEAVED = [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)] if CUDA_COUNT > 1 else []
+
+
 @pytest.fixture(params=device_lists(1, 2, 3, 4))
 def devs(request: pytest.FixtureRequest) -> list[str] | list[int]:
     """The devices of one to four replicas."""

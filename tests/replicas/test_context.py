@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import INTERLEAVED, device_lists
 from helpers import Net, as_devices, assert_same_step, doubles, twins
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
@@ -85,13 +85,12 @@ def where(net: nn.Module, input: Tensor) -> Tensor:
     return net.bn(input) + made
 
 
-SHARED = [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)] if CUDA_COUNT > 1 else []
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("wrapper", [DataParallelWithCallback, Wrapper])
 @pytest.mark.parametrize("way", ["set", "with"])
-@pytest.mark.parametrize("devices", [param for param in [*device_lists(2), *SHARED] if param.values[0][0] != "cpu"])
+@pytest.mark.parametrize(
+    "devices", [param for param in [*device_lists(2), *INTERLEAVED] if param.values[0][0] != "cpu"]
+)
 def test_default_device_of_the_kind_of_the_replicas_is_that_of_each(devices, way, wrapper):
     if wrapper is Wrapper and len(set(devices)) < len(devices):
         pytest.skip("torch refuses replicas that share a device")

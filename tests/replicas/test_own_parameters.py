@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import CUDA_COUNT, INTERLEAVED, device_lists
 from helpers import Net, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from sync_batchnorm import convert_model
 
-REPEATED = [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)] if CUDA_COUNT > 1 else []
-on_devices = pytest.mark.parametrize("devices", [*device_lists(2, 3), *REPEATED])
+on_devices = pytest.mark.parametrize("devices", [*device_lists(2, 3), *INTERLEAVED])
 
 
 ON_CPU = not CUDA_COUNT

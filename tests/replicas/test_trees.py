@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import CUDA_COUNT, INTERLEAVED, device_lists
 from helpers import Cache, Net, as_devices, doubles
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback
 
-INTERLEAVED = pytest.param([0, 1, 0, 1], marks=[pytest.mark.cuda, pytest.mark.skipif(CUDA_COUNT < 2, reason="GPUs")])
-on_devices = pytest.mark.parametrize("devices", [*device_lists(2, 3), INTERLEAVED])
+on_devices = pytest.mark.parametrize("devices", [*device_lists(2, 3), *INTERLEAVED])
 
 
 @dataclass

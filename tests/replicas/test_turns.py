@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA_COUNT
+from conftest import CUDA_COUNT, INTERLEAVED, device_lists
 from forks import forked, let_python_swallow, needs_fork
 from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
 from torch import Tensor, nn
@@ -24,12 +24,8 @@ from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaste
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.random_states import RandomStates
 
-SHARED = [pytest.param(["cpu"] * 4, id="cpu-4")]
-if CUDA_COUNT:
-    SHARED += [pytest.param([0, 0], id="cuda0-2", marks=pytest.mark.cuda)]
-if CUDA_COUNT > 1:
-    SHARED += [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)]
-shared_devices = pytest.mark.parametrize("devices", SHARED)
+ONE_DEVICE = [param for param in device_lists(4) if len(set(param.values[0])) == 1]
+shared_devices = pytest.mark.parametrize("devices", [*ONE_DEVICE, *INTERLEAVED])
 
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "module": nn.Dropout(0.4),
@@ -74,7 +70,7 @@ def seeded_step(parallel: nn.DataParallel, how: str, data: Tensor, grad: Tensor)
 
 @pytest.mark.parametrize("how", ["checkpoint", "nested", "save_on_cpu"])
 @pytest.mark.parametrize("draw", RANDOM.values(), ids=list(RANDOM))
-@pytest.mark.parametrize("devices", SHARED[:2])  # Of several devices, autograd runs recomputations at the same time.
+@pytest.mark.parametrize("devices", ONE_DEVICE)  # Of several devices, autograd runs recomputations at the same time.
 def test_recomputation_draws_what_its_forward_pass_has_drawn(devices, draw, how):
     _, parallel = twins(Random(draw).double(), devices)
     data, grad = doubles(16, 6, devices=devices), doubles(16, 5, devices=devices)
