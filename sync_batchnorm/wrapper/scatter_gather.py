@@ -39,24 +39,15 @@ def cut(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device],
     `dims` has the dimension of each leaf that is cut. Each chunk has a copy of every other tensor, list and dict, and
     all chunks share what is neither.
     """
-    chunks: list[Sequence[Any]] = []
-    of_torch: dict[int, list[int]] = {}  # the places of the leaves that torch cuts along a dimension
     with torch.DisableTorchFunctionSubclass():  # Chunks are plain tensors, as those that torch makes.
-        for leaf, dim in zip(tree.leaves, dims, strict=True):
-            if by_torch and dim is not None:
-                of_torch.setdefault(dim, []).append(len(chunks))
-                chunks.append(())
-            else:
-                chunks.append(_chunks(leaf, dim, devices))
-        for dim, places in of_torch.items():
-            of_devices = scatter_by_torch(tuple([tree.leaves[i].value for i in places]), devices, dim)
-            for i, of_leaf in zip(places, zip(*of_devices, strict=True), strict=True):
-                chunks[i] = of_leaf
+        chunks = [_chunks(leaf, dim, devices, by_torch) for leaf, dim in zip(tree.leaves, dims, strict=True)]
     return [tree.build(iter(of_device)) for of_device in zip(*chunks, strict=True)]
 
 
-def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device]) -> Sequence[Any]:
+def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Any]:
     path, value, named = leaf
+    if dim is not None and by_torch:
+        return scatter_by_torch(value, devices, dim)  # type: ignore[no-any-return]
     if dim is not None:
         return [piece.to(at, copy=True) for piece, at in zip(value.chunk(len(devices), dim), devices, strict=True)]
     if leaf.is_list():
@@ -85,19 +76,14 @@ def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool 
     """
     first, *others = [Tree(output, dims, ("output",), is_output=True) for output in outputs]
     joined: list[Any] = []
-    groups: dict[int, list[int]] = {}  # the places of the leaves that are put together along a dimension
-    values = _values_by_leaf(first, others)
-    for i, leaf in enumerate(first.leaves):
+    for leaf, values in zip(first.leaves, _values_by_leaf(first, others), strict=True):
         if isinstance(leaf.value, Tensor) and leaf.dim is not None:
             along = leaf.dimension(dim, _OUT_DIMS) if leaf.value.dim() else dim if leaf.dim is USUAL else leaf.dim
-            groups.setdefault(along, []).append(i)
+            joined.append(_join_tensors(values, device, along, by_torch))
         elif leaf.is_list():
-            leaf = leaf._replace(value=[entry for entries in values[i] for entry in entries])
-        joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
-    for along, places in groups.items():
-        tensors = _join_groups([values[i] for i in places], device, along, by_torch)
-        for i, tensor in zip(places, tensors, strict=True):
-            joined[i] = tensor
+            joined.append(_moved(leaf._replace(value=[entry for entries in values for entry in entries]), device))
+        else:
+            joined.append(leaf.value if leaf.dim is USUAL else _moved(leaf, device))
     return first.build(iter(joined))
 
 
@@ -152,35 +138,28 @@ def _agree(leaf: Leaf, other: Any) -> bool:
         return False
 
 
-def _join_groups(
-    groups: Sequence[Sequence[Tensor]], device: torch.device, dim: int, by_torch: bool
-) -> Sequence[Tensor]:
-    """Return one tensor for each group of tensors, one of each replica."""
+def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_torch: bool) -> Tensor:
     try:
         if by_torch:
-            return gather_by_torch(list(zip(*groups, strict=True)), str(device), dim)  # type: ignore[arg-type, no-any-return]
+            return gather_by_torch(tensors, str(device), dim)  # type: ignore[arg-type, no-any-return]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
-            return [_join_tensors([tensor.to(device) for tensor in tensors], dim) for tensors in groups]
+            on_device = [tensor.to(device) for tensor in tensors]
+            if tensors[0].dim() or dim:
+                return torch.cat(on_device, dim)
+            vector = torch.stack(on_device)
     except (RuntimeError, IndexError) as error:
-        for tensors in groups:
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            other_sizes = {(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}
-            why = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
-            if len({*map(len, shapes)}) == 1:
-                why = (
-                    f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, "
-                    "for example with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the "
-                    "samples in out_dims"
-                )
-            if len(other_sizes) > 1:
-                raise RuntimeError(f"replicas returned tensors of shapes {shapes}{why}") from error
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        other_sizes = {(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}
+        why = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
+        if len({*map(len, shapes)}) == 1:
+            why = (
+                f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for "
+                "example with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the samples "
+                "in out_dims"
+            )
+        if len(other_sizes) > 1:
+            raise RuntimeError(f"replicas returned tensors of shapes {shapes}{why}") from error
         raise
-
-
-def _join_tensors(tensors: list[Tensor], dim: int) -> Tensor:
-    if tensors[0].dim() or dim:
-        return torch.cat(tensors, dim)
-    vector = torch.stack(tensors)
     warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
     return vector
