@@ -140,6 +140,15 @@ def test_chunks_that_do_not_belong_together_are_refused_with_names_and_remedy(ki
         call(args, {})
 
 
+def test_tensors_whose_rows_are_in_proportion_are_cut_as_by_torch(devices):
+    parallel = DataParallelWithCallback(Takes(), devices)
+    tensors = [torch.arange(rows, device=as_devices(devices)[0]) for rows in (8, 16)]
+    for pair in (tensors, tensors[::-1]):
+        chunks, _ = parallel.scatter(tuple(pair), {}, parallel.device_ids)
+        for tensor, pieces in zip(pair, zip(*chunks, strict=True), strict=True):
+            assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in tensor.chunk(len(devices))]
+
+
 def test_arguments_without_the_dimension_of_the_wrapper_are_refused():
     text = "y of shape (4,) has no dimension 1; name the dimension of its samples in in_dims, or None there if every"
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -102,15 +102,6 @@ def test_every_replica_has_a_scalar_tensor_on_its_device(devices, rows):
     assert_equal(*[torch.autograd.grad(output, factor, grad)[0] for output in outputs])
 
 
-@pytest.mark.parametrize("sizes", [(8, 16), (16, 8)], ids=str)
-@pytest.mark.parametrize("devices", device_lists(2, 4))
-def test_tensors_whose_rows_are_in_proportion_are_cut_as_by_torch(devices, sizes):
-    body = lambda net, images, labels: net.bn(images).sum((0, 1)).view(1) + labels.sum(0, keepdim=True)  # noqa: E731
-    plain, parallel = twins(Net(body, bn=nn.BatchNorm1d(3)).double(), devices)
-    inputs = doubles(sizes[0], 3, devices=devices), doubles(sizes[1], devices=devices)
-    assert_equal(parallel(*inputs).sum(), plain(*inputs).sum())
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("devices", device_lists(4))
 def test_fewer_samples_than_devices_may_come_with_arguments_that_are_no_tensors(devices, rows):
@@ -121,21 +112,17 @@ def test_fewer_samples_than_devices_may_come_with_arguments_that_are_no_tensors(
     assert_equal(parallel(input=input, factor=2), plain(2, input))
 
 
-def failing_forward(net, input):
-    """Raises a `KeyError` in the replicas whose numbers, which are its input, it is told."""
-    if int(input[0]) in net.failing:
-        raise KeyError("no such key")
-    return input
-
-
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
 def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
+    def forward(net, number):
+        if int(number) in failing:
+            raise KeyError("no such key")
+
+    first, *_ = of_replicas = as_devices(devices)
     with pytest.raises(KeyError, match="no such key") as caught:
-        DataParallelWithCallback(Net(failing_forward, failing=failing), devices)(
-            torch.arange(2.0, device=as_devices(devices)[0])
-        )
+        DataParallelWithCallback(Net(forward), devices)(torch.arange(2, device=first))
     (note,) = caught.value.__notes__
-    who = f"replica {min(failing)} on device {as_devices(devices)[min(failing)]}"
+    who = f"replica {min(failing)} on device {of_replicas[min(failing)]}"
     assert note.startswith(f"Caught KeyError in {who}.\nTraceback (most recent call last):\n")
     assert 'raise KeyError("no such key")' in note
 
