@@ -159,6 +159,11 @@ def device_lists(*sizes: int) -> list[Any]:
     return lists
 
 
+def needs_two_gpus(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of two GPUs."""
+    return pytest.mark.cuda(pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")(test))
+
+
 INTERLEAVED = [pytest.param([0, 1, 0, 1], id="cuda-0101", marks=pytest.mark.cuda)] if CUDA_COUNT > 1 else []
 
 

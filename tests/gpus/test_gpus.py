@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import CUDA_COUNT, device_lists, needs_two_gpus
 from helpers import (
     Net,
     TwoLayers,
@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
-from sync_batchnorm.wrapper.devices import check_copies
 
 pytestmark = [
     pytest.mark.cuda,
@@ -296,53 +295,7 @@ def test_replicas_of_which_one_normalizes_on_the_cpu_are_told(on_cpu):
         parallel(torch.randn(4, 3).cuda(), torch.arange(2).repeat_interleave(2).cuda())
 
 
-@pytest.fixture
-def copies_are_not_checked_yet():
-    check_copies.cache_clear()
-    yield
-    check_copies.cache_clear()
-
-
-def losing_copies(source, target):
-    """Return a `Tensor.to` whose copies from one device to another leave zeros."""
-    right = torch.Tensor.to
-
-    def to(self, *args, **kwargs):
-        copied = right(self, *args, **kwargs)
-        return copied.zero_() if (self.device.index, copied.device.index) == (source, target) else copied
-
-    return to
-
-
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("mode", "modes"), [(0, []), (2, ["default", 2])])
-@pytest.mark.usefixtures("copies_are_not_checked_yet")
-def test_copies_are_checked_outside_of_the_debug_mode_that_refuses_waits(mode, modes, monkeypatch):
-    called = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", called.append)
-    monkeypatch.setattr(torch.Tensor, "to", losing_copies(None, 0))  # which says nothing of copies between GPUs
-    check_copies(frozenset(as_devices([0, 1])))
-    assert called == modes
-
-
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
-@pytest.mark.usefixtures("copies_are_not_checked_yet")
-def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
-    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
-    before = copy.deepcopy(parallel.state_dict())
-    with monkeypatch.context() as faulty:
-        faulty.setattr(torch.Tensor, "to", losing_copies(*pair))
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"a copy from cuda:{pair[0]} to cuda:{pair[1]} does not arrive"):
-                parallel(torch.randn(4, 3, device="cuda"))
-    for name, value in parallel.state_dict().items():
-        assert torch.equal(value, before[name])
-    parallel(torch.randn(4, 3, device="cuda"))
-
-
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_replica_that_is_stuck_on_a_gpu_is_not_waited_for():
     release = threading.Event()
 

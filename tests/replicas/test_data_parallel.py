@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, device_lists
+from conftest import device_lists, needs_two_gpus
 from helpers import Net, TwoLayers, are_distinct_gpus, as_devices, assert_equal, assert_same_step, doubles, twins
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -127,8 +127,7 @@ def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
     assert 'raise KeyError("no such key")' in note
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize("devices", [[0, 0, 1], [1, 0, 1, 0]], ids=str)
 def test_some_replicas_may_share_a_gpu(devices):
     plain, parallel = twins(TwoLayers().double(), devices)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import CUDA_COUNT
+from conftest import CUDA_COUNT, needs_two_gpus
 from helpers import assert_same_step, doubles, in_threads
 from torch import nn
 
-from sync_batchnorm import convert_model, patch_replication_callback
+from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.wrapper.copies import make_replicas
 from sync_batchnorm.wrapper.devices import as_device, check_copies
 from sync_batchnorm.wrapper.scatter_gather import join
@@ -32,6 +32,43 @@ def test_replicas_on_one_device_ask_nothing(ids, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", None)
     monkeypatch.setattr(torch.Tensor, "to", None)
     check_copies(devices_of(ids))
+
+
+def losing_copies(source, target):
+    """Return a `Tensor.to` whose copies from one device to another leave zeros."""
+    right = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        copied = right(self, *args, **kwargs)
+        return copied.zero_() if (self.device.index, copied.device.index) == (source, target) else copied
+
+    return to
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(("mode", "modes"), [(0, []), (2, ["default", 2])])
+def test_copies_are_checked_outside_of_the_debug_mode_that_refuses_waits(mode, modes, monkeypatch):
+    called = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", called.append)
+    monkeypatch.setattr(torch.Tensor, "to", losing_copies(None, 0))  # which says nothing of copies between GPUs
+    check_copies(devices_of([0, 1]))
+    assert called == modes
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
+def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
+    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
+    before = copy.deepcopy(parallel.state_dict())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(torch.Tensor, "to", losing_copies(*pair))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"a copy from cuda:{pair[0]} to cuda:{pair[1]} does not arrive"):
+                parallel(torch.randn(4, 3, device="cuda"))
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(value, before[name])
+    parallel(torch.randn(4, 3, device="cuda"))
 
 
 @pytest.mark.skipif(CUDA_COUNT > 0, reason="for machines without a GPU")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CUDA_COUNT, INTERLEAVED, device_lists
+from conftest import INTERLEAVED, device_lists, needs_two_gpus
 from helpers import Cache, Net, as_devices, doubles
 from torch import Tensor, nn
 
@@ -269,8 +269,7 @@ def test_dataclass_on_one_device_is_moved_or_passed(devices):
     assert parallel(Batch(doubles(4, 2))).images.device == as_devices(devices)[0]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_torch_moves_each_tensor_of_a_tree_once(monkeypatch):
     def counted(name):
         function = getattr(nn.parallel, name)

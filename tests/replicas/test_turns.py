@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CUDA_COUNT, INTERLEAVED, device_lists
+from conftest import CUDA_COUNT, INTERLEAVED, device_lists, needs_two_gpus
 from forks import forked, let_python_swallow, needs_fork
 from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, doubles, in_threads, twins
 from torch import Tensor, nn
@@ -122,8 +122,7 @@ def test_generators_of_the_caller_move_on_alike_however_much_replicas_draw_and_n
     assert torch.equal(none[0], torch.get_rng_state())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(CUDA_COUNT < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_distinct_accelerators_take_no_turns(monkeypatch):
     monkeypatch.delattr(RandomStates, "__init__")
     plain, parallel = twins(TwoLayers().double(), [0, 1])
