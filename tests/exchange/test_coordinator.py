@@ -333,12 +333,3 @@ def test_records_change_only_with_the_lock_held(monkeypatch, act):
     act(coordinator)
     assert changes
     assert all(changes)
-
-
-def test_item_that_comes_when_a_wait_ends_is_no_timeout():
-    coordinator = Coordinator(["cpu"] * 2)
-    replica = coordinator._records[0]
-    replica.mailbox.put((True, "the answer"))
-    coordinator._waited(replica, time.monotonic() - coordinator.timeout)
-    assert coordinator._broken is None
-    assert coordinator._wait(replica) == "the answer"
