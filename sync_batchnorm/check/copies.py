@@ -8,12 +8,12 @@ import math
 import random
 import sys
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -285,35 +285,20 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
 
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     """Return a hook that refers in its closure to modules of a copy, where it has referred to those of the user."""
-    items = items_of(hook) if isinstance(hook, FunctionType) else {}
-    if not copies.keys() & set(map(id, items.values())):
+    closure = closure_of(hook)
+    if not copies.keys() & set(map(id, closure)):
         return hook
-    rebound = {name: copies.get(id(item), item) for name, item in items.items()}
-    code = hook.__code__
-    cells = tuple([CellType(rebound[name]) if name in rebound else CellType() for name in code.co_freevars])
-    defaults = tuple([item for key, item in rebound.items() if isinstance(key, int)])
-    function = FunctionType(code, hook.__globals__, hook.__name__, defaults, cells)
+    cells = tuple([CellType(copies.get(id(value), value)) for value in closure])
+    function = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
     function.__kwdefaults__ = hook.__kwdefaults__
     return function
 
 
-def items_of(container: Any) -> dict[Any, Any]:
-    """Return what is in a container, by index, key or name; in a function, its defaults and what it closes over.
-
-    This calls no code of the container, which may raise: not its `__iter__`, nor that which a weak proxy would call.
-    """
-    cls = type(container)
-    if issubclass(cls, dict):
-        return dict(dict.items(container))
-    for sequence in (list, deque, tuple, set):
-        if issubclass(cls, sequence):
-            return dict(enumerate(sequence.__iter__(container)))
-    if issubclass(cls, FunctionType):
-        cells = zip(container.__code__.co_freevars, container.__closure__ or (), strict=True)
-        filled = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-        return {**dict(enumerate(container.__defaults__ or ())), **filled}
-    is_object = not issubclass(cls, (nn.Module, ModuleType)) and (is_dataclass(cls) or not callable(container))
-    return dict(getattr(container, "__dict__", {})) if is_object else {}
+def closure_of(hook: Any) -> list[Any]:
+    """Return the values of the variables in the closure of a function; nothing if one is not set yet."""
+    with suppress(ValueError):
+        return [cell.cell_contents for cell in hook.__closure__ or ()] if isinstance(hook, FunctionType) else []
+    return []
 
 
 class Rows(NamedTuple):

@@ -4,9 +4,9 @@ A pass is recorded, and run once more with one thing as it is on one device; a c
 """
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import children_of, tensors_in
 from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, samples_of, suspects_in
-from .copies import Call, InDouble, Rows, border, copied, items_of, seed
+from .copies import Call, InDouble, Rows, border, closure_of, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
@@ -240,8 +240,15 @@ def _are_same(actual: Any, expected: Any, depth: int) -> bool:
         return type(actual) is type(expected) and agree(actual, expected)
     if not depth or isinstance(expected, nn.Module):
         return True
-    some, all_ = ([*items, *items.values()] for items in (items_of(actual), items_of(expected)))
+    some, all_ = _items_of(actual), _items_of(expected)
     return len(some) == len(all_) and all(_are_same(*pair, depth - 1) for pair in zip(some, all_, strict=True))
+
+
+def _items_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    is_plain = isinstance(value, (list, tuple, set, deque))
+    return list(value if is_plain else getattr(value, "__dict__", {}).values())
 
 
 def _holds_list(tree: Any, length: int) -> bool:
@@ -293,8 +300,7 @@ def text_of_hooks(model: nn.Module) -> str:
     texts = []
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
-            closure = items_of(hook).values() if isinstance(hook, FunctionType) else ()
-            for other in [item for item in closure if isinstance(item, nn.Module)]:
+            for other in [value for value in closure_of(hook) if isinstance(value, nn.Module)]:
                 words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
