@@ -39,11 +39,11 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     if actual.shape != expected.shape:
         return math.inf
     tolerance = tolerance_of(expected)
-    found, wanted = numbers_of(actual), numbers_of(expected)
-    difference = _largest(found - wanted)
+    values, right = numbers_of(actual), numbers_of(expected)
+    difference = _largest(values - right)
     if not math.isfinite(difference):
-        equal = found.isclose(wanted, rtol=0.0, atol=0.0, equal_nan=True)
-        difference = _largest((found - wanted).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
+        equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
+        difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
     if difference <= max(rounding, tolerance * size):  # which is so for most, and saves a look at the values
         return 0.0
     relative = difference / max(size, largest(expected))
@@ -80,23 +80,23 @@ def _largest(numbers: Tensor) -> float:
     return max(-float(low), float(high))  # Both are NaN if one number is.
 
 
-def chunk_of(whole: Tensor, like: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a chunk, in the layout that is nearer to `like`; see `samples_of`."""
-    wanted = range(rows.first, rows.first + rows.number)
-    block = whole if rows == WHOLE else samples_of(whole, like, rows, wanted)
-    if rows == WHOLE or not (by := gap(like, block)):
+def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
+    """Return the rows of a chunk, in the layout that is nearer to `chunk`; see `samples_of`."""
+    wanted = range(rows.first, rows.first + rows.size)
+    block = whole if rows == WHOLE else samples_of(whole, chunk, rows, wanted)
+    if rows == WHOLE or not (by := gap(chunk, block)):
         return block
-    blocks = samples_of(whole, like, rows, wanted, has_blocks=True)
-    return blocks if gap(like, blocks) < by else block
+    blocks = samples_of(whole, chunk, rows, wanted, has_blocks=True)
+    return blocks if gap(chunk, blocks) < by else block
 
 
-def samples_of(whole: Tensor, like: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool = False) -> Tensor:
-    """Return the wanted samples of `whole`; `like` shows, by those of `rows`, which dimensions have samples.
+def samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool = False) -> Tensor:
+    """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples.
 
     They lie in one block, or in each of several, as those of two views in one batch.
     """
-    for dim, (size, whole_size) in enumerate(zip(like.shape, whole.shape, strict=False)):
-        if size * rows.total == rows.number * whole_size and whole_size and whole_size % rows.total == 0:
+    for dim, (size, whole_size) in enumerate(zip(chunk.shape, whole.shape, strict=False)):
+        if size * rows.total == rows.size * whole_size and whole_size and whole_size % rows.total == 0:
             shape = (-1, rows.total) if has_blocks else (rows.total, -1)
             index = torch.arange(whole_size).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
             whole = whole.index_select(dim, index.flatten())  # In a similarity matrix, two dimensions are samples.
@@ -114,8 +114,8 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
         return
     if isinstance(actual, Mapping) and isinstance(expected, Mapping) and actual.keys() == expected.keys():
         all_ = [expected[key] for key in actual]
-    elif len(some) == rows.number and len(all_) == rows.total:
-        all_ = all_[rows.first : rows.first + rows.number]
+    elif len(some) == rows.size and len(all_) == rows.total:
+        all_ = all_[rows.first : rows.first + rows.size]
     if len(some) != len(all_):
         raise LookupError
     for child, of_whole in zip(some, all_, strict=True):
@@ -176,9 +176,9 @@ class OneDevice(InDouble):
 class Compared(InDouble):
     """Compares each call in a replica with that on one device."""
 
-    def __init__(self, one: OneDevice, replica: int, rows: Sequence[Rows], model: nn.Module) -> None:
+    def __init__(self, one: OneDevice, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
-        self._one, self._replica, self._rows, self._replicas = one, replica, rows[replica], len(rows)
+        self._one, self._number, self._rows, self._replicas = one, number, rows[number], len(rows)
         self._model = model  # the copy that has replicas
 
     def begin(self, call: Call, arguments: Any) -> None:
@@ -195,8 +195,8 @@ class Compared(InDouble):
         for actual, right in _compared(output, on_one.output, self._rows):
             if (by := gap(actual, right)) > call.gap:
                 call.gap, call.part = by, names[id(actual)]
-                call.where = _rows_that_differ(actual, right, self._rows.number)
-        call.module, call.replica, call.arguments = None, self._replica, call.arguments if call.gap else None
+                call.where = _rows_that_differ(actual, right, self._rows.size)
+        call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):
             del self._one.calls[call.key]
@@ -223,10 +223,10 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
     """
     modules = dict(model.named_modules())[call.key[0]].modules()
     synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
-    if synchronizes and not all(found.agrees for found in call.in_replicas):
+    if synchronizes and not all(other.agrees for other in call.in_replicas):
         return []
-    suspects = [found for found in call.in_replicas if found.agrees and found.gap]
-    return sorted(suspects, key=lambda found: found.replica)  # They have ended in any order.
+    suspects = [other for other in call.in_replicas if other.agrees and other.gap]
+    return sorted(suspects, key=lambda suspect: suspect.number)  # They have ended in any order.
 
 
 def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
@@ -242,11 +242,11 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
                 yield actual, right
 
 
-def _rows_that_differ(actual: Tensor, right: Tensor, number: int) -> list[int]:
+def _rows_that_differ(actual: Tensor, right: Tensor, size: int) -> list[int]:
     """Return which samples of a replica differ; none if its first dimension is not that of samples."""
-    if actual.shape != right.shape or not actual.dim() or len(actual) != number:
+    if actual.shape != right.shape or not actual.dim() or len(actual) != size:
         return []
-    return [i for i in range(number) if gap(actual[i], right[i])]
+    return [i for i in range(size) if gap(actual[i], right[i])]
 
 
 def _corrected(actual: Any, right: Tensor | None) -> Any:

@@ -65,7 +65,7 @@ class Call:
     arguments: Any = None  # on one device, a copy; in a replica, kept while it is a suspect
     output: Any = None  # on one device, a copy
     in_replicas: "list[Call]" = field(default_factory=list)  # the same call, compared with that on one device
-    replica: int = 0
+    number: int = 0  # of the replica
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
     part: str = "output"  # which of its outputs that is
@@ -263,11 +263,11 @@ class Copy:
                 parameter.add_(-size if first < 0 else size)  # Zeros move upwards: a root of them stays a number.
 
     @torch.no_grad()
-    def move(self, number: int, by: float = 0.01) -> None:
+    def move(self, index: int, by: float = 0.01) -> None:
         """Move all parameters that train by about this much of each value, in each pass otherwise."""
         for name, parameter in self.module.named_parameters():
             if _trains(parameter) and by:
-                parameter.addcmul_(_numbers_like(parameter, f"{number} {name}"), parameter.abs(), value=by)
+                parameter.addcmul_(_numbers_like(parameter, f"{index} {name}"), parameter.abs(), value=by)
 
 
 def _trains(parameter: Tensor) -> bool:
@@ -305,7 +305,7 @@ class Rows(NamedTuple):
     """Which rows of a batch a chunk has."""
 
     first: int
-    number: int
+    size: int
     total: int
 
 
@@ -342,23 +342,23 @@ class _RunInMode(Run):
             return super().__call__(*args, **kwargs)
 
 
-def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, number: int) -> CheckedWrapper:
+def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
     """Return a wrapper for so many CPU replicas of `module`, with the methods and attributes of the user's wrapper."""
-    made = CheckedWrapper(module, ["cpu"] * number)
+    parallel = CheckedWrapper(module, ["cpu"] * replicas)
     wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
-    object.__setattr__(made, "__class__", type(cls.__name__, bases, methods))
+    object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
-    made.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
-    made.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
-    made.overridden = [name for name in _METHODS if _overrides(cls, name) or name in vars(wrapper)]
-    for name in made.overridden:
+    parallel.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
+    parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
+    parallel.overridden = [name for name in _METHODS if _overrides(cls, name) or name in vars(wrapper)]
+    for name in parallel.overridden:
         method: Any = vars(wrapper).get(name)  # one that was set on the object
         if getattr(method, "__self__", None) is wrapper:
-            made.__dict__[name] = MethodType(method.__func__, made)
-    return made
+            parallel.__dict__[name] = MethodType(method.__func__, parallel)
+    return parallel
 
 
 def _overrides(cls: Any, name: str) -> bool:
@@ -373,15 +373,15 @@ def as_tuple(args: Any) -> tuple[Any, ...]:
 
 def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Rows]:
     """Return which rows each replica gets; raise an error for fewer than two chunks."""
-    number = len(parallel.device_ids)
-    if number < 2:
-        raise ValueError(f"expected at least two replicas to compare, but got replicas={number}; pass a larger number")
+    replicas = len(parallel.device_ids)
+    if replicas < 2:
+        raise ValueError(f"expected at least two replicas to compare, but got {replicas=}; pass a larger number")
     if {"scatter", "forward"}.intersection(parallel.overridden):
         sizes = _sizes_of_scatter(parallel, inputs, kwargs)
     else:
-        sizes = Arguments(parallel, inputs, kwargs, number).sizes
+        sizes = Arguments(parallel, inputs, kwargs, replicas).sizes
     if len(sizes) < 2 and "forward" in parallel.overridden:  # which may cut the batch in another way
-        sizes = [1] * number
+        sizes = [1] * replicas
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
     return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]

@@ -66,29 +66,29 @@ _PLAIN_NORM = (
 class Investigation:
     """The pass that differs, taken again by other copies and recorded."""
 
-    def __init__(self, passes: Passes, number: int, found: Difference) -> None:
-        self._passes, self._number, self._found = passes, number, found
-        before = [Side(passes, is_one, number).module for is_one in (True, False) if number]
+    def __init__(self, passes: Passes, index: int, difference: Difference) -> None:
+        self._passes, self._index, self._difference = passes, index, difference
+        before = [Side(passes, is_one, index).module for is_one in (True, False) if index]
         self._lost = _different_attributes(*before)[:_MOST] if before else []
-        self._record, self._one = OneDevice(passes.dtype), Side(passes, True, number)
-        self._of_one = self._one.take(number, found.kind, [self._record])
-        self._many = Side(passes, False, number)  # not before, to hold less at a time
+        self._record, self._one = OneDevice(passes.dtype), Side(passes, True, index)
+        self._of_one = self._one.take(index, difference.kind, [self._record])
+        self._many = Side(passes, False, index)  # not before, to hold less at a time
         model = self._many.module
         modes = [Compared(self._record, i, passes.rows, model) for i in range(len(passes.rows))]
-        self._of_many = self._many.take(number, found.kind, modes)
+        self._of_many = self._many.take(index, difference.kind, modes)
 
     def text(self) -> str:
         """Return what differs, where and why."""
-        kind, overridden = self._found.kind, self._many.parallel.overridden
+        kind, overridden = self._difference.kind, self._many.parallel.overridden
         known, state = self._evidence(), self._state()
         where = self._where(state) if known or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
-        text = known or self._found.text
+        text = known or self._difference.text
         if where:
             text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             text = "; ".join(filter(None, [text, note if overridden and kind in IN_FORWARD else "", state]))
-        where = f"in pass {self._number + 1}, while the passes before agree: " if self._number else ""
+        where = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
         text = f"{where}{text}{text_of_hooks(self._one.module)}"
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         return f"{text} (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else text
@@ -105,28 +105,28 @@ class Investigation:
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
-        found = self._found
+        difference = self._difference
         try:
-            after = Side(self._passes, False, self._number).take(self._number, found.kind, modes)
+            after = Side(self._passes, False, self._index).take(self._index, difference.kind, modes)
         except FailsInReplicas:
             return True
-        kind = "output" if found.kind == "shapes" else found.kind
+        kind = "output" if difference.kind == "shapes" else difference.kind
         seen, before = after[kind], self._of_many[kind]
-        return not agree(seen.get(found.name, seen), before.get(found.name, before))
+        return not agree(seen.get(difference.name, seen), before.get(difference.name, before))
 
     def _evidence(self) -> str:
         """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
-        if self._found.kind not in ("loss", "gradient"):
+        if self._difference.kind not in ("loss", "gradient"):
             return ""
         taken = self._of_one, self._of_many
         one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
-        if self._number == 0 and any(other.kind == "loss" for other in differences(one, many)):
+        if self._index == 0 and any(other.kind == "loss" for other in differences(one, many)):
             taken = one, many
         pairs = sorted(scalars(*taken), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
-        text = _evidence(*pairs[0], [rows.number for rows in self._passes.rows])
-        return f"the loss differs: {text}" if self._found.kind == "loss" else f"{self._found.text}; {text}"
+        text = _related(*pairs[0], [rows.size for rows in self._passes.rows])
+        return f"the loss differs: {text}" if self._difference.kind == "loss" else f"{self._difference.text}; {text}"
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
@@ -136,11 +136,12 @@ class Investigation:
         one, model, dtype = self._one.module, self._many.module, self._passes.dtype
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([Corrected(dtype, call, rows) for rows in self._passes.rows]):
-                found, cause = self._cause(call, suspects_in(call, model), state)
-                where = f"{found.part} of {_name_of_call(call, model)}, in replica {found.replica}, {much(found.gap)}"
-                if not cause and found.where:
-                    number = self._passes.rows[found.replica].number
-                    where += f", in its samples {found.where} of {list(range(number))}"
+                suspect, cause = self._cause(call, suspects_in(call, model), state)
+                name = _name_of_call(call, model)
+                where = f"{suspect.part} of {name}, in replica {suspect.number}, {much(suspect.gap)}"
+                if not cause and suspect.where:
+                    number = self._passes.rows[suspect.number].size
+                    where += f", in its samples {suspect.where} of {list(range(number))}"
                 inside = f"{call.key[0]}." if call.key[0] else ""
                 names = [name for name in _different_attributes(one, model) if name.startswith(inside)][:_MOST]
                 changed = f"{', '.join(names)} changed in this pass, and in replicas otherwise"
@@ -150,39 +151,40 @@ class Investigation:
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the cause that is known or that experiments tell."""
-        converted, found = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
-        cause = _cause_in_norm(converted, found.called, len(call.in_replicas)) or self._changed_parameter(call) or state
-        for suspect in suspects if not cause else ():
-            rows, dtype = self._passes.rows[suspect.replica], self._passes.dtype
+        converted, suspect = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
+        in_norm = _cause_in_norm(converted, suspect.called, len(call.in_replicas))
+        cause = in_norm or self._changed_parameter(call) or state
+        for candidate in suspects if not cause else ():
+            rows, dtype = self._passes.rows[candidate.number], self._passes.dtype
             with suppress(Exception):  # It may not run again.
-                cause = Experiment(converted, suspect.arguments, call.arguments, rows, dtype).cause(call.module)
+                cause = Experiment(converted, candidate.arguments, call.arguments, rows, dtype).cause(call.module)
             if cause:
-                found = suspect
+                suspect = candidate
                 break
-        if cause in ("", SAMPLES) and "batch_norm" in found.called:
+        if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
             cause = _PLAIN_NORM
-        elif not cause and "grad" in found.called and any(map(_uses_batch, converted.modules())):
+        elif not cause and "grad" in suspect.called and any(map(_uses_batch, converted.modules())):
             cause = _GRADIENT
         elif cause in (SAMPLES, PLACE, BOTH, SIZE):
             cause += _where_else(call.module)
-            if _holds_list(found.arguments, rows.total):
+            if _holds_list(suspect.arguments, rows.total):
                 cause += _LIST
-        return found, cause
+        return suspect, cause
 
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
         inside = {f"{call.key[0]}.{name}".strip(".") for name, _ in call.module.named_parameters()}
         inside &= self._of_many["parameter"].keys() - self._of_one["assigned"].keys()
-        for found in differences(self._of_one, self._of_many):
-            if found.kind == "parameter" and found.name in inside:
+        for difference in differences(self._of_one, self._of_many):
+            if difference.kind == "parameter" and difference.name in inside:
                 return (
-                    f"its forward() changes the parameter {found.name} in place, and each replica once more, as all "
-                    "share its memory; compute another tensor from it, or change it outside the forward pass"
+                    f"its forward() changes the parameter {difference.name} in place, and each replica once more, as "
+                    "all share its memory; compute another tensor from it, or change it outside the forward pass"
                 )
         return ""
 
 
-def _evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
+def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
     numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
@@ -199,8 +201,8 @@ def _evidence(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) 
         for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
             equal, what_to_do = f"the {way}", remedy
         broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
-        found = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
-        text += broken[0] if broken else f"; {found}: {equal} is that of one device"
+        values = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
+        text += broken[0] if broken else f"; {values}: {equal} is that of one device"
     return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
 
 
@@ -225,13 +227,13 @@ def _different_attributes(one: nn.Module, many: nn.Module) -> list[str]:
 
 def _attributes_of(model: nn.Module) -> dict[str, Any]:
     """Return the attributes, parameters and buffers of all modules by name, but for those that each module has."""
-    found = dict[str, Any]()
+    attributes = dict[str, Any]()
     for name, module in model.named_modules():
         # Running statistics follow from what goes into a layer.
         left_out = {*_OF_MODULES, *_RUNNING} if isinstance(module, BatchNormBase) else _OF_MODULES
-        attributes = {**vars(module), **module._parameters, **module._buffers}
-        found |= {f"{name}.{key}".strip("."): attributes[key] for key in attributes if key not in left_out}
-    return found
+        members = {**vars(module), **module._parameters, **module._buffers}
+        attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
+    return attributes
 
 
 def _are_same(actual: Any, expected: Any, depth: int) -> bool:
@@ -318,7 +320,7 @@ class Experiment:
     def __init__(self, module: nn.Module, some: Any, whole: Any, rows: Rows, dtype: torch.dtype) -> None:
         """`some` has the arguments in a replica, with some `rows` of those on one device, `whole`."""
         self._module, self._some, self._whole, self._rows, self._dtype = module, some, whole, rows, dtype
-        self._here, self._everywhere = range(rows.first, rows.first + rows.number), range(rows.total)
+        self._here, self._everywhere = range(rows.first, rows.first + rows.size), range(rows.total)
         self._has_blocks = False
         self._has_blocks = not agree(self._selected(some, whole, self._here), some)
 
@@ -378,7 +380,7 @@ class Experiment:
             return {key: self._selected(some[key], whole[key], rows) for key in some}
         if type(some) not in (list, tuple):
             return some
-        if len(some) == self._rows.number and len(whole) == self._rows.total:
+        if len(some) == self._rows.size and len(whole) == self._rows.total:
             return type(some)(whole[row] for row in rows)
         return type(some)(self._selected(*pair, rows) for pair in zip(some, whole, strict=True))
 

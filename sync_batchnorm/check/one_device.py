@@ -76,13 +76,13 @@ def assert_matches_one_device(
     if active_group(None) is not None:
         raise RuntimeError("expected a single process, as the copies would exchange with others; call it in one alone")
     wrapper = model if isinstance(model, nn.DataParallel) else None
-    number = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
+    replicas = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
     model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
     gradients = torch.inference_mode(False), torch.enable_grad()
     with random_states_kept(), torch.compiler.set_stance("force_eager"), gradients[0], gradients[1]:
         try:
             with silence() as warned:
-                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, number, loss, dtype))
+                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             raise _error_of(failure, warned) from failure.__cause__
     for text in warned:
@@ -101,26 +101,26 @@ def _error_of(failure: AssertionError | FailsInReplicas, warned: Sequence[str]) 
 def _compare(passes: Passes) -> None:
     """Raise an error for the first difference beyond rounding; warn of equal chunks if they may hide one."""
     one, many = None, None
-    for number in range(_PASSES):
-        one = one or Side(passes, True, number)
-        of_one = _on_one_device(passes, one, number)
-        many = many or Side(passes, False, number)  # not before, to hold less at a time
-        of_many = many.take(number)
+    for index in range(_PASSES):
+        one = one or Side(passes, True, index)
+        of_one = _on_one_device(passes, one, index)
+        many = many or Side(passes, False, index)  # not before, to hold less at a time
+        of_many = many.take(index)
         if next(differences(of_one, of_many), None) is None:
             _warn_of_equal_chunks(passes, of_one, of_many)
         else:
             one = many = None
-            found = _beyond_rounding(passes, number, (of_one, of_many))
-            if found is not None:
+            difference = _beyond_rounding(passes, index, (of_one, of_many))
+            if difference is not None:
                 del of_one, of_many
-                raise AssertionError(Investigation(passes, number, found).text())
+                raise AssertionError(Investigation(passes, index, difference).text())
         del of_one, of_many
 
 
-def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
+def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
     """Take a pass; an error gets notes, also if it is not raised in float32."""
     try:
-        return one.take(number)
+        return one.take(index)
     except Exception as error:
         add_note(error, f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}.")
         if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
@@ -136,41 +136,41 @@ def _on_one_device(passes: Passes, one: Side, number: int) -> Pass:
 
 def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
-    if len({number for _, number, _ in passes.rows}) == 1 and are_means:
+    if len({rows.size for rows in passes.rows}) == 1 and are_means:
         warn_once(
-            f"all chunks have {passes.rows[0].number} rows, so that the mean of a chunk that each replica returns "
+            f"all chunks have {passes.rows[0].size} rows, so that the mean of a chunk that each replica returns "
             f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, which make unequal "
             "chunks, unless those of your training are always equal"
         )
 
 
-def _beyond_rounding(passes: Passes, number: int, pair: Pair) -> Difference | None:
+def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:
     """Return the first difference that a change of the parameters by rounding does not make, too."""
-    rounding = _moved(passes, number, pair, ROUNDING[passes.dtype])
+    rounding = _moved(passes, index, pair, ROUNDING[passes.dtype])
     for is_repeated in (False, True):
         if is_repeated:  # What moves without a change, too, as random numbers do, is no rounding.
-            itself = _moved(passes, number, pair, 0.0)
+            itself = _moved(passes, index, pair, 0.0)
             rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
-        for found in differences(*pair, rounding):
-            if found.kind != "buffer" or _is_state(passes, number, pair, str(found.name)):
-                return found
+        for difference in differences(*pair, rounding):
+            if difference.kind != "buffer" or _is_state(passes, index, pair, str(difference.name)):
+                return difference
     return None
 
 
-def _moved(passes: Passes, number: int, pair: Pair, noise: float) -> dict[Key, float]:
+def _moved(passes: Passes, index: int, pair: Pair, noise: float) -> dict[Key, float]:
     """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
-    found = dict[Key, float]()
+    moves = dict[Key, float]()
     for is_one, before in zip((True, False), pair, strict=True):
-        for key, by in moved(before, Side(passes, is_one, number, noise).take(number)).items():
-            found[key] = max(by, found.get(key, 0.0))
-    return found
+        for key, by in moved(before, Side(passes, is_one, index, noise).take(index)).items():
+            moves[key] = max(by, moves.get(key, 0.0))
+    return moves
 
 
-def _is_state(passes: Passes, number: int, pair: Pair, name: str) -> bool:
+def _is_state(passes: Passes, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
-    side = Side(passes, True, number)
+    side = Side(passes, True, index)
     with suppress(Exception):  # if it depends on the buffer, or makes it anew
         buffer = side.module.get_buffer(name)
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
-        return bool(gap(side.take(number, "buffer")["buffer"][name], pair[0]["buffer"][name]))
+        return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
     return True

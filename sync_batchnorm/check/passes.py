@@ -18,7 +18,7 @@ __all__: list[str] = []
 IN_FORWARD = ("output", "shapes", "value", "loss")  # kinds of what the caller sees without a backward pass
 _BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does, by dtype
-_NOISE = -1  # the number of the move of parameters by rounding
+_NOISE = -1  # in place of the index of a pass, where parameters move by rounding
 
 Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
@@ -55,7 +55,7 @@ class Passes:
 class Side(Copy):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
 
-    def __init__(self, passes: Passes, is_one: bool, number: int = 0, noise: float = 0, is_moved: bool = True) -> None:
+    def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
         if is_one:
@@ -64,18 +64,18 @@ class Side(Copy):
         if is_moved:
             self.move_constants()
         self.move(_NOISE, noise)
-        for before in range(number):
+        for before in range(index):
             self.take(before)
 
-    def take(self, number: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
-        """Take a pass, as far as tensors of a kind need it; its number gives random numbers, others in replicas."""
+    def take(self, index: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
+        """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
         if self._is_moved:
-            self.move(number)  # before the first pass, too: copies that begin equal hide what stands before them
+            self.move(index)  # before the first pass, too: copies that begin equal hide what stands before them
         plain = [InDouble(self._passes.dtype) for _ in self._passes.rows[: 1 if self._is_one else None]]
         self.parallel.modes, self.parallel.returned = modes or plain, []
-        seed(number if self._is_one else 1000 + number)
+        seed(index if self._is_one else 1000 + index)
         try:
-            return self._taken(number < _BACKWARD and kind not in IN_FORWARD)
+            return self._taken(index < _BACKWARD and kind not in IN_FORWARD)
         except Exception as error:
             if self._is_one:
                 raise
@@ -249,10 +249,10 @@ def _names_in(taken: Pass) -> list[Key]:
 
 
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
-    shapes, found = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
-    pairs = zip(shapes, found, strict=False)
-    if len(shapes) != len(found) or any(a != b and math.prod(a) != 1 for a, b in pairs):
-        yield Difference("shapes", "", f"outputs have shapes {shapes} on one device, {found} in replicas; {_ROWS}")
+    of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
+    pairs = zip(of_one, of_many, strict=False)
+    if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in pairs):
+        yield Difference("shapes", "", f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
             text = f"{path} is {value!r} on one device, {other!r} in replicas: what is no tensor is that of replica 0"
@@ -261,9 +261,9 @@ def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
 
 def _pair(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return two tensors, zeros for one that is None, or is there on one side only."""
-    like = next((tensor for tensor in (actual, expected) if tensor is not None), torch.zeros(()))
-    found, wanted = (torch.zeros_like(like) if tensor is None else tensor for tensor in (actual, expected))
-    return found.to_dense(), wanted.to_dense()
+    either = next((tensor for tensor in (actual, expected) if tensor is not None), torch.zeros(()))
+    actual, expected = (torch.zeros_like(either) if tensor is None else tensor for tensor in (actual, expected))
+    return actual.to_dense(), expected.to_dense()
 
 
 def _norms(actual: Tensor, expected: Tensor) -> str:
@@ -276,10 +276,10 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor, str]]:
     """Return what replicas return where that is a number from each, what one device returns, and which output it is."""
-    parts, found = many["returned"].values(), list[tuple[Tensor, Tensor, str]]()
+    parts, pairs = many["returned"].values(), list[tuple[Tensor, Tensor, str]]()
     for i, tensor in one["output"].items():
         if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
             numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
             name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""
-            found.append((numbers, tensor.double().real.reshape(()), name))
-    return found
+            pairs.append((numbers, tensor.double().real.reshape(()), name))
+    return pairs
