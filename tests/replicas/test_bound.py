@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -85,6 +86,9 @@ class Keeping(nn.Module):
         if kind == "backward pre hook":
             self.layer.register_full_backward_pre_hook(self.before_call)
 
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.alive[0].add(self)
+
     def on_call(self, module: nn.Module, before: Any, after: Any) -> None:
         self.hook(after[0] if isinstance(after, tuple) else after)
 
@@ -119,10 +123,6 @@ KINDS = [
 ]  # fmt: skip
 
 
-def modules_alive() -> int:
-    return sum([isinstance(item, Keeping) for item in gc.get_objects()])
-
-
 @pytest.mark.pairs
 @pytest.mark.once("kind", "keep")
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,26 +132,22 @@ def modules_alive() -> int:
 @pytest.mark.filterwarnings("ignore:forward.. of Keeping set|Using backward.. with create_graph=True")
 def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices, create_graph, in_hook, keep, kind):
     """Also where the collector is off: the replicas are in no cycle that Python would have to find."""
-    gc.collect()
-    before = modules_alive()
     model = convert_model(Keeping(kind, keep, in_hook)).to(as_devices(devices)[0])
     parallel = DataParallelWithCallback(model, devices)
-    alive = []
+    model.alive, numbers = [WeakSet[nn.Module]()], []
     gc.disable()
     try:
-        for _ in range(6):
+        for _ in range(4):
             output = parallel(torch.randn(8, 3, device=as_devices(devices)[0]))
             output.square().sum().backward(create_graph=create_graph)
             parallel.zero_grad()
             if kind in ("checkpoint", "hook of forward"):  # whose cycles are those of the program
                 gc.collect()
-            alive.append(modules_alive() - before)
+            numbers.append(len(model.alive[0]))
     finally:
         gc.enable()
     # What a backward pass keeps is kept again in the next one, when a later pass has replicas, too.
-    assert max(alive[1:]) <= 1 + len(devices) * (2 if in_hook and create_graph else 1)
-    del parallel, model, output
-    gc.collect()
+    assert max(numbers[1:]) <= len(devices) * (2 if in_hook and create_graph else 1)
 
 
 class Closed(dict):
