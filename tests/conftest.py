@@ -179,6 +179,15 @@ def devices(request: pytest.FixtureRequest) -> list[str] | list[int]:
     return request.param
 
 
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Let threads give up the interpreter lock as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 @pytest.fixture(params=list(WRAPPERS))
 def wrap(request: pytest.FixtureRequest) -> Callable[..., torch.nn.DataParallel]:
     """Every way to run replicas; what must be told must be told in all of them, and without the timeout."""

@@ -1,6 +1,5 @@
 """The autograd node of a call: the graph around it, what that keeps alive, and its backward in all its forms."""
 
-import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -176,6 +175,7 @@ def differentiating_twice(net, input):
     return torch.autograd.grad(grad, input, torch.sin(input.detach()))[0]
 
 
+@pytest.mark.usefixtures("many_switches")
 def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices):
     plain, parallel = twins(Net(differentiating_twice, bn=nn.BatchNorm2d(3)).double(), devices)
     data = doubles(4, 3, 2, 3, devices=devices)
@@ -185,13 +185,8 @@ def test_replicas_may_take_gradients_of_gradients_in_their_forward(devices):
         (grad,) = torch.autograd.grad(output[rows], input, torch.cos(data[rows]), create_graph=True)
         (second,) = torch.autograd.grad(grad[rows], input, torch.sin(data[rows]), retain_graph=True)
         expected.append(second[rows])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(50):
-            assert_equal(parallel(data), torch.cat(expected))
-    finally:
-        sys.setswitchinterval(interval)
+    for _ in range(50):
+        assert_equal(parallel(data), torch.cat(expected))
 
 
 def training_inside(net, input, weights):
@@ -218,17 +213,13 @@ def freeing_inside(net, input, weights):
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
+@pytest.mark.usefixtures("many_switches")
 def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices):
     _, parallel = twins(Net(freeing_inside, net=TwoLayers()).double(), devices)
     data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(20):
-            with pytest.raises(RuntimeError, match=SECOND_TIME):
-                parallel(data, weights)
-    finally:
-        sys.setswitchinterval(interval)
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match=SECOND_TIME):
+            parallel(data, weights)
 
 
 class Outputs:

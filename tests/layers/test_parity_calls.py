@@ -2,7 +2,6 @@
 
 import os
 import random
-import sys
 
 import torch
 from conftest import usual_kernels
@@ -76,16 +75,11 @@ def yielding(net, input):
     return input
 
 
-def test_many_forwards_under_frequent_thread_switches_stay_equal():
+def test_many_forwards_under_frequent_thread_switches_stay_equal(many_switches):
     net = nn.Sequential(*[layer for _ in range(3) for layer in (Net(yielding), nn.BatchNorm1d(3), nn.Linear(3, 3))])
     plain, parallel = twins(net.double(), ["cpu"] * 4)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for i in range(40):
-            data = doubles(4 + i % 7, 3)
-            with torch.no_grad():
-                assert_equal(parallel(data), plain(data), f"forward {i}")
-    finally:
-        sys.setswitchinterval(interval)
+    for i in range(40):
+        data = doubles(4 + i % 7, 3)
+        with torch.no_grad():
+            assert_equal(parallel(data), plain(data), f"forward {i}")
     assert_same_state(parallel, plain)

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,15 +79,7 @@ def test_recomputation_draws_what_its_forward_pass_has_drawn(devices, draw, how)
         assert_equal(ours, expected, tolerance=1e-12)
 
 
-@pytest.fixture
-def _many_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("_many_switches")
+@pytest.mark.usefixtures("many_switches")
 @shared_devices
 def test_one_seed_gives_one_result(devices):
     _, parallel = twins(Random(F.dropout), devices)
