@@ -47,15 +47,15 @@ STATE = (
     "what it keeps on itself, and what it reads elsewhere"
 )
 _LIST = (
-    "; among its arguments, each replica gets a list of as many items as the batch has samples: if it has one for "
-    'each, name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
+    "; each replica gets a whole list or tensor of as many items as the batch has samples: if it has one for each, "
+    'name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
 )
 _FORMULA = (
     'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 )
 _GRADIENT = (
-    "it calls torch.autograd.grad, and in a replica that is the gradient of its own chunk, which synchronized layers "
-    "share with the others; compute it outside the forward pass, from the gathered output"
+    "it calls torch.autograd.grad, which in a replica goes back through synchronized layers for its own chunk only, "
+    "not for the others; compute it outside the forward pass, from the gathered output"
 )
 _PLAIN_NORM = (
     "it calls F.batch_norm, or a batch norm that is no submodule of it; assign a batch norm to an attribute, not to a "
@@ -254,7 +254,9 @@ def _items_of(value: Any) -> list[Any]:
 
 
 def _holds_list(tree: Any, length: int) -> bool:
-    """Return whether there is a list of this length, without tensors, in a tree."""
+    """Return whether there is a tensor of this length in a tree, or a list without tensors."""
+    if isinstance(tree, Tensor):
+        return tree.dim() > 0 and len(tree) == length
     is_list = isinstance(tree, (list, tuple)) and len(tree) == length and not tensors_in(tree)
     return is_list or any(_holds_list(child, length) for child in children_of(tree).values())
 

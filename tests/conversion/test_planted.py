@@ -536,9 +536,11 @@ def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
 
 def test_a_list_that_each_replica_gets_whole_is_said():
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
-    with pytest.raises(AssertionError, match=r"depends on its place.*gets a list of as many items as the batch"):
+    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
         assert_matches_one_device(ByNumbers(), BATCH, numbers)
     assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": 0}), BATCH, numbers)
+    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
+        assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
 def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
