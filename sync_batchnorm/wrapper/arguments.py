@@ -76,7 +76,8 @@ class Arguments:
         # On one device without `in_dims`, nothing is cut and nothing is named.
         kinds = parameters_of(wrapper.module) if wrapper.in_dims or most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
-        arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
+        # Cut to equal lengths: the compiler of torch 2.8 cannot trace a zip of others.
+        arguments: dict[str, Any] = dict(zip(names[: len(inputs)], inputs[: len(names)], strict=True))
         self._number, self._dim, self._most, self._rest = len(arguments), wrapper.dim, most, ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")

@@ -108,6 +108,11 @@ class _WeakHook(NamedTuple):
     def bound(self) -> Any:
         return bind(self.hook, self._of_replica)
 
+    @property
+    def __self__(self) -> Any:
+        """The module of the replica: the compiler of torch 2.8 looks at what the method is bound to."""
+        return self._of_replica(self.hook.__self__)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the hook, as the compiler does, and who looks it up by its number."""
         hook = self.hook
