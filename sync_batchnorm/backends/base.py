@@ -6,7 +6,6 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +19,6 @@ __all__: list[str] = []
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the statistics of inputs of `dtype`: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def channel_count(input: Tensor) -> int:
-    """Return the number of elements per channel, also for an input without channels."""
-    return input.shape[0] * math.prod(input.shape[2:])
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:
@@ -231,18 +225,13 @@ class Backend:
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
         replaced a smaller variance, if it `clamps`.
         """
-        all_means: list[Tensor] = []
-        all_variances: list[Tensor] = []
-        for pair in statistics:
-            mean, var = as_pair(pair)
-            all_means.append(mean)
-            all_variances.append(var)
-        means = torch.cat(all_means).to(dtype=self.merge_dtype)  # (P, C)
-        variances = torch.cat(all_variances).to(dtype=self.merge_dtype)
+        pairs = list(map(as_pair, statistics))
+        means = torch.cat([mean for mean, _ in pairs]).to(dtype=self.merge_dtype)  # (P, C)
+        variances = torch.cat([var for _, var in pairs]).to(dtype=self.merge_dtype)
         if isinstance(counts, Tensor):
             fractions: Tensor | None = (counts / counts.sum().clamp(min=1))[:, None]
         else:
-            fractions = _fractions([len(mean) for mean in all_means], counts, means)
+            fractions = _fractions([len(mean) for mean, _ in pairs], counts, means)
         mean, var = merge_moments(means, variances, fractions)
         if running is not None:
             running.update(mean, var, total)

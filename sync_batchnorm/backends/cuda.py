@@ -35,6 +35,7 @@ from .base import (
 
 __all__: list[str] = []
 
+_gather_stats = torch.batch_norm_gather_stats_with_counts
 _NEARLY_ZERO = 1e-30  # The kernel that merges would divide by the count of a first process that has no elements.
 
 
@@ -60,21 +61,19 @@ class Cuda(Backend):
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, eps, clamps, running)
-        means, invstds, on_device = _stacked(statistics, counts)
+        means, invstds, vector = _stacked(statistics, counts)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
             momentum, buffers, running = running.count_call(), (running.mean, running.var), None
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            means, means, invstds, *buffers, momentum, eps, on_device
-        )
+        mean, invstd = _gather_stats(means, means, invstds, *buffers, momentum, eps, vector)
+        clamped = None
         if clamps or running is not None:
             var = (invstd.pow(-2) - eps).clamp_(min=0)
-        if running is not None:
-            running.update(mean, var, total)
-        clamped = None
-        if clamps:
-            invstd, clamped = invstd_of(var, eps, clamps)
+            if running is not None:
+                running.update(mean, var, total)
+            if clamps:
+                invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
     def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:

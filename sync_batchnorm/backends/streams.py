@@ -75,7 +75,7 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor) and value.is_cuda:
             with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
-                value.record_stream(current_stream(value.device))
+                value.record_stream(stream_at(value.device.index))
 
 
 def in_order_with_engine(
@@ -95,12 +95,7 @@ def in_order_with_engine(
     ready = first.record_event()
     for other in others:
         other.wait_event(ready)
-    try:
-        for grad in grads:
-            if grad is not None:
-                grad.record_stream(streams[grad.device])
-    except RuntimeError:  # One is a batched gradient, which has no memory of its own.
-        _record_on_current_streams(grads)
+    _record_on_current_streams(grads)
     results = function(*args)
     for other in others:
         first.wait_stream(other)

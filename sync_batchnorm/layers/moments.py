@@ -1,12 +1,13 @@
 """Mean and variance over all replicas, for a normalization of one's own: the public pipes, and operators of torch."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.base import channel_count, merge_moments, reduced_dims, single_value, statistics_dtype
+from ..backends.base import merge_moments, reduced_dims, single_value, statistics_dtype
 from ..backends.streams import on_default_streams
 from ..call import processes
 from ..meeting import SlavePipe, SyncMaster
@@ -68,7 +69,8 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
 
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
-    values, dims, count = input.to(statistics_dtype(input.dtype)), reduced_dims(input), channel_count(input)
+    values, dims = input.to(statistics_dtype(input.dtype)), reduced_dims(input)
+    count = input.shape[0] * math.prod(input.shape[2:])
     var, mean = torch.var_mean(values, dims, correction=0) if count else (values.sum(dims), values.sum(dims))
     if group is not None:  # Then all processes together, in the graph.
         peers = processes.Peers(group, "sync_moments")
@@ -79,7 +81,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
         mean, var, count = sums[:-1] / total, spread / total, int(sums[-1])
     message = torch.stack((mean, var)), count, input.shape
     if pipe is None:
-        ((_, moments),) = _answers([(None, message)])
+        ((_, moments),) = _merge_moments_of_replicas([(None, message)])
     else:
         moments = pipe.run(message)
     mean, var, count = moments
@@ -89,11 +91,11 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
     devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
-    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, (), _answers, messages)
+    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, (), _merge_moments_of_replicas, messages)
     return answers
 
 
-def _answers(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
+def _merge_moments_of_replicas(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     mean_vars = [mean_var for _, (mean_var, _, _) in messages]
     counts = [elements for _, (_, elements, _) in messages]
     count = sum(counts)

@@ -18,6 +18,16 @@ most once: immediately, in the thread in which one of these conditions becomes t
 Whoever puts an `Item` into the mailbox of a replica takes that replica out of `_waiting`, so no mailbox holds more than
 one. A replica that got its answer before the break returns it, and all replicas get the error in their next call at the
 latest. A broken coordinator stays broken: the next forward pass makes its own.
+
+NOTE [tried in a meeting]: One exchange between 2, 4 and 8 threads takes about 15, 46 and 100 us with a `SimpleQueue`
+for each replica. These are not better:
+
+- one condition of the module threading for all: 28, 45 and 118 us; a barrier of it: twice that;
+- raw locks or events in place of the queues, another switch interval: no gain;
+- waiting in a loop instead of sleeping, turns under a semaphore: no gain with two replicas, little with eight;
+- the last replica that arrives merges, another scheduling policy for the threads: NOTE [tried in a call];
+- records that cost nothing at all: 2 % of a step on two GPUs, so these are not worth a trick;
+- greenlets in place of threads: these would bring most, but then nothing of two replicas overlaps any more.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence

@@ -154,9 +154,9 @@ class SyncMaster(_Member):
             self.begin_anew()
         coordinator, rendezvous = self._coordinator, self._rendezvous
         if len(rendezvous.members) == 1:
-            return self._answers(rendezvous, [(MASTER, msg)])[MASTER]
+            return self._run_callback(rendezvous, [(MASTER, msg)])[MASTER]
         try:
-            answers = self._answers(rendezvous, coordinator.send(rendezvous, MASTER, msg))
+            answers = self._run_callback(rendezvous, coordinator.send(rendezvous, MASTER, msg))
             coordinator.answer(rendezvous, answers)
         except BaseException as error:
             self._interrupt(error)
@@ -165,7 +165,7 @@ class SyncMaster(_Member):
 
     run = run_master
 
-    def _answers(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
+    def _run_callback(self, rendezvous: Rendezvous, messages: Messages) -> dict[Hashable, Any]:
         span = self._coordinator.span
         try:
             with NO_SPAN if span is None else span(f"{rendezvous.name}, merging"):
