@@ -40,9 +40,9 @@ _REQUIRED = {
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 # The names of the dictionaries in which a module has the hooks of its calls. Their keys are the numbers of hooks: some
-# hold the hooks, and some hold a flag of those hooks that have it.
+# hold the hooks, and some hold a flag of those hooks that have it, under the name of the former and what the flag says.
 _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
-FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if name.endswith(("_with_kwargs", "_always_called")))
+FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if any(name.startswith(f"{other}_") for other in _HOOKS))
 HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
 KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"  # an attribute of every module: None without backward hooks
 

@@ -78,7 +78,10 @@ def execute_callbacks(modules: Sequence[nn.Module], coordinator: Coordinator) ->
 
 
 def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
-    """Raise an error, in a replica, for replicas inside of it that would synchronize only with each other."""
+    """Raise an error in a replica whose forward calls a wrapper that trains synchronized layers.
+
+    The inner wrapper would synchronize its own replicas with each other, and with nobody outside.
+    """
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
             raise_foreign_layer(wrapper)

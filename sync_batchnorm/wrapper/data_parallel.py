@@ -69,10 +69,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
             self.module, self.dim, self.device_ids = module, dim, list(devices)
             self.output_device, self.src_device_obj = output or devices[0], devices[0]
         else:
-            torch_output: Any = -1 if output == torch.device("cpu") else output_device
-            super().__init__(module, device_ids, torch_output, dim)  # type: ignore[arg-type]
+            output = -1 if output == torch.device("cpu") else output_device  # as torch takes it
+            super().__init__(module, device_ids, output, dim)  # type: ignore[arg-type]
             if not self.device_ids:  # Without an accelerator, torch returns before it sets these.
-                self.dim, self.output_device = dim, torch_output
+                self.dim, self.output_device = dim, output
                 if devices:
                     warn_once(NO_ACCELERATOR)
         self.__dict__.update(options)
