@@ -437,3 +437,13 @@ def test_thread_that_cannot_be_started_reaches_the_caller_and_releases_the_other
         with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
             parallel(*batch())
     assert_next_forward_is_right(parallel, (0, 0))
+
+
+def test_exit_of_the_only_replica_names_it_and_holds_no_frames():
+    parallel = DataParallelWithCallback(Net(lambda net, x: raising(SystemExit(3))(net, x)), ["cpu"] * 2)
+    with pytest.raises(SystemExit) as caught:
+        parallel(torch.randn(1, 3))
+    (note,) = caught.value.__notes__
+    assert note.startswith("Caught SystemExit in replica 0 on device cpu.")
+    assert "call_replicas" in note
+    assert "call_replicas" not in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
