@@ -151,7 +151,10 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
     except (RuntimeError, IndexError) as error:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         other_sizes = {(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}
-        why = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
+        why = (
+            ": their numbers of dimensions differ, as after squeeze() of a single row; "
+            "write flatten(1) for (N, C, 1, 1), squeeze(1) for (N, 1)"
+        )
         if len({*map(len, shapes)}) == 1:
             why = (
                 f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for "

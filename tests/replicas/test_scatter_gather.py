@@ -187,7 +187,10 @@ def test_arrays_that_replicas_return_must_be_equal():
             parallel(x)
 
 
-DIFFER = ": their numbers of dimensions differ, as after squeeze() of a single row; write squeeze(-1)"
+DIFFER = (
+    ": their numbers of dimensions differ, as after squeeze() of a single row; "
+    "write flatten(1) for (N, C, 1, 1), squeeze(1) for (N, 1)"
+)
 ALONG = "; outputs are put together along dimension 0, so all other sizes must be equal; pad them"
 SIZES: dict[str, Any] = {
     "tensor": (lambda x: x, lambda x: x[:, :1], f"[(3, 2), (3, 1)]{ALONG}"),
