@@ -1,4 +1,4 @@
-"""What pages say in words, tried: accumulation, averages of weights, loops over rows, `squeeze`, norms of a sample."""
+"""What pages say in words, tried: accumulation, averages, loops over rows, `squeeze`, choices, norms of a sample."""
 
 import copy
 import warnings
@@ -60,9 +60,9 @@ def test_statistics_of_averaged_weights_are_those_of_one_device(wraps):
 
 
 class CallsForEachRow(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: bool) -> None:
         super().__init__()
-        self.bn = nn.BatchNorm1d(3)
+        self.bn = nn.BatchNorm1d(3, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.stack([self.bn(row) for row in input])
@@ -83,6 +83,43 @@ def test_rows_of_a_loop_are_normalized_alone_only_with_a_group_size_of_one():
         normalized(rows[:3])
 
 
+def test_checks_of_a_loop_over_rows_need_the_name_of_the_layer_and_no_running_statistics():
+    def alone(**options: bool) -> DataParallelWithCallback:
+        return DataParallelWithCallback(convert_model(CallsForEachRow(**options), group_size=1), CPUS)
+
+    with pytest.raises(RuntimeError, match=r"module\.bn .*group_size of 1 makes groups"):
+        assert_synchronized(alone())
+    assert_synchronized(alone(), ignore=["module.bn"])
+    with pytest.raises(AssertionError, match=r"the buffer bn\.running_mean differs"):
+        assert_matches_one_device(alone(), torch.randn(3, 6, 3))
+    assert_matches_one_device(alone(track_running_stats=False), torch.randn(3, 6, 3))
+
+
+class Losses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net().float()
+
+    def forward(self, input: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(input), labels, reduction="none")
+
+
+def hardest(losses: Tensor) -> Tensor:
+    return losses.flatten().topk(2).values.mean()
+
+
+class Chooses(Losses):
+    def forward(self, input: Tensor, labels: Tensor) -> Tensor:
+        return hardest(super().forward(input, labels))
+
+
+def test_loss_that_chooses_is_right_outside_the_replicas_that_compute_losses():
+    batch = torch.randn(5, 6), torch.randint(4, (5,))
+    assert_matches_one_device(DataParallelWithCallback(convert_model(Losses()), CPUS), *batch, loss=hardest)
+    with pytest.raises(AssertionError, match="the loss differs"):
+        assert_matches_one_device(DataParallelWithCallback(convert_model(Chooses()), CPUS), *batch, loss=torch.mean)
+
+
 def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_in_a_warning():
     class Squeezes(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
@@ -94,6 +131,15 @@ def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_
         assert replicas(doubles(4, 1)).shape == (4,)
     with pytest.raises(RuntimeError, match="their numbers of dimensions differ"):
         replicas(doubles(5, 8, 1, 1))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5])
+def test_dimension_of_the_samples_stays_with_what_the_error_of_squeeze_says(rows):
+    for cut, sizes in ((lambda input: input.flatten(1), (8, 1, 1)), (lambda input: input.squeeze(1), (1,))):
+        replicas = DataParallelWithCallback(nn.Module(), ["cpu"] * 4)
+        replicas.module.forward = cut
+        input = doubles(rows, *sizes)
+        assert_equal(replicas(input), input.squeeze())
 
 
 def test_group_norm_is_equal_in_replicas_without_this_library():
@@ -128,6 +174,23 @@ class FreezesInTrain(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.head(self.stem(input))
+
+
+class FreezesByClass(FreezesInTrain):
+    def train(self, mode: bool = True) -> nn.Module:
+        nn.Module.train(self, mode)
+        for layer in (self.stem, self.head):
+            if type(layer) is nn.BatchNorm2d or layer.__class__.__name__ == "BatchNorm2d":
+                layer.eval()
+        return self
+
+
+def test_train_that_compares_classes_freezes_no_converted_layer():
+    net = FreezesByClass().train()
+    assert not net.stem.training
+    converted = convert_model(net).train()
+    assert converted.stem.training
+    assert isinstance(converted.stem, nn.BatchNorm2d)
 
 
 @pytest.mark.parametrize(
