@@ -10,10 +10,10 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, Run, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback, Run, closure_of, tensors_in, with_closure
 
 __all__: list[str] = []
 
@@ -288,17 +288,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     closure = closure_of(hook)
     if not copies.keys() & set(map(id, closure)):
         return hook
-    cells = tuple([CellType(copies.get(id(value), value)) for value in closure])
-    function = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
-    function.__kwdefaults__ = hook.__kwdefaults__
-    return function
-
-
-def closure_of(hook: Any) -> list[Any]:
-    """Return the values of the variables in the closure of a function; nothing if one is not set yet."""
-    with suppress(ValueError):
-        return [cell.cell_contents for cell in hook.__closure__ or ()] if isinstance(hook, FunctionType) else []
-    return []
+    return with_closure(hook, hook.__defaults__, [copies.get(id(value), value) for value in closure])
 
 
 class Rows(NamedTuple):

@@ -17,6 +17,8 @@ import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -118,12 +120,40 @@ def _detached(value: Any, given_ids: set[int]) -> Any:
     if id(value) in given_ids:
         return value
     leaves = leaves_of(value)
-    detached = [
-        # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
-        leaf.detach().requires_grad_() if is_in_graph(leaf) and id(leaf) not in given_ids else leaf
-        for leaf in leaves
-    ]
+    detached = [_detached_leaf(leaf, given_ids) for leaf in leaves]
     return with_leaves(value, iter(detached)) if any(map(operator.is_not, leaves, detached)) else value
+
+
+def _detached_leaf(leaf: Any, given_ids: set[int]) -> Any:
+    if id(leaf) in given_ids:
+        return leaf
+    if is_in_graph(leaf):
+        # It still requires a gradient: otherwise the recomputation of a checkpoint would save fewer tensors.
+        return leaf.detach().requires_grad_()
+    if type(leaf) not in (FunctionType, partial):
+        return leaf
+    held = (leaf.func, leaf.args, leaf.keywords) if type(leaf) is partial else (leaf.__defaults__, closure_of(leaf))
+    detached = _detached(held, given_ids | {id(leaf)})  # A function may refer to itself.
+    if detached is held:
+        return leaf
+    if type(leaf) is partial:
+        return partial(detached[0], *detached[1], **detached[2])
+    return with_closure(leaf, *detached)
+
+
+def closure_of(function: Any) -> list[Any]:
+    """Return the values of the variables in the closure of a function; nothing if one is not set yet."""
+    with suppress(ValueError):
+        return [cell.cell_contents for cell in function.__closure__ or ()] if type(function) is FunctionType else []
+    return []
+
+
+def with_closure(function: Any, defaults: tuple[Any, ...] | None, closure: Sequence[Any]) -> Any:
+    """Return a copy of a function that has other defaults, and other values in its closure."""
+    cells = tuple(map(CellType, closure)) or function.__closure__
+    result = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+    result.__kwdefaults__ = function.__kwdefaults__
+    return result
 
 
 def is_in_graph(value: object) -> bool:

@@ -48,6 +48,9 @@ KEEP = {
     "nested": lambda net, tensor: setattr(net, "kept", Named(a=({"b": [tensor]}, Pair(tensor, 1)))),
     "deque": lambda net, tensor: setattr(net, "kept", deque([tensor], maxlen=2)),
     "dataclass": lambda net, tensor: setattr(net, "kept", Record(tensor)),
+    "closure": lambda net, tensor: setattr(net, "kept", [lambda: tensor]),
+    "default": lambda net, tensor: setattr(net, "kept", lambda first=0, second=tensor: second),
+    "partial": lambda net, tensor: setattr(net, "kept", partial(print, tensor, end=tensor)),
     "buffer": keep_buffer,
     "attribute of a layer": keep_on_layer,
     "penalty": lambda net, tensor: setattr(net, "kept", tensor.square().sum()),
@@ -124,15 +127,15 @@ KINDS = [
 
 
 @pytest.mark.pairs
-@pytest.mark.once("kind", "keep")
+@pytest.mark.once("kind", "way")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep", KEEP.values(), ids=list(KEEP))
-@pytest.mark.parametrize("in_hook", [True, False], ids=["in a hook", "in forward"])
+@pytest.mark.parametrize("way", [(name, where) for name in KEEP for where in ("in a hook", "in forward")], ids=" ".join)
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.filterwarnings("ignore:forward.. of Keeping set|Using backward.. with create_graph=True")
-def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices, create_graph, in_hook, keep, kind):
+def test_replicas_of_an_earlier_pass_end_when_a_later_one_keeps_the_same(devices, create_graph, way, kind):
     """Also where the collector is off: the replicas are in no cycle that Python would have to find."""
-    model = convert_model(Keeping(kind, keep, in_hook)).to(as_devices(devices)[0])
+    in_hook = way[1] == "in a hook"
+    model = convert_model(Keeping(kind, KEEP[way[0]], in_hook)).to(as_devices(devices)[0])
     parallel = DataParallelWithCallback(model, devices)
     model.alive, numbers = [WeakSet[nn.Module]()], []
     gc.disable()
