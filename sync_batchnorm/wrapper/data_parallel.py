@@ -20,7 +20,7 @@ from ..messages import check_module, warn_once
 from ..torch_private import BatchNormBase, has_attribute, uncompiled
 from .arguments import Arguments, check_dims
 from .bound import detach_what_was_bound_again
-from .callbacks import execute_callbacks, refuse_training
+from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
@@ -97,6 +97,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        if len({run._sync_device for run in replicas}) < len(replicas):  # They take turns.
+            forward_pass = replicas[0]._sync_pass
+            refuse_other_packages(forward_pass.original, forward_pass.contexts)
         return call_replicas(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:

@@ -29,7 +29,6 @@ from torch import nn
 from ..backends.streams import current_stream
 from ..meeting import Coordinator
 from ..messages import warn_once
-from .callbacks import refuse_other_packages
 from .random_states import RandomStates
 from .run import Run
 
@@ -76,7 +75,6 @@ def _run_threads(work: Callable[[int], None], count: int, coordinator: Coordinat
 def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0]._sync_pass
-    refuse_other_packages(forward_pass.original, forward_pass.contexts)
     before = _versions(forward_pass.original)
     devices = {run._sync_number: run._sync_device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
