@@ -2,7 +2,7 @@
 
 from .check import assert_synchronized
 from .conversion import convert_model, patch_sync_batchnorm, revert_model
-from .conversion import why_left as why_left
+from .convertible import why_left as why_left
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

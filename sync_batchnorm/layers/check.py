@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel
 from ..messages import check_module, check_number
 from ..torch_private import BatchNormBase
 from ..wrapper import _ReplicationMixin
-from .conversion import IN_A_LIST, unregistered, why_left
+from .convertible import IN_A_LIST, unregistered, why_left
 from .layer import _SynchronizedBatchNorm
 
 __all__ = ["assert_synchronized"]

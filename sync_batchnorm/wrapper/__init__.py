@@ -13,7 +13,6 @@ from .data_parallel import _ReplicationMixin as _ReplicationMixin
 from .data_parallel import patch as patch
 from .data_parallel import use_devices_of_torch as use_devices_of_torch
 from .run import Run as Run
-from .run import raise_foreign_layer as raise_foreign_layer
 from .trees import children_of as children_of
 from .trees import leaves_of as leaves_of
 from .trees import named_leaves as named_leaves
