@@ -181,15 +181,19 @@ def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bo
     belongings: list[Shared] = [
         {KEPT: Kept(given, records), **{name: OrderedDict[int, bool]() for name in shared}} for _ in tensors
     ]
+    with_hooks: list[nn.Module] = []
     for child in modules:
-        for copy_of, copy in zip(copies, _copies_of(child, tensors, belongings), strict=True):
+        has_hooks = any(hooks_of(child))
+        if has_hooks:
+            with_hooks.append(child)
+        for copy_of, copy in zip(copies, _copies_of(child, has_hooks, tensors, belongings), strict=True):
             copy_of[child] = copy
     for child in modules:
         children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
         bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
         for copy_of in copies if children or bound else ():
             _connect(copy_of, copy_of[child], children, bound)
-    bind_hooks(modules, copies, records)
+    bind_hooks(with_hooks, copies, records)
     return [copy_of[modules[0]] for copy_of in copies]
 
 
@@ -203,14 +207,14 @@ def _connect(
         copy.__dict__[name] = bind(value, lambda module: copy_of.get(module, module))
 
 
-def _copies_of(module: nn.Module, tensors: Sequence[Tensors], belongings: Sequence[Shared]) -> list[nn.Module]:
+def _copies_of(
+    module: nn.Module, has_hooks: bool, tensors: Sequence[Tensors], belongings: Sequence[Shared]
+) -> list[nn.Module]:
     """Return a copy of a module for each replica, with its parameters and buffers, and submodules of the original."""
     # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same in less time.
     replicate: Any = module._replicate_for_data_parallel
     is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
     copies: list[nn.Module] = [_shell(module) if is_usual else replicate() for _ in tensors]
-    # What is the same for all replicas is looked up once.
-    has_hooks = any(hooks_of(module))
     sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
     for copy, tensor_of, shared in zip(copies, tensors, belongings, strict=True):
         copy.__dict__.update(shared)

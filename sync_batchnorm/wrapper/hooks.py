@@ -87,11 +87,11 @@ def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
 def bind_hooks(modules: Sequence[nn.Module], copies: Sequence[Copies], records: bool) -> None:
     """Let hooks that are methods or submodules of the model be those of each replica, in all copies of `modules`.
 
-    `records` says whether the replicas record a graph.
+    These modules are those that have hooks. `records` says whether the replicas record a graph.
     """
     references: list[References] = []
     for module in modules:
-        for name in HOOKS if any(hooks_of(module)) else ():
+        for name in HOOKS:
             if any([isinstance(hook, _METHODS) for hook in vars(module)[name].values()]):
                 references = references or [{key: ref(copy) for key, copy in copy_of.items()} for copy_of in copies]
                 for copy_of, references_of in zip(copies, references, strict=True):
