@@ -1,7 +1,7 @@
 """Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,13 +25,9 @@ RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 _looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
 
-class Watched(NamedTuple):
-    """A module of a replica, and what it had before the replica ran."""
-
-    prefix: str  # of the names of its attributes in the model
-    module: nn.Module
-    before: dict[str, Any]  # its attributes, parameters, buffers and submodules
-    data: dict[str, Tensor]  # of its parameters
+# A module of a replica, the prefix of its attributes' names in the model, and what it had before the replica ran: its
+# attributes, parameters, buffers and submodules, and the data of its parameters.
+Watched = tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]
 
 
 def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
@@ -43,11 +39,11 @@ def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | No
     if looks >= LOOKS or not replica.training or not vars(replica).get("_is_replica"):
         return None
     _looks[wrapper] = looks + 1
-    watched = []
+    watched: list[Watched] = []
     for name, module in replica.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
             data = {key: tensor.detach() for key, tensor in module._parameters.items() if tensor is not None}
-            watched.append(Watched(f"{name}." if name else "", module, _members(module), data))
+            watched.append((module, f"{name}." if name else "", _members(module), data))
     return watched
 
 
@@ -57,17 +53,17 @@ def _members(module: nn.Module) -> dict[str, Any]:
 
 def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
-    known = {id(replica)} | {id(member) for watched in state for member in watched.before.values()}
+    known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
     remedies: dict[str, str] = {}
-    for watched in state:
-        for name, value in _members(watched.module).items():
-            before, remedy = watched.before.get(name), None
+    for module, prefix, members, data in state:
+        for name, value in _members(module).items():
+            before, remedy = members.get(name), None
             if value is not before:
-                remedy = _remedy(watched.module, name, before, value, id(value) in known)
-            elif name in watched.data and _has_other_data(value, watched.data[name]):
+                remedy = _remedy(module, name, before, value, id(value) in known)
+            elif name in data and _has_other_data(value, data[name]):
                 remedy = CHANGE_IN_PLACE
             if remedy is not None:
-                remedies[watched.prefix + name] = remedy
+                remedies[prefix + name] = remedy
     if remedies:
         *others, last = remedies
         names = f"{', '.join(others)} and {last}" if others else last
