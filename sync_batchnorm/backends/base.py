@@ -225,13 +225,13 @@ class Backend:
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
         replaced a smaller variance, if it `clamps`.
         """
-        pairs = list(map(as_pair, statistics))
-        means = torch.cat([mean for mean, _ in pairs]).to(dtype=self.merge_dtype)  # (P, C)
-        variances = torch.cat([var for _, var in pairs]).to(dtype=self.merge_dtype)
+        of_means, of_variances = zip(*map(as_pair, statistics), strict=True)
+        means = torch.cat(of_means).to(dtype=self.merge_dtype)  # (P, C)
+        variances = torch.cat(of_variances).to(dtype=self.merge_dtype)
         if isinstance(counts, Tensor):
             fractions: Tensor | None = (counts / counts.sum().clamp(min=1))[:, None]
         else:
-            fractions = _fractions([len(mean) for mean, _ in pairs], counts, means)
+            fractions = _fractions(list(map(len, of_means)), counts, means)
         mean, var = merge_moments(means, variances, fractions)
         if running is not None:
             running.update(mean, var, total)

@@ -174,7 +174,7 @@ class _SynchronizedBatchNorm(BatchNormBase):
         """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
         if self.__dict__.keys().isdisjoint(names):
             try:
-                return [registered[name] for name in names]
+                return list(map(registered.__getitem__, names))
             except KeyError:  # One of them is computed, as by a parametrization.
                 pass
         return [getattr(self, name) for name in names]

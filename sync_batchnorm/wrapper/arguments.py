@@ -94,7 +94,7 @@ class Arguments:
         """Return the positional and the keyword arguments of a chunk."""
         others = chunk.pop(self._rest).values() if self._rest else ()
         names = list(chunk)
-        return (*[chunk.pop(name) for name in names[: self._number]], *others), chunk
+        return (*map(chunk.pop, names[: self._number]), *others), chunk
 
     @functools.cached_property
     def dims(self) -> list[int | None]:
