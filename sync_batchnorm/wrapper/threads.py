@@ -27,7 +27,6 @@ from typing import Any
 from torch import nn
 
 from ..backends.streams import current_stream
-from ..meeting import Coordinator
 from ..messages import warn_once
 from .random_states import RandomStates
 from .run import Run
@@ -55,16 +54,17 @@ def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
     for run, device in zip(runs, devices, strict=True):
         vars(run)["_sync_stream"] = streams[device]
     if len(streams) == len(runs):
-        _run_threads(work, len(runs), runs[0]._sync_pass.coordinator)
+        _run_threads(work, runs)
     else:
         _run_in_turns(work, runs)
     return outputs
 
 
-def _run_threads(work: Callable[[int], None], count: int, coordinator: Coordinator) -> None:
-    """Run `work` of each number in a thread of its own, until all have ended, or those that have not are given up."""
+def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
+    """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
+    coordinator = runs[0]._sync_pass.coordinator
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(count)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(runs))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -79,7 +79,7 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     devices = {run._sync_number: run._sync_device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
     forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
-    _run_threads(work, len(runs), forward_pass.coordinator)
+    _run_threads(work, runs)
     states.restore_caller()
     after = _versions(forward_pass.original)  # may have other names: forward() can add parameters to the module
     changed = [name for name, version in before.items() if after.get(name, version) != version]
