@@ -9,6 +9,6 @@ from .wrapper import (
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from .wrapper.data_parallel import _ReplicationMixin as _ReplicationMixin
+from .wrapper import _ReplicationMixin as _ReplicationMixin
 
 __all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]
