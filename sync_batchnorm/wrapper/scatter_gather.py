@@ -150,19 +150,21 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
             vector = torch.stack(on_device)
     except (RuntimeError, IndexError) as error:
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        other_sizes = {(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}
-        why = (
-            ": their numbers of dimensions differ, as after squeeze() of a single row; "
-            "write flatten(1) for (N, C, 1, 1), squeeze(1) for (N, 1)"
-        )
-        if len({*map(len, shapes)}) == 1:
-            why = (
-                f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for "
-                "example with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the samples "
-                "in out_dims"
-            )
-        if len(other_sizes) > 1:
-            raise RuntimeError(f"replicas returned tensors of shapes {shapes}{why}") from error
-        raise
+        if len({(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}) == 1:
+            raise
+        raise RuntimeError(f"replicas returned tensors of shapes {shapes}{_why_unequal(shapes, dim)}") from error
     warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
     return vector
+
+
+def _why_unequal(shapes: Sequence[tuple[int, ...]], dim: int) -> str:
+    """Return why outputs of these shapes cannot be put together along a dimension, and what to do."""
+    if len({*map(len, shapes)}) > 1:
+        return (
+            ": their numbers of dimensions differ, as after squeeze() of a single row; write flatten(1) for "
+            "(N, C, 1, 1), squeeze(1) for (N, 1)"
+        )
+    return (
+        f"; outputs are put together along dimension {dim}, so all other sizes must be equal; pad them, for example "
+        "with total_length=input.shape[1] in pad_packed_sequence, or name the dimension of the samples in out_dims"
+    )
