@@ -49,10 +49,9 @@ def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
             args, kwargs_of_run = calls[i]
             outputs[i] = runs[i](*args, **kwargs_of_run)
 
-    devices = [run._sync_device for run in runs]
-    streams = {device: current_stream(device) for device in dict.fromkeys(devices)}
-    for run, device in zip(runs, devices, strict=True):
-        vars(run)["_sync_stream"] = streams[device]
+    streams = {device: current_stream(device) for device in {run._sync_device for run in runs}}
+    for run in runs:
+        vars(run)["_sync_stream"] = streams[run._sync_device]
     if len(streams) == len(runs):
         _run_threads(work, runs)
     else:
