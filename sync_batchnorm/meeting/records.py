@@ -143,4 +143,6 @@ def remedy_for_loops(places: Iterable[Rendezvous]) -> str:
     """Return what to do about a loop over samples, if a layer was called more than once; otherwise nothing."""
     if all(place.call == 1 for place in places):
         return ""
-    return "; if it is called for each sample, call it once for all of them, or pass group_size=1 to convert_model"
+    return (
+        "; if it is called for each sample, pass group_size=1 to convert_model, or call it once for all: another model"
+    )

@@ -246,7 +246,7 @@ LEFT = (
     rf"forward while {WHO}( and {WHO})* waits? for it \({{layer}}, call {{call}}\); "
     "make every replica call every synchronized layer in every forward pass"
 )
-LOOP = "; if it is called for each sample, call it once for all of them, or pass group_size=1 to convert_model"
+LOOP = "; if it is called for each sample, pass group_size=1 to convert_model, or call it once for all: another model"
 DIVERGED = (
     rf"expected all replicas to reach the same layer, but got (?=.*replica {{who}} on device cpu in {{one}}).*{WHO} in "
     "{other}.*; make every replica call the synchronized layers in the same order"
