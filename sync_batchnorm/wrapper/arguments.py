@@ -161,8 +161,8 @@ class Arguments:
         remedy = "its tensors have the rows" if dims else "every replica needs the whole"
         return ValueError(
             f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
-            f"get rows that do not belong together; pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}, or the "
-            f"dimension of its samples there{self._by_sample(one.path, two.path)}"
+            f"get rows that do not belong together; name the dimension of the samples of {written(odd.path)} in in_dims"
+            f"{self._by_sample(one.path, two.path)}, or pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}"
         )
 
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:

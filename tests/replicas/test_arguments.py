@@ -100,11 +100,11 @@ def test_list_that_is_named_is_not_warned_of():
         DataParallelWithCallback(Takes(), ["cpu"] * 2, in_dims=dims)(X, BOXES)
 
 
-UNEQUAL = "so that replicas would get rows that do not belong together; pass in_dims="
-WHOLE = " to the wrapper if every replica needs the whole, or the dimension of its samples there"
+UNEQUAL = "so that replicas would get rows that do not belong together; name the dimension of the samples of "
+WHOLE = " to the wrapper if every replica needs the whole"
 ENTRIES = " for a list with an entry for each sample"
 ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says; None if they are cut
-    "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], f"x has 5 rows, but y has 10, {UNEQUAL}"),
+    "5 and 10": ([torch.zeros(5, 3), torch.zeros(10, 3)], f"x has 5 rows, but y has 10, {UNEQUAL}y in in_dims, or"),
     "4 and 1": ([torch.zeros(4, 2), torch.zeros(1, 2)], "x has 4 rows, but y has 1"),
     "1 and 4": ([torch.zeros(1, 2), torch.zeros(4, 2)], "x has 1 rows, but y has 4"),
     "6 and 12": ([torch.zeros(6, 3), torch.zeros(12, 3)], None),
@@ -115,18 +115,26 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
     "none and none": ([torch.zeros(0, 3), torch.zeros(0, 3)], None),
     "a hidden state": (
         [torch.zeros(7, 5, 3), torch.zeros(2, 7, 4)],
-        f"x has 7 rows, but y has 2, {UNEQUAL}{{'y': None}}{WHOLE}",
+        f"x has 7 rows, but y has 2, {UNEQUAL}y in in_dims, or pass in_dims={{'y': None}}{WHOLE}",
     ),
-    "boxes": ([torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]], f"{WHOLE}, in_dims={{'y': 0}}{ENTRIES}"),
+    "boxes": (
+        [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
+        f"{UNEQUAL}y[0] in in_dims, in_dims={{'y': 0}}{ENTRIES}, or pass in_dims={{'y': {{0: None}}}}{WHOLE}",
+    ),
     "lists": (
         [[torch.zeros(3, 2)] * 4, [{"a": torch.zeros(n)} for n in (1, 2)]],
         f"in_dims={{'x': 0}}{ENTRIES}, in_dims={{'y': 0}}{ENTRIES}",
     ),
     "keys": (
         [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],
-        f"x has 4 rows, but y[0][1] has 5, {UNEQUAL}{{'y': {{0: {{1: None}}}}}}{WHOLE}",
+        f"x has 4 rows, but y[0][1] has 5, {UNEQUAL}y[0][1] in in_dims, in_dims={{'y': {{0: 0}}}}{ENTRIES}, "
+        f"or pass in_dims={{'y': {{0: {{1: None}}}}}}{WHOLE}",
     ),
-    "fields": ([X, Sample(X, (X, torch.zeros(5)))], f"{UNEQUAL}{{'y': {{'more': {{1: None}}}}}}{WHOLE}"),
+    "fields": (
+        [X, Sample(X, (X, torch.zeros(5)))],
+        f"{UNEQUAL}y.more[1] in in_dims, in_dims={{'y': {{'more': 0}}}}{ENTRIES}, "
+        f"or pass in_dims={{'y': {{'more': {{1: None}}}}}}{WHOLE}",
+    ),
     "dimension": ([torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)], "x has 4 rows, but z[0] has 3"),
 }
 
