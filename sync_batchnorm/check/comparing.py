@@ -5,13 +5,13 @@ compared with that of one device as it ends. What all replicas have been compare
 """
 
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..wrapper import children_of, leaves_of, named_leaves, with_leaves
 from .copies import Call, InDouble, Rows
@@ -80,21 +80,22 @@ def _largest(numbers: Tensor) -> float:
     return max(-float(low), float(high))  # Both are NaN if one number is.
 
 
-def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of a chunk, in the layout that is nearer to `chunk`; see `samples_of`."""
-    wanted = range(rows.first, rows.first + rows.size)
-    block = whole if rows == WHOLE else samples_of(whole, chunk, rows, wanted)
-    if rows == WHOLE or not (by := gap(chunk, block)):
-        return block
-    blocks = samples_of(whole, chunk, rows, wanted, has_blocks=True)
-    return blocks if gap(chunk, blocks) < by else block
-
-
-def samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool = False) -> Tensor:
-    """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples.
+def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | None = None) -> Tensor:
+    """Return the rows of a chunk, or the wanted samples, in the layout that is nearer to `chunk`.
 
     They lie in one block, or in each of several, as those of two views in one batch.
     """
+    if rows == WHOLE:
+        return whole
+    here = range(rows.first, rows.first + rows.size)
+    block = _samples_of(whole, chunk, rows, here, False)
+    by = gap(chunk, block)
+    has_blocks = by > 0 and gap(chunk, _samples_of(whole, chunk, rows, here, True)) < by
+    return _samples_of(whole, chunk, rows, wanted or here, has_blocks) if has_blocks or wanted else block
+
+
+def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool) -> Tensor:
+    """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples."""
     for dim, (size, whole_size) in enumerate(zip(chunk.shape, whole.shape, strict=False)):
         if size * rows.total == rows.size * whole_size and whole_size and whole_size % rows.total == 0:
             shape = (-1, rows.total) if has_blocks else (rows.total, -1)
@@ -150,7 +151,8 @@ class OneDevice(InDouble):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.calls: dict[tuple[str, int], Call] = {}  # by their ends
-        self._copies: dict[int, tuple[Any, int | None, Tensor]] = {}  # by the id of a tensor, with it and its version
+        # The version and the copy of each tensor, as long as that lives.
+        self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: Call, arguments: Any) -> None:
         call.arguments = _mapped(arguments, self._copy)
@@ -159,17 +161,13 @@ class OneDevice(InDouble):
         call.output = _mapped(output, self._copy)
         self.calls[call.key] = call
 
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        self._copies.clear()
-
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
         version = None if tensor.is_inference() else tensor._version
-        reference, version_then, copied = self._copies.get(id(tensor), (lambda: None, None, tensor))
-        if reference() is not tensor or version is None or version != version_then:
+        version_then, copied = self._copies.get(tensor, (None, tensor))
+        if version is None or version != version_then:
             copied = tensor.detach().clone()
-            self._copies[id(tensor)] = weakref.ref(tensor), version, copied
+            self._copies[tensor] = version, copied
         return copied
 
 
@@ -195,7 +193,8 @@ class Compared(InDouble):
         for actual, right in _compared(output, on_one.output, self._rows):
             if (by := gap(actual, right)) > call.gap:
                 call.gap, call.part = by, names[id(actual)]
-                call.where = _rows_that_differ(actual, right, self._rows.size)
+                has_samples = actual.shape == right.shape and actual.shape[:1] == (self._rows.size,)
+                call.where = [i for i in range(len(right)) if gap(actual[i], right[i])] if has_samples else []
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):
@@ -212,8 +211,9 @@ class Corrected(InDouble):
     def end(self, call: Call, output: Any) -> Any:
         if call.key != self._on_one.key:
             return None
-        right = {id(actual): right for actual, right in _compared(output, self._on_one.output, self._rows)}
-        return _mapped(output, lambda actual: _corrected(actual, right.get(id(actual))))
+        pairs = _compared(output, self._on_one.output, self._rows)
+        right = {id(actual): _corrected(actual, right) for actual, right in pairs if gap(actual, right)}
+        return _mapped(output, lambda actual: right.get(id(actual), actual))
 
 
 def suspects_in(call: Call, model: nn.Module) -> list[Call]:
@@ -242,16 +242,7 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
                 yield actual, right
 
 
-def _rows_that_differ(actual: Tensor, right: Tensor, size: int) -> list[int]:
-    """Return which samples of a replica differ; none if its first dimension is not that of samples."""
-    if actual.shape != right.shape or not actual.dim() or len(actual) != size:
-        return []
-    return [i for i in range(size) if gap(actual[i], right[i])]
-
-
-def _corrected(actual: Any, right: Tensor | None) -> Any:
+def _corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return the right output, with the gradient of the one that it replaces."""
-    if right is None or not gap(actual, right):
-        return actual
     has_gradient = actual.is_floating_point() and bool(actual.isfinite().all())
     return actual + (right - actual).detach() if has_gradient else right.clone()

@@ -4,7 +4,6 @@ The mode knows which calls of modules run. Parameters are moved, so that they hi
 """
 
 import copy
-import math
 import random
 import sys
 import zlib
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, Run, closure_of, tensors_in, with_closure
+from ..wrapper import Arguments, DataParallelWithCallback, Run, children_of, closure_of, tensors_in, with_closure
 
 __all__: list[str] = []
 
@@ -81,7 +80,7 @@ class InDouble(TorchFunctionMode):
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
         # The error that a replica has raised, and the function and the call of a module that have raised it.
         self.failed: tuple[str, Call, Exception] | None = None
-        self._running = [Call(None, ("", -1))]
+        self._running = [Call(None, ("", 0))]
         self._begun: Counter[str] = Counter()  # calls, by the name of the module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +152,8 @@ def _drops(name: str, args: Any, kwargs: Any) -> bool:
     return bool(p and (args[2] if len(args) > 2 else kwargs.get("training", default)))
 
 
-# The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class.
+# The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A
+# class of the user's own that is called DropPath is mostly a copy of that in timm.
 _PROBABILITIES = {
     "torchvision": ["p"],
     "timm": ["drop_prob"],
@@ -161,15 +161,6 @@ _PROBABILITIES = {
     "monai": ["drop_prob", "drop_connect_rate"],
     "segmentation_models_pytorch": ["_drop_connect_rate"],
 }
-
-
-def _probabilities_of(module: nn.Module) -> list[str]:
-    """Return the attributes in which the class of a module has such a probability; none for an unknown class."""
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-        return ["dropout"]
-    cls = type(module)
-    copied_from_timm = ["drop_prob"] if cls.__name__ == "DropPath" else []
-    return _PROBABILITIES.get(cls.__module__.partition(".")[0], copied_from_timm)
 
 
 class _Copying(InDouble):
@@ -249,7 +240,9 @@ class Copy:
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
-        for attribute in _probabilities_of(module):
+        package = "timm" if type(module).__name__ == "DropPath" else type(module).__module__.partition(".")[0]
+        is_of_torch = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+        for attribute in ["dropout"] if is_of_torch else _PROBABILITIES.get(package, []):
             if type(vars(module).get(attribute)) is float and vars(module)[attribute]:
                 module.__dict__[attribute] = 0.0
                 self.dropped[f"{name}.{attribute}".strip(".")] = None
@@ -279,7 +272,7 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     """Return random numbers that follow from a name; they repeat, which takes less time."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     numbers = torch.randn(min(parameter.numel(), 1021), generator=generator, dtype=torch.float64)
-    times = math.ceil(parameter.numel() / len(numbers))
+    times = -(-parameter.numel() // len(numbers))  # rounded up
     return numbers.to(parameter.dtype).repeat(times)[: parameter.numel()].reshape(parameter.shape)
 
 
@@ -300,6 +293,7 @@ class Rows(NamedTuple):
 
 
 _METHODS = ("scatter", "gather", "forward")
+_USUAL = {None} | {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallback) for name in _METHODS}
 
 
 class CheckedWrapper(DataParallelWithCallback):
@@ -313,7 +307,8 @@ class CheckedWrapper(DataParallelWithCallback):
         if len(self.device_ids) > 1:
             return super().forward(*inputs, **kwargs)
         args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
-        output = self.module(*as_tuple(args[0]), **kwargs_of[0])
+        of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # as the `parallel_apply` of torch does
+        output = self.module(*of_one, **kwargs_of[0])
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
 
     def parallel_apply(self, replicas: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -343,22 +338,12 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     parallel.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
-    parallel.overridden = [name for name in _METHODS if _overrides(cls, name) or name in vars(wrapper)]
+    parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
     for name in parallel.overridden:
         method: Any = vars(wrapper).get(name)  # one that was set on the object
         if getattr(method, "__self__", None) is wrapper:
-            parallel.__dict__[name] = MethodType(method.__func__, parallel)
+            parallel.__dict__[name] = method.__func__.__get__(parallel)
     return parallel
-
-
-def _overrides(cls: Any, name: str) -> bool:
-    inherited = [getattr(base, name) for base in (nn.DataParallel, DataParallelWithCallback)]
-    return getattr(cls, name) not in (*inherited, None)
-
-
-def as_tuple(args: Any) -> tuple[Any, ...]:
-    """Return the arguments of one replica, as the `parallel_apply` of torch takes them."""
-    return tuple(args) if isinstance(args, (list, tuple)) else (args,)
 
 
 def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Rows]:
@@ -381,11 +366,12 @@ def _sizes_of_scatter(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs:
     """Return the number of rows of each chunk: of the first tensors whose sizes add up to one of the batch."""
     chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
     totals = {size for tensor in tensors_in((inputs, kwargs)) for size in tensor.shape if size}
-    of_chunks = [tensors_in(chunk) for chunk in chunks]
-    for i, tensor in enumerate(of_chunks[0] if of_chunks else ()):
-        for dim in sorted(range(tensor.dim()), key=lambda dim: dim not in (parallel.dim, parallel.dim + tensor.dim())):
-            sizes = [part[i].shape[dim] if i < len(part) and part[i].dim() > dim else 0 for part in of_chunks]
+    shapes = [[(*leaf.shape[parallel.dim :][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]
+    for of_tensor in zip_longest(*shapes, fillvalue=()):  # A replica may get no tensor.
+        for sizes in zip_longest(*of_tensor, fillvalue=0):
             if sum(sizes) in totals:
-                return sizes
-    lists = [next((leaf for leaf in as_tuple(args) if isinstance(leaf, (list, tuple))), ()) for args, _ in chunks]
+                return list(sizes)
+    lists = [
+        next((leaf for leaf in children_of(args).values() if isinstance(leaf, (list, tuple))), ()) for args, _ in chunks
+    ]
     return [len(items) for items in lists]  # with an item for each sample

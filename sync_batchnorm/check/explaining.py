@@ -4,8 +4,7 @@ A pass is recorded, and run once more with one thing as it is on one device; a c
 """
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
 from ..wrapper import children_of, closure_of, tensors_in
-from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, samples_of, suspects_in
+from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, suspects_in
 from .copies import Call, InDouble, Rows, border, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
@@ -110,8 +109,7 @@ class Investigation:
             after = Side(self._passes, False, self._index).take(self._index, difference.kind, modes)
         except FailsInReplicas:
             return True
-        kind = "output" if difference.kind == "shapes" else difference.kind
-        seen, before = after[kind], self._of_many[kind]
+        seen, before = after[difference.kind], self._of_many[difference.kind]
         return not agree(seen.get(difference.name, seen), before.get(difference.name, before))
 
     def _evidence(self) -> str:
@@ -157,7 +155,9 @@ class Investigation:
         for candidate in suspects if not cause else ():
             rows, dtype = self._passes.rows[candidate.number], self._passes.dtype
             with suppress(Exception):  # It may not run again.
-                cause = Experiment(converted, candidate.arguments, call.arguments, rows, dtype).cause(call.module)
+                experiment = Experiment(converted, candidate.arguments, call.arguments, rows, dtype)
+                is_replaced = type(call.module) is not type(converted)
+                cause = (experiment.difference_from(call.module) if is_replaced else "") or experiment.cause()
             if cause:
                 suspect = candidate
                 break
@@ -173,13 +173,12 @@ class Investigation:
 
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
-        inside = {f"{call.key[0]}.{name}".strip(".") for name, _ in call.module.named_parameters()}
-        inside &= self._of_many["parameter"].keys() - self._of_one["assigned"].keys()
-        for difference in differences(self._of_one, self._of_many):
-            if difference.kind == "parameter" and difference.name in inside:
+        one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
+        for name, _ in call.module.named_parameters(prefix=call.key[0]):
+            if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):
                 return (
-                    f"its forward() changes the parameter {difference.name} in place, and each replica once more, as "
-                    "all share its memory; compute another tensor from it, or change it outside the forward pass"
+                    f"its forward() changes the parameter {name} in place, and each replica once more, as all share "
+                    "its memory; compute another tensor from it, or change it outside the forward pass"
                 )
         return ""
 
@@ -209,9 +208,8 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -
 def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble]) -> str:
     """Return what only replicas raise, and in which module; `model` has the replicas."""
     text = f"{type(error).__name__}: {error}"
-    for name, call, raised in [mode.failed for mode in modes if mode.failed and mode.failed[1].module is not None]:
-        if raised is not error:  # Its peers were released with errors of their own.
-            continue
+    # Its peers were released with errors of their own.
+    for name, call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[2] is error]:
         text += f"; raised in {_name_of_call(call, model)}"
         module = dict(model.named_modules())[call.key[0]]
         if name == "batch_norm" in call.called and not isinstance(module, _SynchronizedBatchNorm):
@@ -249,7 +247,7 @@ def _are_same(actual: Any, expected: Any, depth: int) -> bool:
 def _items_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value, *value.values()]
-    is_plain = isinstance(value, (list, tuple, set, deque))
+    is_plain = isinstance(value, (Sequence, Set))
     return list(value if is_plain else getattr(value, "__dict__", {}).values())
 
 
@@ -323,14 +321,9 @@ class Experiment:
         """`some` has the arguments in a replica, with some `rows` of those on one device, `whole`."""
         self._module, self._some, self._whole, self._rows, self._dtype = module, some, whole, rows, dtype
         self._here, self._everywhere = range(rows.first, rows.first + rows.size), range(rows.total)
-        self._has_blocks = False
-        self._has_blocks = not agree(self._selected(some, whole, self._here), some)
 
-    def cause(self, former: nn.Module) -> str:
-        """Return on what the rows of the replica depend; nothing if that is open. The module has replaced `former`."""
-        if type(former) is not type(self._module) and self._computes_something_else(former):
-            names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-            return f"{names}, which it replaces, on one device, too. {_FORMULA}"
+    def cause(self) -> str:
+        """Return on what the rows of the replica depend; nothing if that is open."""
         everywhere, rows = self._everywhere, self._rows
         expected = self._outputs(everywhere)
         if not agree(self._outputs(everywhere), expected):
@@ -346,17 +339,18 @@ class Experiment:
             return SAMPLES
         if not agree(self._outputs(everywhere, times=2), expected):
             return CHANGES
-        # To the beginning, or, if the rows are there, one place further.
-        by = rows.first or rows.total - 1
-        turned = self._outputs([(row + by) % rows.total for row in everywhere])
-        elsewhere = rows._replace(first=(rows.first - by) % rows.total)
+        # At the beginning, or, if the rows are there, one place further.
+        elsewhere = rows._replace(first=int(rows.first == 0))
+        turned = self._outputs([(row + rows.first - elsewhere.first) % rows.total for row in everywhere])
         if agree(right, turned, elsewhere):
             return SIZE
         return PLACE if rows.first and agree(alone, turned, elsewhere) else BOTH
 
-    def _computes_something_else(self, former: nn.Module) -> bool:
+    def difference_from(self, former: nn.Module) -> str:
+        """Return that the module computes something else than one of another class, which it has replaced."""
         now, then = (self._called(copied(module, self._dtype)) for module in (self._module, former))
-        return not agree(now, then)
+        names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
+        return "" if agree(now, then) else f"{names}, which it replaces, on one device, too. {_FORMULA}"
 
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
         """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
@@ -377,7 +371,7 @@ class Experiment:
     def _selected(self, some: Any, whole: Any, rows: Sequence[int]) -> Any:
         """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
         if isinstance(some, Tensor):  # A copy, as the module may change it.
-            return samples_of(whole.clone(), some, self._rows, rows, self._has_blocks)
+            return chunk_of(whole.clone(), some, self._rows, rows)
         if type(some) is dict:
             return {key: self._selected(some[key], whole[key], rows) for key in some}
         if type(some) not in (list, tuple):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
-IN_FORWARD = ("output", "shapes", "value", "loss")  # kinds of what the caller sees without a backward pass
+IN_FORWARD = ("output", "value", "loss")  # kinds of what the caller sees without a backward pass
 _BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does, by dtype
 _NOISE = -1  # in place of the index of a pass, where parameters move by rounding
@@ -172,10 +171,6 @@ def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> No
         leaf.grad = grad
 
 
-# How many times what rounding moves is still rounding, since it differs from run to run. Parameters that move by 1e-12
-# move what is no rounding by some 1e-12 as well: a hundred times that is far below the tolerance.
-_MARGIN = 100
-
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = (
     "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the forward "
@@ -185,24 +180,11 @@ ASSIGNED = (
     "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass, or in "
     "place if it is a buffer that does not depend on the batch"
 )
-_WHY = {
-    "parameter": (
-        "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it "
-        "outside the forward pass"
-    ),
-    "buffer": IN_PLACE,
-}
-_AFTERWARDS = "outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {much}: {why}"
-_TEXTS = {
-    "output": "outputs differ{part}, {much}",
-    "loss": "outputs agree, the loss does not: {numbers}: `loss` depends on more than the output",
-    "gradient": (
-        "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of "
-        "{name}: {norms}{agreed}; look for detach, no_grad, hooks on tensors and a torch.autograd.Function"
-    ),
-    "parameter": _AFTERWARDS,
-    "buffer": _AFTERWARDS,
-}
+_CHANGED = (
+    "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it outside "
+    "the forward pass"
+)
+_KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # of tensors, in the order of the pass
 
 
 class Difference(NamedTuple):
@@ -213,30 +195,17 @@ class Difference(NamedTuple):
     text: str
 
 
-def moved(before: Pass, after: Pass) -> dict[Key, float]:
-    """Return how far the tensors of a pass have moved in another one, times the margin."""
-    pairs = {(kind, name): _pair(after[kind].get(name), before[kind][name]) for kind, name in _names_in(before)}
-    return {key: _MARGIN * largest(a.double() - b.double()) for key, (a, b) in pairs.items() if a.shape == b.shape}
-
-
-def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] = MappingProxyType({})) -> Iterator[Difference]:
+def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
     """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
     grads = [grad for grad in one["gradient"].values() if grad is not None]
     sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
-    for kind, name in _names_in(one):
-        actual, expected = _pair(many[kind].get(name), one[kind][name])
+    for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1:  # one from each replica
             continue
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
-        if by := gap(actual, expected, size, rounding.get((kind, name), 0.0)):
-            words = {
-                "numbers": f"{expected.sum():.6g} on one device, {actual.sum():.6g} in replicas",
-                "norms": _norms(actual, expected) if kind == "gradient" else "",
-                "part": f" in {one['path'][name]}" if kind == "output" and len(one["path"]) > 1 else "",
-                "why": ASSIGNED if name in one["assigned"] else _WHY.get(kind),
-            }
-            text = _TEXTS[kind].format(kind=kind, name=name, much=much(by), agreed=agreed, **words)
+        if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
+            text = _text_of(kind, name, (actual, expected), much(by), agreed, one)
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
             yield Difference(kind, name, text)
@@ -244,26 +213,44 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] = MappingPr
             agreed = f", while that of {name}, before it in the backward pass, agrees"
 
 
-def _names_in(taken: Pass) -> list[Key]:
-    return [(kind, name) for kind in _TEXTS for name in taken[kind]]
+def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, agreed: str, one: Pass) -> str:
+    """Return what differs; `agreed`: what is known of the gradient before it, `one`: the pass on one device."""
+    if kind == "output":
+        part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
+        return f"outputs differ{part}, {how}"
+    if kind == "loss":
+        in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
+        numbers = f"{on_one} on one device, {in_replicas} in replicas"
+        return f"outputs agree, the loss does not: {numbers}: `loss` depends on more than the output"
+    if kind == "gradient":
+        return (
+            "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of "
+            f"{name}: {_norms(*pair)}{agreed}; look for detach, no_grad, hooks on tensors and a "
+            "torch.autograd.Function"
+        )
+    why = ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
+    return f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}: {why}"
 
 
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     pairs = zip(of_one, of_many, strict=False)
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in pairs):
-        yield Difference("shapes", "", f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
+        yield Difference("output", None, f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
             text = f"{path} is {value!r} on one device, {other!r} in replicas: what is no tensor is that of replica 0"
             yield Difference("value", path, f"{text}; {_ROWS}")
 
 
-def _pair(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors, zeros for one that is None, or is there on one side only."""
-    either = next((tensor for tensor in (actual, expected) if tensor is not None), torch.zeros(()))
-    actual, expected = (torch.zeros_like(either) if tensor is None else tensor for tensor in (actual, expected))
-    return actual.to_dense(), expected.to_dense()
+def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor]]:
+    """Yield the tensors of two passes, zeros for one that is None, or is there on one side only."""
+    for kind in _KINDS:
+        for name, tensor in expected[kind].items():
+            pair = actual[kind].get(name), tensor
+            either = next((tensor for tensor in pair if tensor is not None), torch.zeros(()))
+            now, then = (torch.zeros_like(either) if tensor is None else tensor for tensor in pair)
+            yield (kind, name), now.to_dense(), then.to_dense()
 
 
 def _norms(actual: Tensor, expected: Tensor) -> str:
@@ -274,12 +261,11 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
     return ratio if size else "it is missing, or zero, in replicas, as after detach or no_grad"
 
 
-def scalars(one: Pass, many: Pass) -> list[tuple[Tensor, Tensor, str]]:
-    """Return what replicas return where that is a number from each, what one device returns, and which output it is."""
-    parts, pairs = many["returned"].values(), list[tuple[Tensor, Tensor, str]]()
+def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Yield what replicas return where that is a number from each, what one device returns, and which output it is."""
+    parts = many["returned"].values()
     for i, tensor in one["output"].items():
         if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
             numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
             name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""
-            pairs.append((numbers, tensor.double().real.reshape(()), name))
-    return pairs
+            yield numbers, tensor.double().real.reshape(()), name
