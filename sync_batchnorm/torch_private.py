@@ -44,7 +44,9 @@ _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replic
 _HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
 FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if any(name.startswith(f"{other}_") for other in _HOOKS))
 HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
-KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"  # an attribute of every module: None without backward hooks
+# An attribute of every module: None without backward hooks, False with those of the older kind, which PyTorch has
+# deprecated: `torch.nn.Module.register_backward_hook`.
+KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"
 
 _names: dict[str, Any] = {}
 for _name in _REQUIRED:
@@ -83,11 +85,6 @@ def fast_apply(function: type[torch.autograd.Function]) -> Any:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether hooks were registered on `tensor`, which autograd also calls with None in place of a gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def has_older_hooks(module: nn.Module) -> bool:
-    """Return whether the backward hooks of a module are those of `torch.nn.Module.register_backward_hook`."""
-    return vars(module).get(KIND_OF_BACKWARD_HOOKS) is False
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:

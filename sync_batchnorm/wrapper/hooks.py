@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ..torch_private import FLAGS_OF_HOOKS, HOOKS, KIND_OF_BACKWARD_HOOKS, has_older_hooks, hooks_of_thread
+from ..torch_private import FLAGS_OF_HOOKS, HOOKS, KIND_OF_BACKWARD_HOOKS, hooks_of_thread
 
 __all__: list[str] = []
 
@@ -70,7 +70,7 @@ def set_hooks(copy: nn.Module, module: nn.Module, has_hooks: bool, shared: Share
     for name in FLAGS_OF_HOOKS:
         state[name] = original[name].copy()
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
-    if state["_backward_hooks"] and has_older_hooks(module):
+    if state["_backward_hooks"] and original[KIND_OF_BACKWARD_HOOKS] is False:
         refuse = partial(_refuse_older_hook, copy)
         state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], refuse))
 
