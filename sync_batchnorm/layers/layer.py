@@ -150,7 +150,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
         connection, running = self._sync_connection or ALONE, None
         weight, bias = self._attributes(self.__dict__["_parameters"], "weight", "bias")
         if self.training and self.track_running_stats and connection.number == 0:
-            running = self._running_statistics()
+            names = "running_mean", "running_var", "num_batches_tracked"
+            mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
+            running = RunningStatistics(mean, var, number, self.momentum)
         _let_torch_check(input, weight, bias, running, self.eps)
         part = Part(
             connection=connection,
@@ -164,11 +166,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
             master_device=connection.master_device or input.device,
         )
         return sync_batch_norm(input, part)
-
-    def _running_statistics(self) -> RunningStatistics:
-        registered = self.__dict__["_buffers"]
-        mean, var, number = self._attributes(registered, "running_mean", "running_var", "num_batches_tracked")
-        return RunningStatistics(mean, var, number, self.momentum)
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
         """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
