@@ -61,7 +61,8 @@ def extend(app: Sphinx, name: str, source: list[str]) -> None:
         pages = sorted(f"{path.parent.name}/README" for path in ROOT.glob("docs/benchmarks/*/README.md"))
         source[0] += toctree(pages)
     elif name == "docs/troubleshooting":
-        # The search leads to headings, here to the messages that the page quotes.
+        # The search leads to headings, here to the messages that the page quotes. Several may share a text.
+        source[0] = re.sub(r"^(> .+\n\n)(?=> )", r"\1See below the next message.\n\n", source[0], flags=re.MULTILINE)
         source[0] = re.sub(r"^> (.+)$", r"### \1", source[0], flags=re.MULTILINE)
 
 
