@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,66 @@ def test_checks_of_a_loop_over_rows_need_the_name_of_the_layer_and_no_running_st
     with pytest.raises(AssertionError, match=r"the buffer bn\.running_mean differs"):
         assert_matches_one_device(alone(), torch.randn(3, 6, 3))
     assert_matches_one_device(alone(track_running_stats=False), torch.randn(3, 6, 3))
+
+
+class NormalizesPositiveRows(nn.Module):
+    """The advice for a condition about each sample: no early return if no row is selected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        mask, output = input[:, 0] > 0, input.clone()
+        output[mask] = self.bn(input[mask])
+        return output
+
+
+def test_rows_that_a_condition_selects_have_the_numbers_of_one_device_where_a_replica_selects_none():
+    rows = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.0, 7.0], [-1.0, 1.0, 1.0]])
+    parallel = DataParallelWithCallback(convert_model(NormalizesPositiveRows()), CPUS)
+    assert_matches_one_device(parallel, rows)
+    assert_equal(parallel(rows), NormalizesPositiveRows()(rows))
+
+
+class Penalizes(nn.Module):
+    """Returns a number that is equal in all replicas: alone, in a tuple or in a dict."""
+
+    def __init__(self, returned: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.returned = nn.Parameter(torch.ones(3)), returned
+
+    def forward(self, input: Tensor) -> Any:
+        return self.returned(self.weight.square().mean())
+
+
+def test_single_output_that_is_equal_in_all_replicas_needs_a_container():
+    def call(returned: Callable[[Tensor], Any], out_dims: Any) -> Any:
+        return DataParallelWithCallback(Penalizes(returned), CPUS, out_dims=out_dims)(torch.ones(2))
+
+    (one,) = call(lambda penalty: (penalty,), (None,))
+    assert one.shape == call(lambda penalty: {"penalty": penalty}, {"penalty": None})["penalty"].shape == ()
+    with pytest.warns(UserWarning, match="Was asked to gather along dimension 0, but all input tensors were scalars"):
+        assert call(lambda penalty: penalty, None).shape == (2,)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 8, batch_first=True)
+
+    def forward(self, frames: Tensor, hidden: tuple[Tensor, Tensor]) -> Any:
+        return self.rnn(frames, hidden)
+
+
+def test_hidden_state_of_an_lstm_is_cut_and_put_together_along_one_dimension():
+    net, hidden = Recurrent().double(), (doubles(1, 5, 8), doubles(1, 5, 8))
+    frames = doubles(5, 7, 3)
+    parallel = DataParallelWithCallback(net, CPUS, in_dims={"hidden": 1}, out_dims=(0, 1))
+    output, states = parallel(frames, hidden)
+    expected, expected_states = net(frames, hidden)
+    for got, wanted in zip((output, *states), (expected, *expected_states), strict=True):
+        assert_equal(got, wanted)
 
 
 class Losses(nn.Module):
