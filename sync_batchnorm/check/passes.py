@@ -102,7 +102,7 @@ class Side(Copy):
         detached = [tensor.detach() for tensor in outputs]
         return seen | {
             "output": dict(enumerate(detached)),
-            "loss": {"": loss.detach().reshape(())},
+            "loss": {self._passes.loss and "loss": loss.detach().reshape(())},
             "gradient": grads,
         }
 
@@ -221,7 +221,8 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, agreed
     if kind == "loss":
         in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
         numbers = f"{on_one} on one device, {in_replicas} in replicas"
-        return f"outputs agree, the loss does not: {numbers}: `loss` depends on more than the output"
+        why = ": `loss` depends on more than the output" if name else ""  # That of the check does not.
+        return f"outputs agree, the loss does not: {numbers}{why}"
     if kind == "gradient":
         return (
             "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of "
