@@ -5,7 +5,7 @@ compared with that of one device as it ends. What all replicas have been compare
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -109,18 +109,15 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
 
     A list with an item for each sample is cut to those of `rows`.
     """
-    some, all_ = [list(children_of(tree).values()) for tree in (actual, expected)]
+    some, all_ = children_of(actual), children_of(expected)
     if not some and not all_:
         yield actual, expected
-        return
-    if isinstance(actual, Mapping) and isinstance(expected, Mapping) and actual.keys() == expected.keys():
-        all_ = [expected[key] for key in actual]
-    elif len(some) == rows.size and len(all_) == rows.total:
-        all_ = all_[rows.first : rows.first + rows.size]
-    if len(some) != len(all_):
+    if (len(some), len(all_)) == (rows.size, rows.total):
+        all_ = dict(zip(some, list(all_.values())[rows.first :], strict=False))
+    if some.keys() != all_.keys():
         raise LookupError
-    for child, of_whole in zip(some, all_, strict=True):
-        yield from leaves_by_path(child, of_whole, rows)
+    for key, child in some.items():
+        yield from leaves_by_path(child, all_[key], rows)
 
 
 def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:

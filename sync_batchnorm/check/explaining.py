@@ -245,10 +245,8 @@ def _are_same(actual: Any, expected: Any, depth: int) -> bool:
 
 
 def _items_of(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return [*value, *value.values()]
-    is_plain = isinstance(value, (Sequence, Set))
-    return list(value if is_plain else getattr(value, "__dict__", {}).values())
+    held = value if isinstance(value, (Mapping, Sequence, Set)) else getattr(value, "__dict__", {})
+    return [*held, *held.values()] if isinstance(held, Mapping) else list(held)
 
 
 def _holds_list(tree: Any, length: int) -> bool:

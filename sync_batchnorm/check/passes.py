@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..call.processes import active_group
 from ..wrapper import leaves_of, named_leaves, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
@@ -44,6 +45,10 @@ class Passes:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if active_group(None) is not None:
+            raise RuntimeError(
+                "expected a single process, as the copies would exchange with others; call it in one alone"
+            )
         if self.dtype not in ROUNDING:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
         self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
@@ -134,10 +139,9 @@ class Side(Copy):
         if not self._passes.grads:  # on one device, which comes first
             generator = torch.Generator().manual_seed(0)
             self._passes.grads = [torch.randn(tensor.shape, generator=generator) for tensor in outputs]
-        loss = torch.zeros(())
-        for tensor, grad in zip(outputs, self._passes.grads, strict=False):
-            loss = loss + ((tensor if tensor.shape == grad.shape else tensor.double().mean()) * grad).sum().real
-        return loss
+        pairs = zip(outputs, self._passes.grads, strict=False)
+        means = [(tensor if tensor.shape == grad.shape else tensor.double().mean(), grad) for tensor, grad in pairs]
+        return sum([(tensor * grad).sum().real for tensor, grad in means], torch.zeros(()))
 
 
 def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
