@@ -148,7 +148,7 @@ class OneDevice(InDouble):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.calls: dict[tuple[str, int], Call] = {}  # by their ends
-        # The version and the copy of each tensor, as long as that lives.
+        # The version and the copy of each tensor, as long as that lives, in the forward pass.
         self._copies: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
     def begin(self, call: Call, arguments: Any) -> None:
@@ -157,6 +157,10 @@ class OneDevice(InDouble):
     def end(self, call: Call, output: Any) -> None:
         call.output = _mapped(output, self._copy)
         self.calls[call.key] = call
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._copies.clear()  # The graph keeps many of the tensors, and what was compared shall be dropped.
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
