@@ -31,14 +31,14 @@ from .batchnorm import (
     SynchronizedBatchNorm3d,
     assert_synchronized,
     convert_model,
+    merge_messages,
     patch_sync_batchnorm,
     revert_model,
     set_sbn_eps_mode,
+    sync_moments,
 )
 from .check import assert_matches_one_device
-from .comm import SlavePipe, SyncMaster
-from .layers import merge_messages, sync_moments
-from .meeting import ReplicaSyncError
+from .comm import ReplicaSyncError, SlavePipe, SyncMaster
 from .replicate import (
     CallbackContext,
     DataParallelWithCallback,

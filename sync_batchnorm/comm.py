@@ -1,5 +1,3 @@
 """The names that older code imports from here, and that pickles of a `SyncMaster` look up here."""
 
-from .meeting import SlavePipe, SyncMaster
-
-__all__ = ["SlavePipe", "SyncMaster"]
+from .meeting import *  # noqa: F403
