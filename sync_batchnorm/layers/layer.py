@@ -223,13 +223,10 @@ def _let_torch_check(
     mean, var = (None, None) if running is None else (running.mean, running.var)
     channels, dtype, device = input.shape[1], input.dtype, input.device
     valid = dtype.is_floating_point and channels > 0 and eps > 0 and (mean is None) == (var is None)
-    shape = (channels,)
     for tensor in (weight, bias, mean, var):
-        if tensor is None or (tensor.dtype == dtype and tensor.device == device and tensor.shape == shape):
-            continue
-        is_mixed = tensor.dtype == torch.float32 and dtype in _HALF
-        if tensor.shape != shape or tensor.device != device or not (tensor.dtype == dtype or is_mixed):
-            valid = False
+        if tensor is not None:
+            fits = tensor.dtype == dtype or (tensor.dtype == torch.float32 and dtype in _HALF)
+            valid = valid and fits and tensor.device == device and tensor.shape == (channels,)
     if not valid:
         mean, var = (None if buffer is None else buffer.clone() for buffer in (mean, var))
         rows = torch.cat((input, input))  # A single one would be an error.
