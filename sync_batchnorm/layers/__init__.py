@@ -1,8 +1,8 @@
 """The synchronized layers, conversion to them and back, `assert_synchronized`, and what norms of one's own need."""
 
 from .check import assert_synchronized
+from .check import why_left as why_left
 from .conversion import convert_model, patch_sync_batchnorm, revert_model
-from .convertible import why_left as why_left
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

@@ -5,7 +5,8 @@ own. So every reference to the layer, or to its parameters and buffers, stays va
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -17,11 +18,12 @@ from ..derived import derived_class
 from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
-from .convertible import (
+from .check import (
     IN_A_LIST,
     RESERVED,
     SYNCHRONIZED,
     Classes,
+    Modules,
     is_left_to_convert,
     is_of_timm,
     kind_of,
@@ -34,7 +36,8 @@ __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_PLAIN: dict[type[nn.Module], type[BatchNormBase]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
+_PLAIN[DataParallelWithCallback] = nn.DataParallel
 
 
 def convert_model(
@@ -84,14 +87,15 @@ def convert_model(
     classes = {} if classes is None else classes
     _check_classes(classes)
     former = {child: type(child) for _, child in modules}
-    reasons = {name: _convert(child, classes, options) for name, child in modules}
+    reasons = [(name, _convert(child, classes, options)) for name, child in modules]
     layers = {name: child for name, child in modules if isinstance(child, _SynchronizedBatchNorm)}
     names = tuple(name or "the module itself" for name in layers)
     for number, layer in enumerate(layers.values()):
         layer.__dict__.update(_sync_layer=(number, names))
     _bind_anew(modules, former)
-    more = _add_unregistered(reasons, modules)
-    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize", more)
+    in_lists = [name for name, layer in unregistered(modules) if not isinstance(layer, _SynchronizedBatchNorm)]
+    reasons += [(name, IN_A_LIST) for name in in_lists]
+    _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
     return module
 
 
@@ -114,33 +118,20 @@ def revert_model(module: ModuleT) -> ModuleT:
     check_module(module)
     modules = list(module.named_modules())
     former = {child: type(child) for _, child in modules}
-    reasons = {name: _revert(child) for name, child in modules}
+    reasons = [(name, _revert(child)) for name, child in modules]
     _bind_anew(modules, former)
     _warn_of(reasons, "revert_model left modules as they are, which need sync_batchnorm")
     return module
 
 
-def _add_unregistered(reasons: dict[str, str | None], modules: Sequence[tuple[str, nn.Module]]) -> int:
-    """Add attributes with layers that torch does not register; return how many layers more than names there are."""
-    more = 0
-    for name, held in unregistered(modules).items():
-        plain = [layer for layer in held if not isinstance(layer, _SynchronizedBatchNorm)]
-        if plain:
-            reasons[name if len(plain) == 1 else f"{name} ({len(plain)} layers)"] = IN_A_LIST
-            more += len(plain) - 1
-    return more
-
-
-def _bind_anew(modules: Sequence[tuple[str, nn.Module]], former: Mapping[nn.Module, type[nn.Module]]) -> None:
+def _bind_anew(modules: Modules, former: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Let methods that were stored, such as `self.norm = self.bn.forward`, be those of the layer's new class."""
     for _, child in modules:
-        for attribute, value in list(vars(child).items()):
-            if isinstance(value, (MethodType, functools.partial)):
-                vars(child)[attribute] = _bound_anew(value, former)
-            elif type(value) in (list, dict):
-                for key, item in enumerate(value) if type(value) is list else list(value.items()):
-                    if isinstance(item, (MethodType, functools.partial)):
-                        value[key] = _bound_anew(item, former)
+        attributes = vars(child)
+        for holder in [attributes, *(value for value in attributes.values() if type(value) in (list, dict))]:
+            for key, value in enumerate(holder) if isinstance(holder, list) else list(holder.items()):
+                if isinstance(value, (MethodType, functools.partial)):
+                    holder[key] = _bound_anew(value, former)
 
 
 def _bound_anew(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
@@ -155,15 +146,18 @@ def _bound_anew(value: Any, former: Mapping[nn.Module, type[nn.Module]]) -> Any:
     return getattr(layer, name) if value.__func__ is getattr(former[layer], name, None) else value
 
 
-def _warn_of(reasons: Mapping[str, str | None], what: str, more: int = 0) -> None:
-    """Issue one warning of the modules that were left for a reason, by name; some names are of so many `more`."""
-    left: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
+def _warn_of(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
+    """Issue one warning of the modules that were left for a reason, by name; some names are of several layers."""
+    left: dict[str, Counter[str]] = {}
+    for name, reason in reasons:
         if reason is not None:
-            left.setdefault(reason, []).append(name or "(the module itself)")
+            left.setdefault(reason, Counter())[name or "(the module itself)"] += 1
     if left:
-        lines = [f"\n- {', '.join(names)}: {reason}" for reason, names in left.items()]
-        warn(f"{what}, {sum(map(len, left.values())) + more} in all:{''.join(lines)}")
+        lines = []
+        for reason, counts in left.items():
+            names = [name if number == 1 else f"{name} ({number} layers)" for name, number in counts.items()]
+            lines.append(f"\n- {', '.join(names)}: {reason}")
+        warn(f"{text}, {sum(map(Counter.total, left.values()))} in all:{''.join(lines)}")
 
 
 def _check_classes(classes: Classes) -> None:
@@ -218,8 +212,7 @@ def _revert(module: nn.Module) -> str | None:
     if not isinstance(module, (_SynchronizedBatchNorm, _ReplicationMixin)):
         return None
     cls, state = type(module), module.__dict__
-    plain = nn.DataParallel if cls is DataParallelWithCallback else _PLAIN.get(cls) or vars(cls).get("_sync_original")
-    plain = state.get("_former_class", plain)
+    plain = state.get("_former_class") or _PLAIN.get(cls) or vars(cls).get("_sync_original")
     if is_parametrized(module):
         return f"{cls.__name__} is parametrized; remove its parametrizations first"
     if plain is None:
