@@ -147,7 +147,7 @@ class BatchStatistics(NamedTuple):
     mean_invstd: dict[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
     elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
     clamped: Tensor | None  # where eps has replaced a smaller variance; None if eps is added
-    weights_differ: bool  # between replicas
+    parameters_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
 
     @property
@@ -169,19 +169,19 @@ class BatchStatistics(NamedTuple):
 
 
 class ForwardPart(Protocol):
-    """What the output of one replica is made of: what it brings, and the statistics of the batch."""
+    """The output of one replica, and what it is made of: what the replica brings, and the statistics of the batch."""
 
-    input: Tensor  # with elements
+    input: Tensor
     mean_invstd: Pair
     weight: Tensor | None
     bias: Tensor | None
     memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
+    output: Tensor  # what `Backend.normalize` sets
 
 
 class BackwardPart(NamedTuple):
     """What the gradients of one replica are made of, besides the statistics of the batch."""
 
-    device: torch.device
     grad_output: Tensor | None  # None if the output does not enter the loss
     input: Tensor
     weight: Tensor | None
@@ -238,20 +238,17 @@ class Backend:
         invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
-        """Return the output ``(input - mean) * invstd * weight + bias`` of each replica."""
-        outputs: list[Tensor] = []
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
+        """Set the output of each replica: ``(input - mean) * invstd * weight + bias``."""
         for part in parts:
             input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
-            out = memory_for_output(input) if part.memory is None else part.memory
+            part.output = memory_for_output(input) if part.memory is None else part.memory
             factor = per_channel(invstd if weight is None else invstd * weight, input)
             centered = input - per_channel(mean, input)
             if bias is None:
-                torch.mul(centered, factor, out=out)
+                torch.mul(centered, factor, out=part.output)
             else:
-                torch.addcmul(per_channel(bias, input), centered, factor, out=out)
-            outputs.append(out)
-        return outputs
+                torch.addcmul(per_channel(bias, input), centered, factor, out=part.output)
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         """Return the gradients of each replica.
@@ -264,7 +261,7 @@ class Backend:
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         all_normalized: list[Tensor] = []
         for part in parts:
-            mean, invstd = mean_invstd[part.device]
+            mean, invstd = mean_invstd[part.input.device]
             x = part.input.to(mean.dtype)
             normalized = (x - per_channel(mean, x)) * per_channel(invstd, x)
             grad_weight = grad_bias = None
@@ -280,14 +277,14 @@ class Backend:
         for part, (grad_weight, grad_bias), normalized in zip(parts, of_parameters, all_normalized, strict=True):
             grad_input = None
             if part.wants_input:
-                grad_input = _input_gradient(part, normalized, mean_invstd[part.device][1], terms)
+                grad_input = _input_gradient(part, normalized, mean_invstd[part.input.device][1], terms)
             results.append((grad_input, grad_weight, grad_bias))
         return results
 
 
 def _input_gradient(part: BackwardPart, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
     """Return the gradient of the input of one replica, from its normalized input, and the `terms` of all replicas."""
-    of_bias, of_weight = terms.to(part.device, non_blocking=True)
+    of_bias, of_weight = terms.to(part.input.device, non_blocking=True)
     # The first operand determines the memory format: that of the input.
     grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
     if part.grad_output is not None:
@@ -310,7 +307,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
     """
     sums: list[Tensor] = []
     for part in parts:
-        mean = batch.mean_invstd[part.device][0]
+        mean = batch.mean_invstd[part.input.device][0]
         x = part.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
         sums += sent_to((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)

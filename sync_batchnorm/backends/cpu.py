@@ -73,19 +73,18 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
-        outputs: list[Tensor] = []
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
+        line: Line | None = None
         for part in parts:
-            if not outputs or parameters_differ:  # Otherwise slope and offset are those of the replica before.
+            if line is None or parameters_differ:  # Otherwise slope and offset are those of the replica before.
                 mean, invstd = part.mean_invstd
                 slope = _factor(invstd, part.weight, statistics_dtype(part.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if part.bias is None else torch.addcmul(part.bias, mean, slope, value=-1)
                 line = Line.of(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
-            memory = memory_for_output(part.input) if part.memory is None else part.memory
-            outputs.append(affine(part.input, line, memory))
-        return outputs
+            part.output = memory_for_output(part.input) if part.memory is None else part.memory
+            affine(part.input, line, part.output)
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         if not parts:
@@ -95,11 +94,11 @@ class Cpu(Backend):
         in_loss = [i for i, part in enumerate(parts) if part.grad_output is not None]
         sums = [_sums([parts[i] for i in in_loss], batch, dtype)] if in_loss else []  # (R, 2, C)
         of_parameters = dict(zip(in_loss, sums[0].to(dtype, copy=True), strict=True)) if sums else {}
-        if batch.weights_differ and sums:
+        if batch.parameters_differ and sums:
             for pair, i in zip(sums[0], in_loss, strict=True):
                 if parts[i].weight is not None:
                     pair.mul_(parts[i].weight)
-        common_factor = None if batch.weights_differ else _factor(invstd, parts[0].weight, dtype)
+        common_factor = None if batch.parameters_differ else _factor(invstd, parts[0].weight, dtype)
         if any([part.wants_input for part in parts]):
             line = _common_terms(sums, batch, common_factor, dtype)
         results: list[Gradients] = []

@@ -76,17 +76,16 @@ class Cuda(Backend):
                 invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> list[Tensor]:
-        outputs: list[Tensor] = []
+    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
         for part in parts:
             input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
-            if input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
-                output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
+            if not input.numel():
+                part.output = memory_for_output(input)
+            elif input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
+                part.output = torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)
             else:
-                output = memory_for_output(input)
-                torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=output)
-            outputs.append(output)
-        return outputs
+                part.output = memory_for_output(input)
+                torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=part.output)
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
         sums: list[Tensor] = []
@@ -109,19 +108,19 @@ class Cuda(Backend):
         for part, grads in zip(parts, of_parameters, strict=True):
             grad_input = None
             if part.wants_input:
-                grad_input = _input_gradient(part, terms[part.device], count, batch)
+                grad_input = _input_gradient(part, terms[part.input.device], count, batch)
             results.append((grad_input, *grads))
         return results
 
 
 def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
     """Return the two sums of one replica, and the gradients of its weight and bias."""
-    mean, invstd = batch.mean_invstd[part.device]
+    mean, invstd = batch.mean_invstd[part.input.device]
     weight = part.weight
     sum_dy, sum_dy_xmu, grad_weight, _ = torch.batch_norm_backward_reduce(
         grad_output, part.input, mean, invstd, weight, True, weight is not None, False
     )
-    if batch.weights_differ and weight is not None:
+    if batch.parameters_differ and weight is not None:
         return (sum_dy * weight, sum_dy_xmu * weight), grad_weight, sum_dy
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
@@ -149,16 +148,16 @@ def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, bat
         return torch.zeros_like(input)
     if grad_output is None:
         grad_output = torch.zeros_like(input)
-    elif batch.weights_differ and weight is not None:
+    elif batch.parameters_differ and weight is not None:
         grad_output = (grad_output * per_channel(weight, input)).to(input.dtype)
     if not input.is_contiguous():  # or the gradient of a channels_last input would be contiguous
         grad_output = grad_output.contiguous(memory_format=format_of(input))
-    mean, invstd = batch.mean_invstd[part.device]
-    if batch.weights_differ:
+    mean, invstd = batch.mean_invstd[part.input.device]
+    if batch.parameters_differ:
         weight = None
     elif weight is not None and weight.dtype != mean.dtype:  # Contiguous inputs need one dtype.
         weight = weight.to(mean.dtype)
-    counts = _counts(part.device, (count,), torch.int32)
+    counts = _counts(part.input.device, (count,), torch.int32)
     return torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, terms[0], terms[1], counts)
 
 

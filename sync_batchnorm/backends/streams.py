@@ -22,9 +22,9 @@ def current_stream(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
-def are_default(device: torch.device, other: torch.device) -> bool:
-    """Return whether this thread uses the default streams of two GPUs."""
-    return not stream_at(device.index).stream_id and (other == device or not stream_at(other.index).stream_id)
+def are_default(device: torch.device, other: torch.device | None) -> bool:
+    """Return whether this thread uses the default streams of a GPU and, if there is one, of another one."""
+    return not any([stream_at(gpu.index).stream_id for gpu in {device, other or device}])
 
 
 def on_default_streams(

@@ -20,8 +20,7 @@ from torch import Tensor
 from ..backends.base import GENERAL, BackwardPart, BatchStatistics, Gradients
 from ..backends.streams import in_order_with_engine
 from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled, will_run
-from .part import Part
-from .saved import Saved
+from .part import Part, Saved
 
 __all__: list[str] = []
 
@@ -97,7 +96,7 @@ def _gradients(
         # Gradients that are differentiated need the inputs of all replicas again.
         if grad_output is not None or wants_input or is_differentiated:
             input, weight = entry.unpack()
-            backward_parts[entry] = BackwardPart(entry.device, grad_output, input, weight, wants_input)
+            backward_parts[entry] = BackwardPart(grad_output, input, weight, wants_input)
     backend = GENERAL if is_differentiated else batch.backend
     computed = dict(zip(backward_parts, backend.gradients(list(backward_parts.values()), batch), strict=True))
     if not keeps_graph():

@@ -1,14 +1,21 @@
-"""The part of one replica in one call of a layer: what it brings, what the master adds, and the output."""
+"""The part of one replica in one call of a layer, and what it keeps of the call for its backward pass.
 
-from collections.abc import Sequence
+NOTE [who saves what]: Each replica saves its own input and weight, so its saved-tensor hooks run in its own thread. The
+node of the call unpacks both, and drops what is `kept` unless `retain_graph` is set: the input, or what hooks have made
+of both. The node saves no tensors itself: where replicas take gradients in their forward, two threads may drop what a
+node has saved at the same time, and torch 2.13 then frees it twice.
+"""
+
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, device
 
-from ..backends.base import Backend, Pair, RunningStatistics, Statistics, memory_for_output
+from ..backends.base import Backend, Pair, RunningStatistics, Statistics
+from ..backends.streams import current_stream, on_streams
+from ..torch_private import fast_apply
 from .processes import Peers
-from .saved import Saved
 
 __all__: list[str] = []
 
@@ -18,7 +25,7 @@ class Connection(NamedTuple):
 
     pipe: Any  # a `SyncMaster` or `SlavePipe`; None for a replica in a process of its own
     number: int  # of the replica; the buffers of the first one are those of the wrapped module
-    master_device: device | None = None  # where the master merges, if that is known
+    master_device: device | None = None  # where the master merges, if that is known: statistics are sent there
     weight: Tensor | None = None  # that the replica got from its module, as the next
     bias: Tensor | None = None
 
@@ -41,10 +48,9 @@ class Part:
     clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
     peers: Peers | None  # the processes to exchange with
     running: RunningStatistics | None  # the buffers that this call of the replica updates
-    master_device: device  # where the master merges, if that is known: statistics are sent there
     # What the call has.
     input: Tensor = field(init=False)
-    saved: Saved | None = None  # None if the replica records no graph
+    saved: "Saved | None" = None  # None if the replica records no graph
     # What the replica measures, for the master.
     backend: Backend = field(init=False)
     kind: tuple[Any, ...] = field(init=False)  # what must be equal in all replicas
@@ -56,27 +62,82 @@ class Part:
     output: Tensor = field(init=False)
 
 
-def weights_differ(parts: Sequence[Part]) -> bool:
-    """Return whether replicas may have unequal weights: a module may compute one in its forward."""
-    weight = parts[0].weight
-    is_of_module = weight is parts[0].connection.weight
-    for part in parts:
-        if part.weight is not weight and not (is_of_module and part.weight is part.connection.weight):
-            return True
-    return False
+FREED = (
+    "Trying to backward through the graph a second time, where a synchronized batch norm has dropped its input; pass "
+    "retain_graph=True to the first backward(), and compute gradients outside the forward() of replicas"
+)
+
+InputAndWeight = tuple[Tensor, Tensor | None]
 
 
-def normalize(parts: Sequence[Part]) -> None:
-    """Add the outputs of parts, which have mean and inverse standard deviation of the batch."""
-    with_elements: list[Part] = []
-    parameters_differ = False
-    for part in parts:
-        if part.elements:
-            with_elements.append(part)
-            if part.weight is not part.connection.weight or part.bias is not part.connection.bias:
-                parameters_differ = True
-        else:
-            part.output = memory_for_output(part.input)
-    outputs = parts[0].backend.normalize(with_elements, parameters_differ)
-    for part, output in zip(with_elements, outputs, strict=True):
-        part.output = output
+class Saved:
+    """Keeps input and weight of one replica. This takes less time than to save them in an autograd node."""
+
+    __slots__ = ("_input_version", "_weight", "_weight_version", "device", "input_node", "kept", "needs_input")
+
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        self.device, self.needs_input = input.device, input.requires_grad
+        self.input_node = input.grad_fn  # None for an input that needs no gradient
+        self._input_version = input._version
+        # Never dropped, since it is only a vector. If both were, a thread could read the input before, and the weight
+        # after another thread drops them.
+        self._weight, self._weight_version = weight, 0 if weight is None else weight._version
+        self.kept: Any = input  # None once it is dropped
+
+    def unpack(self) -> InputAndWeight:
+        """Return input and weight, unless they were dropped or have changed in place."""
+        input, weight = self.kept, self._weight
+        if input is None:
+            raise RuntimeError(FREED)
+        if input._version != self._input_version:
+            raise _changed(input, self._input_version)
+        if weight is not None and weight._version != self._weight_version:
+            raise _changed(weight, self._weight_version)
+        return input, weight
+
+
+def _changed(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+    )
+
+
+class SavedByHooks(Saved):
+    """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, input: Tensor, weight: Tensor | None) -> None:
+        super().__init__(input, weight)
+        self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
+        self._weight = None  # the hooks have it
+
+    def unpack(self) -> InputAndWeight:
+        kept = self.kept
+        if kept is None:
+            raise RuntimeError(FREED)
+        owner, stream = kept
+
+        if stream == current_stream(self.device):
+            return owner.grad_fn.saved_tensors  # type: ignore[no-any-return]
+        # Hooks may compute to unpack, and others use what a checkpoint has computed on this stream.
+        return on_streams([stream], (), lambda: owner.grad_fn.saved_tensors)  # type: ignore[no-any-return]
+
+
+class _Save(torch.autograd.Function):
+    """Never runs in a backward pass: its node owns saved tensors for as long as its output is alive."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, tensors: InputAndWeight) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return source
+
+
+_save = fast_apply(_Save)
+
+
+def graph_source() -> Tensor:
+    """Return a tensor that requires a gradient, so that a function of it is in the graph whatever else it takes."""
+    # One for each use: in anomaly mode, two threads that use a leaf for the first time deadlock (torch 2.13).
+    return torch.empty(0, device="cpu", requires_grad=True)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .part import Part, normalize
-from .saved import graph_source
+from .part import Part, graph_source
 
 __all__: list[str] = []
 
@@ -50,7 +49,7 @@ def repeat(part: Part) -> None:
     pipe = part.connection.pipe
     call = _recall(pipe.remembered, part.statistics, pipe.where)
     part.mean_invstd = call.mean_invstd
-    normalize([part])
+    part.backend.normalize([part], parameters_differ=False)
     if part.saved is not None and not call.is_constant:  # None under `no_grad`, as in the forward
         part.output = _refuse_gradient(part.output, part.input)
 

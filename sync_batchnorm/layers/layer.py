@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.base import RunningStatistics
-from ..call import processes
-from ..call.exchange import merge_parts, sync_batch_norm
+from ..call import merge_parts, processes, sync_batch_norm
 from ..call.part import ALONE, Connection, Part
 from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
@@ -163,7 +162,6 @@ class _SynchronizedBatchNorm(BatchNormBase):
             # The compiler of torch 2.12 cannot pass a group as an argument.
             peers=self._peers() if connection is ALONE else None,
             running=running,
-            master_device=connection.master_device or input.device,
         )
         return sync_batch_norm(input, part)
 

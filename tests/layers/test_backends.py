@@ -85,21 +85,19 @@ class Plain(Backend):
         return (mean.view(1, -1), var[None]), None
 
     def normalize(self, parts, parameters_differ):
-        outputs = []
         for part in parts:
             input, weight, bias = part.input, part.weight, part.bias
             mean, invstd = (base.per_channel(vector, input) for vector in part.mean_invstd)
-            outputs.append(base.memory_for_output(input).copy_((input - mean) * invstd))
+            part.output = base.memory_for_output(input).copy_((input - mean) * invstd)
             if weight is not None:
-                outputs[-1].mul_(base.per_channel(weight, input))
+                part.output.mul_(base.per_channel(weight, input))
             if bias is not None:
-                outputs[-1].add_(base.per_channel(bias, input))
-        return outputs
+                part.output.add_(base.per_channel(bias, input))
 
     def gradients(self, parts, batch):
         normalized, of_parameters, sums = [], [], []
         for part in parts:
-            mean, invstd = (base.per_channel(v, part.input) for v in batch.mean_invstd[part.device])
+            mean, invstd = (base.per_channel(v, part.input) for v in batch.mean_invstd[part.input.device])
             x, dy, weight = part.input, part.grad_output, 1 if part.weight is None else part.weight
             dy = torch.zeros_like(x) if dy is None else dy
             normalized.append((x - mean) * invstd)
@@ -109,10 +107,10 @@ class Plain(Backend):
         totals = batch.totals(sums) / batch.elements
         results = []
         for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
-            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.device))
+            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device))
             weight = 1 if part.weight is None else base.per_channel(part.weight, x)
             dy = torch.zeros_like(x) if part.grad_output is None else part.grad_output * weight
-            invstd = base.per_channel(batch.mean_invstd[part.device][1], x)
+            invstd = base.per_channel(batch.mean_invstd[part.input.device][1], x)
             results.append((invstd * (dy - mean_dy - x * mean_dy_xmu), *parameters))
         return results
 
