@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -245,5 +246,7 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
 
 def _corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return the right output, with the gradient of the one that it replaces."""
-    has_gradient = actual.is_floating_point() and bool(actual.isfinite().all())
-    return actual + (right - actual).detach() if has_gradient else right.clone()
+    if not actual.requires_grad or not bool(actual.isfinite().all()):
+        return right.clone()
+    sizes = zip(reversed(actual.shape), reversed(right.shape), strict=True)  # which differ where it is padded
+    return right + F.pad(actual - actual.detach(), [n for size, wanted in sizes for n in (0, wanted - size)])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
-from ..wrapper import children_of, closure_of, tensors_in
+from ..wrapper import built, children_of, closure_of, holds_tensors, tensors_in
 from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, suspects_in
 from .copies import Call, InDouble, Rows, border, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
@@ -370,13 +370,14 @@ class Experiment:
         """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
         if isinstance(some, Tensor):  # A copy, as the module may change it.
             return chunk_of(whole.clone(), some, self._rows, rows)
-        if type(some) is dict:
-            return {key: self._selected(some[key], whole[key], rows) for key in some}
-        if type(some) not in (list, tuple):
-            return some
-        if len(some) == self._rows.size and len(whole) == self._rows.total:
-            return type(some)(whole[row] for row in rows)
-        return type(some)(self._selected(*pair, rows) for pair in zip(some, whole, strict=True))
+        of_some, parts = children_of(some), children_of(whole)
+        if len(of_some) == self._rows.size and len(parts) == self._rows.total:
+            parts = dict(enumerate([list(parts.values())[row] for row in rows]))
+        else:
+            parts = {key: self._selected(part, parts[key], rows) for key, part in of_some.items()}
+        if not parts and holds_tensors(whole):
+            raise LookupError("an object with tensors cannot be cut")
+        return built((), whole, parts, list(parts.values())) if parts else whole
 
 
 def _uses_batch(module: nn.Module) -> bool:

@@ -101,7 +101,7 @@ class Tree:
             builds.append(self._add((*path, key), child, dims if of_children is None else of_children.get(key, USUAL)))
         if dims is USUAL and is_list(kind):
             self.lists.append((path, tree, start, len(self.leaves)))
-        return lambda leaves: _built(path, tree, children, [build(leaves) for build in builds])
+        return lambda leaves: built(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:
         if dims is USUAL and kind in (list, dict) and not self._is_output:  # A list of words is copied at once.
@@ -178,7 +178,7 @@ def holds_tensors(tree: Any) -> bool:
     return False
 
 
-def _built(path: Path, original: Any, keys: Collection[Any], items: list[Any]) -> Any:
+def built(path: Path, original: Any, keys: Collection[Any], items: list[Any]) -> Any:
     """Return a container like another one, with other items."""
     kind = type(original)
     if kind in (list, tuple):

@@ -7,6 +7,8 @@ import random
 import time
 import warnings
 from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -257,6 +259,36 @@ def two_losses(self, x):
     return {"rows": x.square().mean(1), "divided": (x.square().mean(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()}
 
 
+class MeanInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / len(grad)
+
+
+def behind_values_that_do_not_matter(self, x):
+    """Return the right values, with a wrong gradient that goes through a module whose values are wrong."""
+    hidden = MeanInBackward.apply(self.parts[0](x))
+    shifted = self.parts[1](hidden)
+    return hidden.detach() + shifted - shifted.detach()
+
+
+def pad(self, x):
+    return F.pad(x, (0, int(x.max() * 9)))
+
+
+def add_total(self, x):
+    return x[:, :6] + x.sum(1, keepdim=True)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
 def change_then_mix(self, x):
     with torch.no_grad():
         self.count.add_(1.0)
@@ -406,6 +438,40 @@ FAULTS = {
         lambda: nn.Sequential(nn.Linear(6, 6), Net(two_losses)),
         ["as output['divided'], replicas with [3, 2] rows", "compute it from the gathered output, or"],
         ["weight them"],
+    ),
+    "padding to the longest sample": (
+        lambda: nn.Sequential(Apply(pad), Apply(lambda self, x: x.sum(1) / len(x[0]))),
+        ["output of 0 (Apply), in replica 0, in its shape", OTHER],
+        [],
+    ),
+    "mix behind padding": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Apply(pad), Apply(add_total), Center()),
+        ["3 (Center)", OTHER],
+        [],
+    ),
+    "gradient behind padding": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 6), Apply(lambda self, x: MeanInBackward.apply(x)), Apply(pad), Apply(add_total)
+        ),
+        ["outputs and loss agree; the first gradient that differs", "that of 0."],
+        ["first difference"],
+    ),
+    "mix of a dataclass": (
+        lambda: Apply(lambda self, x: self.parts[0](Batch(x)), Apply(lambda self, batch: batch.x - batch.x.mean(0))),
+        ["parts.0 (Apply)", OTHER],
+        [],
+    ),
+    "mix of an object that cannot be cut": (
+        lambda: Apply(
+            lambda self, x: self.parts[0](SimpleNamespace(x=x)), Apply(lambda self, batch: batch.x - batch.x.mean(0))
+        ),
+        ["parts.0 (Apply)", "in its samples [0, 1, 2] of [0, 1, 2]"],
+        ["returns the same"],
+    ),
+    "gradient behind values that do not matter": (
+        lambda: Apply(behind_values_that_do_not_matter, nn.Linear(6, 6), Apply(lambda self, x: x + x.mean(0).detach())),
+        ["outputs and loss agree; the first gradient that differs", "that of parts.0"],
+        ["first difference"],
     ),
     "hook that closes over the model": (ClosedHook, ["keep of net.0 (features)", "closure"], []),
     "hook that closes over the model, by name": (SettingHook, ["(features)", "not in replicas: AttributeError"], []),
