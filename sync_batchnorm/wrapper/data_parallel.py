@@ -24,7 +24,7 @@ from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
-from .run import ForwardPass, Run, is_in_replica, new_coordinator
+from .run import ForwardPass, Run, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import cut, is_on, join
 from .threads import call_replicas
 from .trees import USUAL, Dims
@@ -97,10 +97,11 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        if len({run._sync_device for run in replicas}) < len(replicas):  # They take turns.
-            forward_pass = replicas[0]._sync_pass
+        runs = _runs_of(self, replicas)
+        if len({run._sync_device for run in runs}) < len(runs):  # They take turns.
+            forward_pass = runs[0]._sync_pass
             refuse_other_packages(forward_pass.original, forward_pass.contexts)
-        return call_replicas(replicas, inputs, kwargs)
+        return call_replicas(runs, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _reached.get(set()).add("gather")
@@ -182,13 +183,17 @@ class _ReplicationMixin(DataParallel[Any]):
         if not contexts:
             _warn_of_plain_layers(self, module)
         forward_pass = ForwardPass(module, coordinator, contexts)
-        forward_pass.inherit()  # for replicas that are not called by `parallel_apply`
-        return forward_pass.runs(replicas, devices)
+        runs = forward_pass.runs(replicas, devices)
+        forward_pass.inherit(runs)  # for replicas that are not called by `parallel_apply`
+        return runs
 
     def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
-        runs = self._sync_runs(replicas)
+        runs = _runs_of(self, replicas)
         forward_pass = runs[0]._sync_pass
+        forward_pass.inherit(runs)
+        if len(runs) == 1:
+            forward_pass.context = None  # It runs in this thread, as on one device.
         forward_pass.coordinator.expect([run._sync_number for run in runs])
         watched = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
         outputs: list[Any] = []
@@ -208,18 +213,6 @@ class _ReplicationMixin(DataParallel[Any]):
             warn_of_lost_state(runs[0]._sync_replica, watched)
             warn_of_lost_hooks([run._sync_replica for run in runs])
         return outputs
-
-    def _sync_runs(self, replicas: Sequence[Any]) -> list[Any]:
-        """Return a `Run` for each of `replicas`, all of one `ForwardPass`, run in the modes of this thread."""
-        runs = list(replicas)
-        if not isinstance(runs[0], Run):  # the module itself, for a single chunk, or replicas of the user's
-            devices = list(map(as_device, self.device_ids[: len(runs)]))
-            runs = ForwardPass(runs[0], new_coordinator(devices, self._sync_timeout)).runs(runs, devices)
-        forward_pass = runs[0]._sync_pass
-        forward_pass.inherit()
-        if len(runs) == 1:
-            forward_pass.context = None  # It runs in this thread, as on one device.
-        return runs
 
 
 class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
@@ -323,6 +316,21 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
     devices = tuple(map(as_device, data_parallel.device_ids))
     if unsupported_by_torch(devices):
         data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
+
+
+def _runs_of(wrapper: Any, replicas: Sequence[Any]) -> list[Run]:
+    """Return a `Run` for each of `replicas`, all of one `ForwardPass`.
+
+    A `parallel_apply` of the user's may have put modules or functions in place of the runs, which these call.
+    """
+    if isinstance(replicas[0], Run):
+        return list(replicas)
+    runs = prepared_runs()
+    if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared
+        originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
+        devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
+        runs = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout)).runs(originals, devices)
+    return [run._sync_calling(function) for run, function in zip(runs, replicas, strict=True)]
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, out_dims: Dims) -> dict[str, Any]:

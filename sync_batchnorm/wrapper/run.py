@@ -52,8 +52,8 @@ class ForwardPass:
         """Return a `Run` for each of all replicas."""
         return [Run(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
 
-    def inherit(self) -> None:
-        """Note the modes, the default device and the context of this thread, as those of the caller."""
+    def inherit(self, runs: Sequence["Run"]) -> None:
+        """Note the modes, the default device and the context of this thread, as those of the caller of these runs."""
         grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
         modes: list[Any] = [torch.inference_mode if torch.is_inference_mode_enabled() else grad]
         accelerator = torch.accelerator.current_accelerator()
@@ -64,6 +64,7 @@ class ForwardPass:
         default_device = torch.get_default_device()
         self.modes, self.context = modes, copy_context()
         self.default_device = None if default_device.type == "cpu" else default_device
+        _prepared.set(list(map(ref, runs)))
 
     def enter_modes(self, stack: ExitStack, device: torch.device) -> None:
         """Enter the modes of the caller, in a replica on `device`, which replaces a default device of its type."""
@@ -102,11 +103,19 @@ class Run(nn.Module):
     _sync_pass: ForwardPass
     _sync_number: int
     _sync_device: torch.device
+    _sync_called: Callable[..., Any]  # the replica, or what the `parallel_apply` of a subclass calls in its place
     _sync_stream: torch.cuda.Stream | None = None  # on which it computes, instead of that of its thread
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
         # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
         self.__dict__.update(_sync_replica=replica, _sync_pass=forward_pass, _sync_number=number, _sync_device=device)
+        self.__dict__["_sync_called"] = replica
+
+    def _sync_calling(self, function: Callable[..., Any]) -> "Run":
+        """Return a run in place of this one that calls `function`, which may call this one, in place of the replica."""
+        run = Run(self._sync_replica, self._sync_pass, self._sync_number, self._sync_device)
+        run.__dict__["_sync_called"] = function
+        return run
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync_replica, name)
@@ -118,6 +127,8 @@ class Run(nn.Module):
         return self._sync_replica.named_modules(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sync_pass.coordinator.runs_here(self._sync_number):  # in what is called in its place
+            return self._sync_replica(*args, **kwargs)
         context = self._sync_pass.context
         if context is None:
             return self._sync_call(*args, **kwargs)
@@ -127,6 +138,7 @@ class Run(nn.Module):
 
     def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
         coordinator, number = self._sync_pass.coordinator, self._sync_number
+        _prepared.set(())
         token = _current.set(ref(self))
         try:
             with coordinator.begin(number), ExitStack() as stack:
@@ -134,7 +146,7 @@ class Run(nn.Module):
                     stack.enter_context(torch.cuda.stream(self._sync_stream))
                 self._sync_pass.enter_modes(stack, self._sync_device)
                 try:
-                    output = self._sync_replica(*args, **kwargs)
+                    output = self._sync_called(*args, **kwargs)
                 except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
                     raise RuntimeError(
                         f"{coordinator.who(number)} raised StopIteration, as next() does at the end of an "
@@ -152,6 +164,15 @@ class Run(nn.Module):
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.
 _current: ContextVar["ref[Run] | None"] = ContextVar("sync_batchnorm_run", default=None)
+
+# The runs of the forward pass that was made or called last in this context, also weakly.
+_prepared: ContextVar[Sequence["ref[Run]"]] = ContextVar("sync_batchnorm_prepared", default=())
+
+
+def prepared_runs() -> list[Run]:
+    """Return the runs of the forward pass that was made or called last in this context, unless it has ended."""
+    runs = [run for reference in _prepared.get() if (run := reference()) is not None]
+    return [run for run in runs if not run._sync_pass.coordinator.is_over]
 
 
 def current_run() -> Run | None:

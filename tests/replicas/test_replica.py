@@ -130,6 +130,23 @@ def test_replicas_may_be_made_and_run_by_hand():
     assert parallel.module.factor == 1.0
 
 
+@pytest.mark.parametrize("where", ["after a forward pass", "in a replica"])
+def test_replicas_of_the_users_are_not_taken_for_those_of_an_earlier_forward_pass(where):
+    def calls_replicas(net, input):
+        twice = parallel.parallel_apply([nn.Softsign(), nn.Softsign()], [(input,)] * 2, [{}] * 2)
+        return torch.stack(twice).sum(0)
+
+    parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)
+    input = torch.randn(4, 3)
+    if where == "in a replica":
+        outputs = DataParallelWithCallback(Net(calls_replicas), ["cpu"] * 2)(input)
+    else:
+        replicas = parallel.replicate(parallel.module, parallel.device_ids)
+        parallel.parallel_apply(replicas, [(input,)] * 2, [{}] * 2)
+        outputs = calls_replicas(None, input)
+    assert_equal(outputs, 2 * nn.functional.softsign(input))
+
+
 def test_traced_graph_runs_as_a_root():
     plain = randomize(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double())
     root = convert_model(fx.symbolic_trace(copy.deepcopy(plain)))

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from helpers import as_devices, assert_same_step, doubles, twins
 from scripted import TorchStyle
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
+from sync_batchnorm import (
+    DataParallelWithCallback,
+    ReplicaSyncError,
+    convert_model,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
+from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
 
 
 class Registering(nn.Module):
@@ -78,6 +87,119 @@ class Replicating(TorchStyle):
     def replicate(self, module, device_ids, detach, note=""):
         assert (detach, note) == (False, "mine")
         return super().replicate(module, device_ids)
+
+
+class Calling(nn.Module):
+    """A module of the user's that calls a replica: to measure it, or to change what it gets or returns."""
+
+    def __init__(self, replica, step):
+        super().__init__()
+        self.replica, self.step = replica, step
+
+    def forward(self, input):
+        return self.step(self.replica, input)
+
+
+class Wrapping:
+    """Calls modules or functions in place of the replicas; `step` is called with each replica, its number and input."""
+
+    is_module = True
+
+    def step(self, replica, number, input):
+        return replica(input)
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        calls = [Calling(replica, partial(self.numbered, i)) for i, replica in enumerate(replicas)]
+        return super().parallel_apply(calls if self.is_module else [call.forward for call in calls], inputs, kwargs)
+
+    def numbered(self, number, replica, input):
+        return self.step(replica, number, input)
+
+
+class WrappingSubclass(Wrapping, DataParallelWithCallback):
+    pass
+
+
+class WrappingForward(WrappingSubclass):
+    def forward(self, input):
+        inputs, kwargs = self.scatter((input,), {}, self.device_ids)
+        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+
+
+class WrappingPatched(Wrapping, AnyDeviceDataParallel):
+    pass
+
+
+every_wrapping = pytest.mark.parametrize("cls", [WrappingSubclass, WrappingForward, WrappingPatched])
+every_call = pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+
+
+def wrapping(cls, module, devices, is_module, **options):
+    parallel = patch_replication_callback(cls(module, devices), **options)
+    parallel.is_module = is_module
+    return parallel
+
+
+@every_wrapping
+@every_call
+def test_parallel_apply_may_call_replicas_in_modules_and_functions_of_its_own(cls, is_module, devices):
+    plain, ours = twins(nn.BatchNorm1d(3).double(), devices)
+    parallel = wrapping(cls, ours.module, devices, is_module)
+    for rows in (7, 1):
+        assert_same_step(plain, parallel, doubles(rows, 3, 2, devices=devices))
+
+
+@every_wrapping
+@every_call
+def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, is_module):
+    net = convert_model(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    running, outputs = [], []
+
+    def alone(replica, number, input):
+        running.append(number)
+        output = replica(input)
+        running.append(number)
+        return output
+
+    for parallel in (DataParallelWithCallback(net, ["cpu"] * 3), wrapping(cls, net, ["cpu"] * 3, is_module)):
+        parallel.step = alone
+        torch.manual_seed(0)
+        outputs.append(parallel(torch.ones(9, 3)))
+    assert torch.equal(*outputs)
+    assert running == [0, 1, 2, 0, 1, 2]
+
+
+PLACES = {
+    "before": (ArithmeticError, "in replica 1 on device"),
+    "after": (ArithmeticError, "in replica 1 on device"),
+    "instead": (ReplicaSyncError, r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@every_wrapping
+@every_call
+def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, is_module, place, devices):
+    def step(replica, number, input):
+        if number == 1 and place == "instead":
+            return input
+        if number == 1 and place == "before":
+            raise ArithmeticError
+        output = replica(input)
+        if number == 1:
+            raise ArithmeticError
+        return output
+
+    _, ours = twins(nn.BatchNorm1d(3).double(), devices)
+    parallel = wrapping(cls, ours.module, devices, is_module)
+    parallel.step = step
+    error, text = PLACES[place]
+    with pytest.raises(error) as caught:
+        parallel(doubles(6, 3, devices=devices))
+    assert re.search(text, f"{caught.value} {caught.value.__notes__[0]}")
+    del parallel.step
+    assert parallel(doubles(6, 3, devices=devices)).shape == (6, 3)
 
 
 class Reducing(TorchStyle):
