@@ -25,7 +25,6 @@ _REQUIRED = {
     "torch.Tensor._version": "notice of a parameter that is changed in place",
     "torch.Tensor._backward_hooks": "whether a parameter has hooks",
     "torch.Tensor._post_accumulate_grad_hooks": "whether a parameter has hooks that follow its gradient",
-    "torch._C._accelerator_getStream": "what `torch.accelerator.current_stream` does, in half of its time",
     "torch._C._is_any_autocast_enabled": "whether autocast is enabled for any kind of device",
     "torch._C._set_grad_enabled": "what `torch.no_grad` does, in a tenth of its time",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
@@ -69,7 +68,6 @@ else:
 without_modes: Callable[[], AbstractContextManager[Any]] = _names["torch.utils._python_dispatch._disable_current_modes"]
 in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
 graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
-stream_at: Callable[[int | None], Any] = _names["torch._C._accelerator_getStream"]  # of this thread, on a device
 any_autocast: Callable[[], bool] = _names["torch._C._is_any_autocast_enabled"]
 set_grad_enabled: Callable[[bool], None] = _names["torch._C._set_grad_enabled"]  # of this thread
 keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_task_keep_graph"]

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..torch_private import stream_at
 from .base import (
     Backend,
     BackwardPart,
@@ -166,7 +165,7 @@ _made: dict[tuple[torch.Stream, tuple[int, ...], torch.dtype], Tensor] = {}
 
 def _counts(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return `counts` as a vector on `device`, for use on its current stream alone."""
-    stream = stream_at(device.index)
+    stream = torch.accelerator.current_stream(device.index)
     vector = _made.get((stream, counts, dtype))
     if vector is None:
         # Kernels fill it: to copy a list to the device, the host would have to wait.

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_private import stream_at
-
 __all__: list[str] = []
 
 
@@ -24,7 +22,7 @@ def current_stream(device: torch.device) -> Any:
 
 def are_default(device: torch.device, other: torch.device | None) -> bool:
     """Return whether this thread uses the default streams of a GPU and, if there is one, of another one."""
-    return not any([stream_at(gpu.index).stream_id for gpu in {device, other or device}])
+    return not any([torch.accelerator.current_stream(gpu.index).stream_id for gpu in {device, other or device}])
 
 
 def on_default_streams(
@@ -75,7 +73,7 @@ def _record_on_current_streams(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor) and value.is_cuda:
             with suppress(RuntimeError):  # for batched gradients, which have no memory of their own
-                value.record_stream(stream_at(value.device.index))
+                value.record_stream(torch.accelerator.current_stream(value.device.index))
 
 
 def in_order_with_engine(
@@ -88,7 +86,7 @@ def in_order_with_engine(
     """
     if devices[0].type != "cuda":
         return function(*args)
-    streams = {device: stream_at(device.index) for device in devices}
+    streams = {device: torch.accelerator.current_stream(device.index) for device in devices}
     first, *others = streams.values()
     if any([stream.stream_id for stream in streams.values()]):
         return on_streams(_defaults_to_enter(devices), (), in_order_with_engine, devices, grads, function, *args)
