@@ -44,15 +44,6 @@ class _Numbers(WeakKeyDictionary[nn.Module, int]):
 
     last = 0  # also counts layers that are gone
 
-    def of(self, layer: nn.Module) -> int:
-        """Return the number of a layer: its own, or the next one, which it keeps once an exchange has agreed."""
-        return self.get(layer, self.last + 1)
-
-    def keep(self, layer: nn.Module, number: int) -> None:
-        """Give a layer its number, after an exchange that agreed."""
-        self[layer] = number
-        self.last = max(self.last, number)
-
 
 # A group that was destroyed and made anew is another object, and begins at 1; ranks that are threads have groups of
 # their own. Only the thread that exchanges in a group uses its numbers.
@@ -179,7 +170,7 @@ def _gather_checked(packed: Tensor, peers: Peers) -> Tensor:
     if packed.device.type != "cpu" and layer in numbers:
         return peers.gathered(packed)
     device = _device_of_checks(packed, peers)
-    number = numbers.of(layer)
+    number = numbers.get(layer, numbers.last + 1)
     head = _head(number, packed)
     message = torch.tensor(head, dtype=torch.float64, device=device)
     takes_along = packed.device.type == device.type == "cpu" and _HEAD + len(packed) <= _ROOM
@@ -188,7 +179,8 @@ def _gather_checked(packed: Tensor, peers: Peers) -> Tensor:
     gathered = peers.gathered(F.pad(message, (0, _ROOM - len(message))))
     if any([other != head for other in gathered[:, :_HEAD].tolist()]):
         raise _different_layers(number, packed, device, peers)
-    numbers.keep(layer, number)
+    # A new layer keeps its number only now, after an exchange that agreed.
+    numbers[layer], numbers.last = number, max(numbers.last, number)
     return gathered[:, _HEAD : len(message)] if takes_along else peers.gathered(packed)
 
 
