@@ -91,19 +91,17 @@ class Cpu(Backend):
             return []
         invstd = batch.mean_invstd[batch.master][1]
         dtype = statistics_dtype(parts[0].input.dtype)
-        in_loss = [i for i, part in enumerate(parts) if part.grad_output is not None]
-        sums = [_sums([parts[i] for i in in_loss], batch, dtype)] if in_loss else []  # (R, 2, C)
-        of_parameters = dict(zip(in_loss, sums[0].to(dtype, copy=True), strict=True)) if sums else {}
-        if batch.parameters_differ and sums:
-            for pair, i in zip(sums[0], in_loss, strict=True):
-                if parts[i].weight is not None:
-                    pair.mul_(parts[i].weight)
+        sums = _sums(parts, batch, dtype)
+        of_parameters = sums.to(dtype, copy=True)
+        if batch.parameters_differ:
+            for pair, part in zip(sums, parts, strict=True):
+                if part.weight is not None:
+                    pair.mul_(part.weight)
         common_factor = None if batch.parameters_differ else _factor(invstd, parts[0].weight, dtype)
         if any([part.wants_input for part in parts]):
             line = _common_terms(sums, batch, common_factor, dtype)
         results: list[Gradients] = []
-        for i, part in enumerate(parts):
-            grad_bias, grad_weight = of_parameters.get(i, (None, None))
+        for part, (grad_bias, grad_weight) in zip(parts, of_parameters, strict=True):
             grad_input = None
             if part.wants_input:
                 factor = _factor(invstd, part.weight, dtype) if common_factor is None else common_factor
@@ -118,20 +116,20 @@ def _sums(parts: Sequence[BackwardPart], batch: BatchStatistics, dtype: torch.dt
     rounded, scale = mean.to(dtype), invstd.to(dtype)
     vectors: list[Tensor] = []
     for part in parts:
-        vectors += gradient_sums(part.grad_output, part.input, rounded, scale)  # type: ignore[arg-type]
+        vectors += gradient_sums(part.grad_output, part.input, rounded, scale)
     sums = torch.stack(vectors).double().view(-1, 2, len(mean))
     # Correct the sums for the rounding of the mean, which has shifted all normalized values.
     sums[:, 1].addcmul_(sums[:, 0], (rounded - mean) * invstd)
     return sums
 
 
-def _common_terms(sums: Sequence[Tensor], batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype) -> Line:
+def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, dtype: torch.dtype) -> Line:
     """Return ``-factor / N * (sum_dy + (x - mean) * invstd * sum_dy_normalized)``.
 
     All replicas add this function of their inputs x to their gradients. A `factor` of None stands for `invstd`.
     """
     mean, invstd = batch.mean_invstd[batch.master]
-    terms = batch.totals(sums) * (invstd if factor is None else factor)
+    terms = batch.totals([sums]) * (invstd if factor is None else factor)
     offset, of_normalized = terms.div_(-batch.elements).unbind()
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (of_normalized * invstd).to(dtype)
@@ -221,9 +219,9 @@ def is_precise(mean: Tensor, var: Tensor, eps: float) -> bool:
     return lowest.item() >= -eps and highest.item() < math.inf
 
 
-def gradient_sums(grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_sums(grad_output: Tensor | None, input: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over the elements of one replica of ``dy`` and of ``dy * (x - mean) * invstd``."""
-    if input.numel() == 0:
+    if grad_output is None or input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if grad_output.stride() != input.stride():
         # The operator makes wrong sums if formats differ in the strides of dimensions of size one (torch 2.13.0).
