@@ -167,7 +167,7 @@ class Investigation:
             cause = _GRADIENT
         elif cause in (SAMPLES, PLACE, BOTH, SIZE):
             cause += _where_else(call.module)
-            if _holds_list(suspect.arguments, rows.total):
+            if _holds_list(suspect.arguments, call.arguments, rows.total):
                 cause += _LIST
         return suspect, cause
 
@@ -249,12 +249,14 @@ def _items_of(value: Any) -> list[Any]:
     return [*held, *held.values()] if isinstance(held, Mapping) else list(held)
 
 
-def _holds_list(tree: Any, length: int) -> bool:
-    """Return whether there is a tensor of this length in a tree, or a list without tensors."""
-    if isinstance(tree, Tensor):
-        return tree.dim() > 0 and len(tree) == length
-    is_list = isinstance(tree, (list, tuple)) and len(tree) == length and not tensors_in(tree)
-    return is_list or any(_holds_list(child, length) for child in children_of(tree).values())
+def _holds_list(some: Any, whole: Any, length: int) -> bool:
+    """Return whether a replica got a whole tensor, or list without tensors, of this length; `whole`: what all have."""
+    if isinstance(some, Tensor):
+        return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
+    is_list = isinstance(some, (list, tuple)) and len(some) == length and not tensors_in(some)
+    of_some, parts = children_of(some), children_of(whole)
+    is_cut = len(of_some) != len(parts)
+    return is_list or (not is_cut and any(_holds_list(child, parts.get(key), length) for key, child in of_some.items()))
 
 
 def _where_else(module: nn.Module) -> str:

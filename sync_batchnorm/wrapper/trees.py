@@ -132,9 +132,10 @@ def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dic
             return {key: dims[name] for name, key in names.items() if name in dims}
     elif len(dims) == len(children) and {*map(type, children)} <= {Index}:
         return dict(zip(children, dims, strict=True))
+    several = "a tuple of as many" if {*map(type, children)} <= {Index} else "a dict by its keys or fields"
     raise ValueError(
         f"{written(path)}, a {kind.__name__} of {len(children)} entries, does not fit the dimensions {dims!r}; name "
-        "one for all of it, or a tuple of as many, or a dict by its keys or fields"
+        f"one for all of it, or {several}"
     )
 
 

@@ -609,6 +609,18 @@ def test_a_list_that_each_replica_gets_whole_is_said():
         assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
+class ByImages(nn.Module):
+    def forward(self, images, targets):
+        return torch.stack([image.mean() for image in images]) * len(images) * torch.cat(targets)
+
+
+def test_a_list_that_is_cut_is_not_said_to_be_whole():
+    images, targets = [torch.rand(3, 2, size) for size in (2, 3, 4)], [torch.rand(1) for _ in range(3)]
+    with pytest.raises(AssertionError, match=r"depends on the number of samples") as caught:
+        assert_matches_one_device(wrapped(ByImages(), in_dims={"images": 0, "targets": 0}), images, targets)
+    assert "whole list" not in str(caught.value)
+
+
 def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
     with pytest.raises(AssertionError) as caught:
         assert_matches_one_device(ByNumbers(), BATCH, [{"number": torch.ones(5) * i} for i in range(5)])

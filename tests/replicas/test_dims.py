@@ -343,6 +343,7 @@ class Rest(nn.Module):
 
 X = torch.zeros(4, 3)
 KINDS, FITS = "ints or None, or a tuple or dict of such, got ", "does not fit the dimensions "
+AS_MANY, BY_KEYS = [f"name one for all of it, or a {way}" for way in ("tuple of as many", "dict by its keys or fields")]
 REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, and the error
     "name": (Two(), {"msk": None}, None, ValueError, "in_dims names ['msk'], but forward of Two takes ['x', 'mask']"),
     "name of **": (Rest(), {"named": None}, None, ValueError, "in_dims names ['named'], but forward of Rest takes"),
@@ -364,8 +365,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
         "pass in_dims={'mask': (0, 0, 0)} to the wrapper if i",
     ),
     "tree": (Two(), {"mask": (0, None)}, (X, X), ValueError, f"mask, a Tensor of 0 entries, {FITS}"),
-    "lengths": (Two(), {"mask": (0,)}, (X, (X, X)), ValueError, f"mask, a tuple of 2 entries, {FITS}"),
-    "fields": (Two(), {"mask": {"masks": None}}, (X, Batch(X, X)), ValueError, FITS + "{'masks': None}"),
+    "lengths": (Two(), {"mask": (0,)}, (X, (X, X)), ValueError, f"2 entries, {FITS}(0,); {AS_MANY}"),
+    "fields": (Two(), {"mask": {"masks": None}}, (X, Batch(X, X)), ValueError, f"{FITS}{{'masks': None}}; {BY_KEYS}"),
+    "keys": (Two(), {"mask": (0, None)}, (X, {"a": X, "b": X}), ValueError, f"2 entries, {FITS}(0, None); {BY_KEYS}"),
     "more others": (Rest(), {"others": (None,)}, (X, X, X), ValueError, "others, a dict of 2 entries, does not fit"),
     "nothing": (
         Two(),
