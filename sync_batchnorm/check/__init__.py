@@ -1,8 +1,171 @@
-"""The check on one device: whether replicas of a model compute what it computes alone, and what differs.
+"""`assert_matches_one_device`: whether a model computes in replicas what it computes on one device.
 
-What the caller of a training sees decides. Why it differs is found out by experiments, or not said.
+What the caller sees decides, in three passes. What differs is run again, with parameters moved by rounding, and
+explained if that does not make the difference, too.
 """
 
-from .one_device import assert_matches_one_device
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..meeting import add_note
+from ..messages import check_module, check_number, silence, warn, warn_once
+from .comparing import agree, gap, largest
+from .copies import random_states_kept
+from .explaining import Investigation, text_of_failure
+from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, pairs_of, scalars
 
 __all__ = ["assert_matches_one_device"]
+
+_PASSES = 3  # State that is lost in the first shows in the second, that of a schedule which begins there in the third.
+# How many times what rounding moves is still rounding, since it differs from run to run. Parameters that move by 1e-12
+# move what is no rounding by some 1e-12 as well: a hundred times that is far below the tolerance.
+_MARGIN = 100
+
+Pair = tuple[Pass, Pass]  # a pass on one device, and the same one in replicas
+
+
+def assert_matches_one_device(
+    model: nn.Module,
+    *inputs: Any,
+    loss: Loss | None = None,
+    replicas: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Raise an error unless replicas of `model` compute what it computes on one device with the whole batch.
+
+    Two copies of the model, in its modes, take three passes on the CPU, in float64, two of them with a backward pass;
+    parameters move a little before each. Outputs, the loss, gradients, parameters and persistent buffers may differ by
+    a millionth of their largest value, or by what rounding moves. Switched off are dropout of torch, stochastic depth
+    and layer drop of torchvision, timm, transformers, monai and segmentation_models_pytorch, and of classes called
+    DropPath; an error says which. The model and all random states stay as they are. A hook that writes elsewhere also
+    does so for the copies. ``2 * replicas - 1`` small images are enough, and make unequal chunks. It compares the model
+    with itself: a loss that is wrong in the same way on one device passes. "What differs from one device" on the page
+    "Diagnosing" explains the messages.
+
+    Example:
+        >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
+        >>> assert_matches_one_device(parallel, torch.randn(3, 3), loss=lambda output: output.square().mean())
+
+    Args:
+        model: the wrapper that will train, whose `scatter`, `gather` and `forward` are used if its class has its own;
+            or the model alone, converted or not.
+        inputs, kwargs: the whole batch, in trees of tensors, which are cut into chunks as by the wrapper.
+        loss: makes a scalar from the gathered output, as ``lambda output: cross_entropy(output, labels)``. None: each
+            output gets a random gradient, or, where each replica returns a scalar, the mean of these.
+        replicas: how many of them to compare with one device. None: as many as the wrapper has devices, or two.
+        dtype: in which the copies compute. ``torch.float32``, with a tolerance of 1e-4, for operators without float64.
+
+    Raises:
+        AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or
+            what else differs, by how much, where, and the cause, if an experiment tells it. Also if only replicas
+            raise an error; what the copy on one device raises gets a note.
+        TypeError, ValueError: for bad arguments, a `loss` that is no scalar or has no gradient, and a batch of fewer
+            than two chunks.
+        RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
+
+    Warns:
+        UserWarning: if all agrees, but all chunks are equal and each replica returns a scalar; and what the wrapper
+            has warned of, as state that the model loses: an error gets it as a note.
+    """
+    check_module(model)
+    check_number("replicas", replicas)
+    wrapper = model if isinstance(model, nn.DataParallel) else None
+    replicas = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
+    model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
+    # Outside of inference mode, gradients are enabled.
+    with random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
+        try:
+            with silence() as warned:
+                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, replicas, loss, dtype))
+        except (AssertionError, FailsInReplicas) as failure:
+            error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
+            for text in warned:
+                add_note(error, f"The wrapper has warned: {text}.")
+            raise error from failure.__cause__
+    for text in warned:
+        warn(f"replicas compute what one device does, but: {text}")
+
+
+def _compare(passes: Passes) -> None:
+    """Raise an error for the first difference beyond rounding; warn of equal chunks if they may hide one."""
+    one, many = None, None
+    for index in range(_PASSES):
+        one = one or Side(passes, True, index)
+        of_one = _on_one_device(passes, one, index)
+        many = many or Side(passes, False, index)  # not before, to hold less at a time
+        of_many = many.take(index)
+        if next(differences(of_one, of_many), None) is None:
+            _warn_of_equal_chunks(passes, of_one, of_many)
+        else:
+            one = many = None
+            difference = _beyond_rounding(passes, index, (of_one, of_many))
+            if difference is not None:
+                del of_one, of_many
+                raise AssertionError(Investigation(passes, index, difference).text())
+        del of_one, of_many
+
+
+def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
+    """Take a pass; an error gets notes, also if it is not raised in float32."""
+    try:
+        return one.take(index)
+    except Exception as error:
+        add_note(error, f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}.")
+        if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
+            text = "your gather calls that of torch, which takes no tensors of the CPU; call super().gather("
+            raise RuntimeError(f"{text}outputs, output_device), which takes them") from error
+        with suppress(Exception):
+            Side(replace(passes, dtype=torch.float32), True, 1)
+            failed = one.parallel.modes[0].failed
+            where = f", where {failed[0]} fails in float64" if failed and failed[0] else ""
+            add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
+        raise
+
+
+def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
+    are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
+    if len({rows.size for rows in passes.rows}) == 1 and are_means:
+        warn_once(
+            f"all chunks have {passes.rows[0].size} rows, so that the mean of a chunk that each replica returns "
+            f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, which make unequal "
+            "chunks, unless those of your training are always equal"
+        )
+
+
+def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:
+    """Return the first difference that a change of the parameters by rounding does not make, too."""
+    rounding = _moved(passes, index, pair, ROUNDING[passes.dtype])
+    for is_repeated in (False, True):
+        if is_repeated:  # What moves without a change, too, as random numbers do, is no rounding.
+            itself = _moved(passes, index, pair, 0.0)
+            rounding = {key: by for key, by in rounding.items() if not itself.get(key)}
+        for difference in differences(*pair, rounding):
+            if difference.kind != "buffer" or _is_state(passes, index, pair, str(difference.name)):
+                return difference
+    return None
+
+
+def _moved(passes: Passes, index: int, pair: Pair, noise: float) -> dict[Key, float]:
+    """Return how far the tensors of a pass move, on one device or in replicas, if parameters move by `noise`."""
+    moves = dict[Key, float]()
+    for is_one, before in zip((True, False), pair, strict=True):
+        for key, now, then in pairs_of(Side(passes, is_one, index, noise).take(index), before):
+            if now.shape == then.shape:
+                moves[key] = max(_MARGIN * largest(now.double() - then.double()), moves.get(key, 0.0))
+    return moves
+
+
+def _is_state(passes: Passes, index: int, pair: Pair, name: str) -> bool:
+    """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
+    side = Side(passes, True, index)
+    with suppress(Exception):  # if it depends on the buffer, or makes it anew
+        buffer = side.module.get_buffer(name)
+        buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+        return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
+    return True
