@@ -131,11 +131,11 @@ def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
 def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
     if isinstance(actual, float) and isinstance(expected, float):
         actual, expected = (torch.tensor(number, dtype=torch.float64) for number in (actual, expected))
-    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+    if any(isinstance(actual, kind) != isinstance(expected, kind) for kind in (Tensor, SCALARS)):
+        return False
+    if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
-    if isinstance(actual, SCALARS) or isinstance(expected, SCALARS):
-        return bool(actual == expected)
-    return isinstance(actual, Tensor) == isinstance(expected, Tensor)
+    return not isinstance(actual, SCALARS) or bool(actual == expected)
 
 
 def _mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -223,7 +223,7 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
 
     What a layer that synchronizes returns depends on what it gets in all replicas.
     """
-    modules = dict(model.named_modules())[call.key[0]].modules()
+    modules = model.get_submodule(call.key[0]).modules()
     synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
     if synchronizes and not all(other.agrees for other in call.in_replicas):
         return []

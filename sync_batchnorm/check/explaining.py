@@ -67,28 +67,26 @@ class Investigation:
 
     def __init__(self, passes: Passes, index: int, difference: Difference) -> None:
         self._passes, self._index, self._difference = passes, index, difference
-        before = [Side(passes, is_one, index).module for is_one in (True, False) if index]
-        self._lost = _different_attributes(*before)[:_MOST] if before else []
-        self._record, self._one = OneDevice(passes.dtype), Side(passes, True, index)
+        self._one, self._many = (Side(passes, is_one, index) for is_one in (True, False))
+        self._lost = _different_attributes(self._one.module, self._many.module) if index else []
+        self._record = OneDevice(passes.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        self._many = Side(passes, False, index)  # not before, to hold less at a time
-        model = self._many.module
-        modes = [Compared(self._record, i, passes.rows, model) for i in range(len(passes.rows))]
+        modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
         self._of_many = self._many.take(index, difference.kind, modes)
 
     def text(self) -> str:
         """Return what differs, where and why."""
         kind, overridden = self._difference.kind, self._many.parallel.overridden
-        known, state = self._evidence(), self._state()
-        where = self._where(state) if known or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
-        text = known or self._difference.text
+        evidence, state = self._evidence(), self._state()
+        text = evidence or self._difference.text
+        where = self._where(state) if evidence or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
         if where:
             text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             text = "; ".join(filter(None, [text, note if overridden and kind in IN_FORWARD else "", state]))
-        where = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
-        text = f"{where}{text}{text_of_hooks(self._one.module)}"
+        in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
+        text = f"{in_pass}{text}{text_of_hooks(self._one.module)}"
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         return f"{text} (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else text
 
@@ -104,13 +102,11 @@ class Investigation:
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
-        difference = self._difference
-        try:
-            after = Side(self._passes, False, self._index).take(self._index, difference.kind, modes)
-        except FailsInReplicas:
-            return True
-        seen, before = after[difference.kind], self._of_many[difference.kind]
-        return not agree(seen.get(difference.name, seen), before.get(difference.name, before))
+        kind, name = self._difference.kind, self._difference.name
+        with suppress(FailsInReplicas):  # What a call returns on one device may not fit into a replica.
+            seen = Side(self._passes, False, self._index).take(self._index, kind, modes)[kind]
+            return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
+        return False
 
     def _evidence(self) -> str:
         """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
@@ -131,39 +127,35 @@ class Investigation:
     # a hook of the user's runs first, and what a replica computes under no_grad has no gradient to compare.
     def _where(self, state: str) -> str:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
-        one, model, dtype = self._one.module, self._many.module, self._passes.dtype
+        one, model, passes = self._one.module, self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
-            if self._changes([Corrected(dtype, call, rows) for rows in self._passes.rows]):
+            if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
                 name = _name_of_call(call, model)
                 where = f"{suspect.part} of {name}, in replica {suspect.number}, {much(suspect.gap)}"
                 if not cause and suspect.where:
-                    number = self._passes.rows[suspect.number].size
-                    where += f", in its samples {suspect.where} of {list(range(number))}"
-                inside = f"{call.key[0]}." if call.key[0] else ""
-                names = [name for name in _different_attributes(one, model) if name.startswith(inside)][:_MOST]
-                changed = f"{', '.join(names)} changed in this pass, and in replicas otherwise"
-                causes = [cause, changed if names and cause in (CHANGES, STATE, "") else ""]
-                return f"first difference: {': '.join(filter(None, [where, '; '.join(filter(None, causes))]))}"
+                    where += f", in its samples {suspect.where} of {list(range(passes.rows[suspect.number].size))}"
+                changed = ", ".join(_different_attributes(one, model, call.key[0]))
+                if changed and cause in (CHANGES, STATE, ""):
+                    cause += f"{cause and '; '}{changed} changed in this pass, and in replicas otherwise"
+                return f"first difference: {where}{cause and ': '}{cause}"
         return ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the cause that is known or that experiments tell."""
-        converted, suspect = dict(self._many.module.named_modules())[call.key[0]], suspects[0]
-        in_norm = _cause_in_norm(converted, suspect.called, len(call.in_replicas))
+        suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
+        in_norm = _cause_in_norm(module, suspect.called, len(call.in_replicas))
         cause = in_norm or self._changed_parameter(call) or state
         for candidate in suspects if not cause else ():
-            rows, dtype = self._passes.rows[candidate.number], self._passes.dtype
+            rows = self._passes.rows[candidate.number]
             with suppress(Exception):  # It may not run again.
-                experiment = Experiment(converted, candidate.arguments, call.arguments, rows, dtype)
-                is_replaced = type(call.module) is not type(converted)
-                cause = (experiment.difference_from(call.module) if is_replaced else "") or experiment.cause()
+                cause = Experiment(module, call, candidate.arguments, rows, self._passes.dtype).cause()
             if cause:
                 suspect = candidate
                 break
         if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
             cause = _PLAIN_NORM
-        elif not cause and "grad" in suspect.called and any(map(_uses_batch, converted.modules())):
+        elif not cause and "grad" in suspect.called and any(map(_uses_batch, module.modules())):
             cause = _GRADIENT
         elif cause in (SAMPLES, PLACE, BOTH, SIZE):
             cause += _where_else(call.module)
@@ -185,23 +177,25 @@ class Investigation:
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
-    numbers, weights = of_replicas.tolist(), torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    numbers = of_replicas.tolist()
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(numbers):
-        weighted = "weight them by their rows, or return sums and counts"
-        ways.append(("mean weighted by rows", weights @ of_replicas, weighted))
-    text = f"replicas with {sizes} rows return {', '.join([f'{value:.6g}' for value in numbers])}, one device returns "
-    text, equal = f"{name}{text}{float(on_one):.6g}", "none of these"
+        mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
+        ways.append(("mean weighted by rows", mean, "weight them by their rows, or return sums and counts"))
+    values = ", ".join([f"{value:.6g}" for value in numbers])
+    text = f"{name}replicas with {sizes} rows return {values}, one device returns {float(on_one):.6g}"
     what_to_do = (
         "compute it from the gathered output, or, if it divides sums over the samples, return these sums from the "
         "replicas, and divide outside"
     )
-    if on_one.isfinite():
-        for way, _, remedy in [way for way in ways if not gap(way[1], on_one)][:1]:
-            equal, what_to_do = f"the {way}", remedy
-        broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
+    broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
+    if on_one.isfinite() and broken:
+        text += broken[0]
+    elif on_one.isfinite():
+        equal = [(f"the {way}", remedy) for way, value, remedy in ways if not gap(value, on_one)]
+        same, what_to_do = [*equal, ("none of these", what_to_do)][0]
         values = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
-        text += broken[0] if broken else f"; {values}: {equal} is that of one device"
+        text += f"; {values}: {same} is that of one device"
     return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
 
 
@@ -211,25 +205,25 @@ def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble
     # Its peers were released with errors of their own.
     for name, call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[2] is error]:
         text += f"; raised in {_name_of_call(call, model)}"
-        module = dict(model.named_modules())[call.key[0]]
+        module = model.get_submodule(call.key[0])
         if name == "batch_norm" in call.called and not isinstance(module, _SynchronizedBatchNorm):
             text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
     return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
 
 
-def _different_attributes(one: nn.Module, many: nn.Module) -> list[str]:
-    """Return which attributes differ between two copies of a model."""
-    here, there = _attributes_of(one), _attributes_of(many)
-    return [name for name in here | there if not _are_same(there.get(name), here.get(name), _DEPTH)]
+def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
+    """Return which attributes differ between two copies of a model, or of a module in it."""
+    here, there = _attributes_of(one, module), _attributes_of(many, module)
+    return [name for name in here | there if not _are_same(there.get(name), here.get(name), _DEPTH)][:_MOST]
 
 
-def _attributes_of(model: nn.Module) -> dict[str, Any]:
+def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     """Return the attributes, parameters and buffers of all modules by name, but for those that each module has."""
     attributes = dict[str, Any]()
-    for name, module in model.named_modules():
+    for name, child in model.get_submodule(module).named_modules(prefix=module):
         # Running statistics follow from what goes into a layer.
-        left_out = {*_OF_MODULES, *_RUNNING} if isinstance(module, BatchNormBase) else _OF_MODULES
-        members = {**vars(module), **module._parameters, **module._buffers}
+        left_out = {*_OF_MODULES, *_RUNNING} if isinstance(child, BatchNormBase) else _OF_MODULES
+        members = {**vars(child), **child._parameters, **child._buffers}
         attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
     return attributes
 
@@ -270,7 +264,7 @@ def _where_else(module: nn.Module) -> str:
 
 def _name_of_call(call: Call, model: nn.Module) -> str:
     """Return the name of a module, and its class, with the file if a base of the class has the same name."""
-    (name, number), cls = call.key, type(dict(model.named_modules())[call.key[0]])
+    (name, number), cls = call.key, type(model.get_submodule(call.key[0]))
     has_namesake = cls.__name__ in [base.__name__ for base in cls.__mro__[1:]]
     name_of_class = f"{cls.__module__}.{cls.__name__}" if has_namesake else cls.__name__
     return f"{name or 'the model itself'} ({name_of_class}{f', call {number + 1}' if number else ''})"
@@ -317,14 +311,19 @@ def text_of_hooks(model: nn.Module) -> str:
 class Experiment:
     """A call of a module on one device, made again with other rows of the batch."""
 
-    def __init__(self, module: nn.Module, some: Any, whole: Any, rows: Rows, dtype: torch.dtype) -> None:
-        """`some` has the arguments in a replica, with some `rows` of those on one device, `whole`."""
-        self._module, self._some, self._whole, self._rows, self._dtype = module, some, whole, rows, dtype
+    def __init__(self, module: nn.Module, call: Call, some: Any, rows: Rows, dtype: torch.dtype) -> None:
+        """`call` is that on one device, `some` has the arguments in a replica, with some `rows` of those there."""
+        self._module, self._call, self._some, self._rows, self._dtype = module, call, some, rows, dtype
         self._here, self._everywhere = range(rows.first, rows.first + rows.size), range(rows.total)
 
     def cause(self) -> str:
         """Return on what the rows of the replica depend; nothing if that is open."""
-        everywhere, rows = self._everywhere, self._rows
+        everywhere, rows, former = self._everywhere, self._rows, self._call.module
+        if type(former) is not type(self._module):
+            now, then = (self._called(copied(module, self._dtype), everywhere) for module in (self._module, former))
+            if not agree(now, then):
+                names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
+                return f"{names}, which it replaces, on one device, too. {_FORMULA}"
         expected = self._outputs(everywhere)
         if not agree(self._outputs(everywhere), expected):
             return CHANGES
@@ -346,12 +345,6 @@ class Experiment:
             return SIZE
         return PLACE if rows.first and agree(alone, turned, elsewhere) else BOTH
 
-    def difference_from(self, former: nn.Module) -> str:
-        """Return that the module computes something else than one of another class, which it has replaced."""
-        now, then = (self._called(copied(module, self._dtype)) for module in (self._module, former))
-        names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-        return "" if agree(now, then) else f"{names}, which it replaces, on one device, too. {_FORMULA}"
-
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
         """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
         module = copied(self._module, self._dtype)
@@ -362,8 +355,8 @@ class Experiment:
                 norm.running_var = torch.ones(norm.num_features, dtype=self._dtype)
         return [self._called(module, rows, other_seed) for _ in range(times)][-1]
 
-    def _called(self, module: nn.Module, rows: Sequence[int] | None = None, number: int = 0) -> list[Tensor]:
-        args, kwargs = self._selected(self._some, self._whole, rows or self._everywhere)
+    def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
+        args, kwargs = self._selected(self._some, self._call.arguments, rows)
         seed(number)
         with torch.no_grad(), InDouble(self._dtype):
             return [output.clone() for output in tensors_in(module(*args, **kwargs))]

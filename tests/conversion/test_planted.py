@@ -456,6 +456,41 @@ FAULTS = {
         ["outputs and loss agree; the first gradient that differs", "that of 0."],
         ["first difference"],
     ),
+    "right output that does not fit into the replica": (
+        lambda: nn.Sequential(
+            Apply(lambda self, x: pad(self, x) + self.parts[0](x), Apply(pad)), Apply(add_total), Center()
+        ),
+        ["2 (Center)", OTHER],
+        [],
+    ),
+    "number in place of a tensor": (
+        lambda: Apply(
+            lambda self, x: self.parts[0](x, x if len(x) < 5 else 1), Apply(lambda self, x, scale: x * scale)
+        ),
+        ["the model itself", SIZE],
+        [],
+    ),
+    "mix of a dict with other keys": (
+        lambda: Apply(
+            lambda self, x: self.parts[0]({len(x): x}), Apply(lambda self, rows: Center.forward(self, *rows.values()))
+        ),
+        ["the model itself", OTHER],
+        [],
+    ),
+    "mix of a list of samples": (
+        lambda: Apply(
+            lambda self, x: self.parts[0](list(x)), Apply(lambda self, rows: Center.forward(self, torch.stack(rows)))
+        ),
+        ["parts.0 (Apply)", OTHER],
+        [],
+    ),
+    "number of samples behind a norm without statistics": (
+        lambda: convert_model(
+            Apply(lambda self, x: len(x) * self.parts[0](x), nn.BatchNorm1d(6, track_running_stats=False))
+        ),
+        ["the model itself", SIZE],
+        [],
+    ),
     "mix of a dataclass": (
         lambda: Apply(lambda self, x: self.parts[0](Batch(x)), Apply(lambda self, batch: batch.x - batch.x.mean(0))),
         ["parts.0 (Apply)", OTHER],
@@ -742,6 +777,16 @@ def test_a_forward_of_the_wrapper_is_used():
     assert_matches_one_device(ScalesInput(convert_model(nn.BatchNorm1d(6)), ["cpu"] * 2), BATCH)
     with pytest.raises(AssertionError, match="your wrapper has its own forward, which the check has used"):
         assert_matches_one_device(KnowsDevices(convert_model(nn.BatchNorm1d(6)), ["cpu"] * 2), BATCH)
+
+
+def test_a_forward_of_the_wrapper_may_cut_the_batch_in_another_way():
+    class Unpacks(DataParallelWithCallback):
+        def forward(self, batches):
+            return super().forward(batches[0])
+
+    assert_matches_one_device(Unpacks(convert_model(nn.BatchNorm1d(6)), ["cpu"] * 2), BATCH[None])
+    with pytest.raises(AssertionError, match=r"outputs differ, .*own forward"):
+        assert_matches_one_device(Unpacks(Center(), ["cpu"] * 2), BATCH[None])
 
 
 def test_a_wrapper_keeps_its_attributes_and_modules_in_the_check():
