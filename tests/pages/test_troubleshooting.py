@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PHRASES = re.findall(r"^> (.+)$", PAGE, re.MULTILINE)
 # The command and the check on one device say all of what they compare.
-TOLD = ("__main__.py", *(path.name for path in (ROOT / "sync_batchnorm" / "check").glob("[a-z]*.py")))
+TOLD = [ROOT / "sync_batchnorm" / "__main__.py", *(ROOT / "sync_batchnorm" / "check").glob("*.py")]
 # Who takes a text that a user reads. Errors of arguments say all, and need no entry.
 TAKERS = ("RuntimeError", "ReplicaSyncError", "ReplicaTimeoutError", "warn_once", "self._break", "in_transform_error")
 OF_ARGUMENTS = ("TypeError", "ValueError")
@@ -32,7 +32,7 @@ def messages() -> dict[str, tuple[str, bool]]:
     """Return the messages in the code, and whether each needs an entry, by where they are."""
     found = {}
     for file in sorted((ROOT / "sync_batchnorm").rglob("*.py")):
-        if file.name in TOLD:
+        if file in TOLD:
             continue
         tree = ast.parse(file.read_text())
         # Constants are whole messages, or short reasons that a message lists.
