@@ -24,9 +24,8 @@ from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
-from .run import ForwardPass, Run, is_in_replica, new_coordinator, prepared_runs
+from .run import ForwardPass, Run, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import cut, is_on, join
-from .threads import call_replicas
 from .trees import USUAL, Dims
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
