@@ -87,7 +87,7 @@ def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool 
     return first.build(iter(joined))
 
 
-def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[Any]:
+def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
     """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
     misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
     for path, kind in (*first.hidden, *misplaced):
@@ -95,19 +95,17 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[Any]:
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
             f"{written(path)}; return tensors, or a list with an entry for each sample, and pass out_dims=0 for it"
         )
-    of_replicas = [[leaf.value for leaf in first.leaves]]
-    for i, tree in enumerate(others, 1):
-        others_by_path = {leaf.path: leaf for leaf in tree.leaves}
-        pairs: list[Any] = [(leaf, others_by_path.pop(leaf.path, None)) for leaf in first.leaves]
-        for one, other in (*pairs, *[(None, leaf) for leaf in others_by_path.values()]):
-            if not (one and other and _agree(one, other.value)):
+    of_first, *of_others = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
+    for i, of_other in enumerate(of_others, 1):
+        for path in of_first | of_other:
+            one, other = of_first.get(path), of_other.get(path)
+            if one is None or other is None or not _agree(one, other.value):
                 raise ValueError(
-                    f"replica 0 returned {written((one or other).path)} = {_shown(one)}, but replica {i} returned "
-                    f"{_shown(other)}; return the same keys, lengths and types in every replica, and equal values of "
-                    "what is no tensor or None in out_dims, or name a list with an entry for each sample in out_dims=0"
+                    f"replica 0 returned {written(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}; "
+                    "return the same keys, lengths and types in every replica, and equal values of what is no tensor "
+                    "or None in out_dims, or name a list with an entry for each sample in out_dims=0"
                 )
-        of_replicas.append([other.value for _, other in pairs])
-    return list(zip(*of_replicas, strict=True))
+    return [[leaf.value, *[of_other[path].value for of_other in of_others]] for path, leaf in of_first.items()]
 
 
 def _shown(leaf: Leaf | None) -> str:
