@@ -15,7 +15,7 @@ between a forward and a backward pass; to detach what a list of the user's holds
 import itertools
 import operator
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType
@@ -45,28 +45,19 @@ class Kept:
 
     def __init__(self, given: Sequence[dict[str, Any]] = (), records: bool = False) -> None:
         self.given, self.records = given, records
-        self.modules: list[ref[nn.Module]] = []
+        self.modules: dict[nn.Module, ref[nn.Module]] = {}
 
     def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
         return Kept, ()  # A copy of a module belongs to no replica.
 
     def alive(self) -> list[tuple[int, nn.Module, dict[str, Any]]]:
         """Return the modules that are alive, with their places in the model and what they were given."""
-        places = zip(itertools.count(), self.modules, self.given, strict=False)
+        places = zip(itertools.count(), self.modules.values(), self.given, strict=False)
         return [(i, module, given) for i, reference, given in places if (module := reference()) is not None]
 
 
 # The replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
 _have_run: "WeakKeyDictionary[nn.Module, deque[ref[Kept]]]" = WeakKeyDictionary()
-
-
-def bound_on(module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that were bound on a module of a replica: those that are not what it was `given`."""
-    return {
-        name: value
-        for name, value in vars(module).copy().items()  # A backward pass in another thread may bind more.
-        if name not in _OWN and (name not in given or given[name] is not value)
-    }
 
 
 def note_run(original: nn.Module, replica: nn.Module) -> None:
@@ -98,7 +89,7 @@ def _detach(alive: Sequence[Kept]) -> None:
     for _, of_pass in itertools.groupby(reversed(alive), lambda kept: id(kept.given)):
         names: set[tuple[int, str]] = set()
         for place, module, given in [item for kept in of_pass for item in kept.alive()]:
-            for attributes, name in _where_bound(module, given):
+            for attributes, name in where_bound(module, given):
                 names.add((place, name))
                 if (place, name) in later:
                     with suppress(Exception):  # of a class that refuses to be copied: then it stays as it is
@@ -106,13 +97,18 @@ def _detach(alive: Sequence[Kept]) -> None:
         later |= names
 
 
-def _where_bound(module: nn.Module, given: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+def where_bound(module: nn.Module, given: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Return the names that may have been bound on a module of a replica, each with the dictionary that has it."""
+    attributes = vars(module)
+    names = [
+        name
+        for name, value in attributes.copy().items()  # A backward pass in another thread may bind more.
+        if name not in _OWN and (name not in given or given[name] is not value)
+    ]
     # A buffer of which the original requires a gradient is in the graph anyway.
     originals = given["_buffers"]
     buffers = [name for name in module._buffers if originals.get(name) is None or not originals[name].requires_grad]
-    bound: list[tuple[dict[str, Any], str]] = [(vars(module), name) for name in bound_on(module, given)]
-    return bound + [(module._buffers, name) for name in buffers]
+    return [(attributes, name) for name in names] + [(module._buffers, name) for name in buffers]
 
 
 def _detached(value: Any, given_ids: set[int]) -> Any:

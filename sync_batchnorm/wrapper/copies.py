@@ -9,8 +9,6 @@ dictionary would take along what converts the original.
 """
 
 import gc
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
 from itertools import chain
@@ -23,14 +21,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..messages import in_transform_error
-from ..torch_private import FLAGS_OF_HOOKS, compiled_module_type, has_hooks, in_transform, modules_of
+from ..torch_private import compiled_module_type, has_hooks, in_transform, names_of_modules
 from .bound import KEPT, Kept
-from .hooks import Copies, Shared, bind, bind_hooks, hooks_of, set_hooks
+from .hooks import bind, copy_hooks
 
 __all__: list[str] = []
 
 Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
+Modules = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
@@ -87,11 +86,11 @@ def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
             f"call of {type(wrapper).__name__} inside; use its module, in eval mode"
         )
     compiled_type = compiled_module_type()
-    if compiled_type and any([isinstance(child, compiled_type) for child in modules_of(module)]):
-        # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
-        name = next(name for name, child in module.named_modules() if isinstance(child, compiled_type))
+    named = names_of_modules(module).items() if compiled_type else ()
+    compiled = [name or "the module itself" for child, name in named if isinstance(child, compiled_type)]
+    if compiled:  # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
         raise RuntimeError(
-            f"expected modules that can be replicated, but got {name or 'the module itself'!r} from torch.compile; "
+            f"expected modules that can be replicated, but got {compiled[0]!r} from torch.compile; "
             "put the original module, its attribute _orig_mod, back in its place, and compile functions that its "
             "forward calls"
         )
@@ -104,13 +103,11 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
     buffers of the module itself, all others have copies.
     """
     _keep_replicas_on_their_devices()
-    modules = modules_of(module)
+    modules = list(names_of_modules(module))
     differentiable: Tensors = {}
     plain: Tensors = {}
     for child in modules:
-        for parameter in child._parameters.values():
-            if parameter is not None:
-                differentiable[id(parameter)] = parameter
+        differentiable.update({id(p): p for p in child._parameters.values() if p is not None})
         for buffer in child._buffers.values():
             if buffer is not None:
                 (differentiable if buffer.requires_grad and not detach else plain)[id(buffer)] = buffer
@@ -131,11 +128,13 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
 def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devices, detach: bool) -> list[Tensors]:
     """Return the tensors of each replica: copies on each device, and aliases for replicas that share one."""
     distinct = list(dict.fromkeys(devices))
-    at = [differentiable | plain]
+    originals = differentiable | plain
+    on_distinct = [originals]
     if len(distinct) > 1:
-        copied = _copies(_broadcast if detach else _Broadcast.apply, differentiable, distinct)
-        at = [one | other for one, other in zip(copied, _copies(_broadcast, plain, distinct), strict=True)]
-    tensors = [at[distinct.index(device)].copy() for device in devices]
+        on_distinct = _on_each(distinct, differentiable, _broadcast if detach else _Broadcast.apply)
+        for copies, more in zip(on_distinct, _on_each(distinct, plain, _broadcast), strict=True):
+            copies.update(more)
+    tensors = [on_distinct[distinct.index(device)].copy() for device in devices]
     for i, device in enumerate(devices):
         if device in devices[i + 1 :]:
             present, following = tensors[i], tensors[devices.index(device, i + 1)]
@@ -145,27 +144,22 @@ def _tensors_of_replicas(differentiable: Tensors, plain: Tensors, devices: Devic
                 present[key], following[key] = _two_aliases(present[key])
             for key in plain:
                 following[key] = present[key].detach().clone()
-    _copy_attributes((*differentiable.items(), *plain.items()), tensors)
+    with_attributes = {key: vars(original) for key, original in originals.items() if vars(original)}
+    for tensor_of in tensors:
+        for key, attributes in with_attributes.items():
+            vars(tensor_of[key]).update(attributes)
     return tensors
 
 
-def _copy_attributes(originals: Sequence[tuple[int, Tensor]], tensors: Sequence[Tensors]) -> None:
-    """Give the tensors of replicas the attributes that were set on the originals."""
-    for key, original in originals:
-        if original.__dict__:
-            for tensor_of in tensors:
-                vars(tensor_of[key]).update(vars(original))
-
-
-def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) -> list[Tensors]:
-    """Return for each device the copies that `function` makes of the originals."""
+def _on_each(devices: Devices, originals: Tensors, broadcast: Callable[..., Any]) -> list[Tensors]:
+    """Return for each device the copies that `broadcast` makes of the originals."""
     copies: list[Tensors] = [{} for _ in devices]
     # A node calls the hooks of its inputs even if they have no gradient, so what has hooks gets a node of its own.
     groups: dict[int, Tensors] = {}
     for key, tensor in originals.items():
         groups.setdefault(key if has_hooks(tensor) or tensor.grad_fn is not None else 0, {})[key] = tensor
     for group in groups.values():
-        outputs = function(devices, *group.values())
+        outputs = broadcast(devices, *group.values())
         for i, on_device in enumerate(copies):
             on_device.update(zip(group, outputs[i * len(group) : (i + 1) * len(group)], strict=True))
     return copies
@@ -173,58 +167,44 @@ def _copies(function: Callable[..., Any], originals: Tensors, devices: Devices) 
 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bool) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    copies: list[Copies] = [{} for _ in tensors]
-    # Without the interpreter lock, a thread may get a number of a hook again: torch counts them without a lock (2.12).
-    has_lock = not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()  # before Python 3.13, always
-    shared = FLAGS_OF_HOOKS if has_lock else ()
-    given = [child.__dict__.copy() for child in modules]
-    belongings: list[Shared] = [
-        {KEPT: Kept(given, records), **{name: OrderedDict[int, bool]() for name in shared}} for _ in tensors
+    given = [vars(module).copy() for module in modules]
+    bound = [
+        (module, name, value) for module in modules for name, value in vars(module).items() if type(value) in _BOUND
     ]
-    with_hooks: list[nn.Module] = []
-    for child in modules:
-        has_hooks = any(hooks_of(child))
-        if has_hooks:
-            with_hooks.append(child)
-        for copy_of, copy in zip(copies, _copies_of(child, has_hooks, tensors, belongings), strict=True):
-            copy_of[child] = copy
-    for child in modules:
-        children = [(name, grandchild) for name, grandchild in child._modules.items() if grandchild is not None]
-        bound = [(name, value) for name, value in child.__dict__.items() if type(value) in _BOUND]
-        for copy_of in copies if children or bound else ():
-            _connect(copy_of, copy_of[child], children, bound)
-    bind_hooks(with_hooks, copies, records)
-    return [copy_of[modules[0]] for copy_of in copies]
+    replicas: list[nn.Module] = []
+    for tensor_of in tensors:
+        copy_of = _copies_of(modules, tensor_of, Kept(given, records))
+        _connect(copy_of, bound)
+        replicas.append(copy_of[modules[0]])
+    return replicas
 
 
-def _connect(
-    copy_of: Copies, copy: nn.Module, children: Sequence[tuple[str, nn.Module]], bound: Sequence[tuple[str, Any]]
-) -> None:
-    """Give a copy of a module the children of its replica, and the bound methods, which may be a stored `forward`."""
-    for name, child in children:
-        copy._modules[name] = copy_of[child]
-    for name, value in bound:
-        copy.__dict__[name] = bind(value, lambda module: copy_of.get(module, module))
-
-
-def _copies_of(
-    module: nn.Module, has_hooks: bool, tensors: Sequence[Tensors], belongings: Sequence[Shared]
-) -> list[nn.Module]:
-    """Return a copy of a module for each replica, with its parameters and buffers, and submodules of the original."""
-    # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same in less time.
-    replicate: Any = module._replicate_for_data_parallel
-    is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
-    copies: list[nn.Module] = [_shell(module) if is_usual else replicate() for _ in tensors]
-    sets_itself = type(module).__setattr__ is not nn.Module.__setattr__
-    for copy, tensor_of, shared in zip(copies, tensors, belongings, strict=True):
-        copy.__dict__.update(shared)
-        set_hooks(copy, module, has_hooks, shared)
-        shared[KEPT].modules.append(ref(copy))
-        if sets_itself:
-            _set_tensors(copy, module, tensor_of)
-        else:
+def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors, kept: Kept) -> Modules:
+    """Return copies of modules for one replica, with parameters and buffers of `tensor_of`, not yet connected."""
+    copy_of: Modules = {}
+    for module in modules:
+        # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same faster.
+        replicate: Any = module._replicate_for_data_parallel
+        is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
+        copy_of[module] = copy = _shell(module) if is_usual else replicate()
+        vars(copy)[KEPT] = kept
+        kept.modules[module] = ref(copy)
+        copy_hooks(copy, module, kept.modules, kept.records)
+        if type(module).__setattr__ is nn.Module.__setattr__:
             _register_tensors(copy, module, tensor_of)
-    return copies
+        else:
+            _set_tensors(copy, module, tensor_of)
+    return copy_of
+
+
+def _connect(copy_of: Modules, bound: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Give the modules of a replica their children, and the bound methods, which may be a stored `forward`."""
+    for module, copy in copy_of.items():
+        for name, child in module._modules.items():
+            if child is not None:
+                copy._modules[name] = copy_of[child]
+    for module, name, value in bound:
+        vars(copy_of[module])[name] = bind(value, lambda original: copy_of.get(original, original))
 
 
 def _shell(module: nn.Module) -> nn.Module:

@@ -10,9 +10,8 @@ the method itself, too.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,24 +23,8 @@ from ..torch_private import FLAGS_OF_HOOKS, HOOKS, KIND_OF_BACKWARD_HOOKS, hooks
 
 __all__: list[str] = []
 
-Copies = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
-References = dict[nn.Module, "ref[nn.Module]"]  # the same, weakly
-# Attributes that all modules of a replica share, by name. With them come the dictionaries of flags of hooks, for those
-# without hooks: 3 of the 7 dictionaries of hooks would otherwise be new objects, thousands in a large model, which the
-# garbage collector visits. Their keys are the numbers of hooks. A thread gives each number once, so the flags of two
-# modules do not mix. A module that has hooks has dictionaries of its own, since a model that was unpickled has numbers
-# that are given once more.
-Shared = dict[str, Any]
+References = dict[nn.Module, "ref[nn.Module]"]  # the modules of one replica, weakly, by the original
 _METHODS = (MethodType, partial, nn.Module)  # what may refer to the modules of a replica
-
-
-_hooks_in = itemgetter(*HOOKS)
-
-
-def hooks_of(module: nn.Module) -> Sequence[Mapping[int, Any]]:
-    """Return the dictionaries of hooks of a module."""
-    hooks: Sequence[Mapping[int, Any]] = _hooks_in(vars(module))
-    return hooks
 
 
 def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
@@ -59,20 +42,24 @@ def bind(value: Any, of_replica: Callable[[nn.Module], nn.Module]) -> Any:
     return result
 
 
-def set_hooks(copy: nn.Module, module: nn.Module, has_hooks: bool, shared: Shared) -> None:
-    """Give a copy of a module dictionaries of hooks of its own, with the hooks of the module, if it `has_hooks`."""
+def copy_hooks(copy: nn.Module, module: nn.Module, references: References, records: bool) -> None:
+    """Give a copy of a module dictionaries of hooks of its own: what a replica registers ends with it.
+
+    Hooks that are methods or submodules of the model become those of the replica, whose modules `references` will have
+    when it is complete. `records` says whether it records a graph.
+    """
     state, original = vars(copy), vars(module)
-    for name in HOOKS:  # What a replica registers ends with it.
-        state[name] = original[name].copy()
-    if not has_hooks and FLAGS_OF_HOOKS[0] in shared:
-        return
-    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]
+    for name in HOOKS:
+        hooks = original[name]
+        is_bound = hooks and any([isinstance(hook, _METHODS) for hook in hooks.values()])
+        state[name] = _HooksOfReplica(hooks, references, records) if is_bound else hooks.copy()
     for name in FLAGS_OF_HOOKS:
         state[name] = original[name].copy()
+    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]  # which the copy of a graph module lacks
     # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
-    if state["_backward_hooks"] and original[KIND_OF_BACKWARD_HOOKS] is False:
+    if original["_backward_hooks"] and original[KIND_OF_BACKWARD_HOOKS] is False:
         refuse = partial(_refuse_older_hook, copy)
-        state["_backward_hooks"].update(dict.fromkeys(state["_backward_hooks"], refuse))
+        state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
 
 
 def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
@@ -82,21 +69,6 @@ def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
         "register_backward_hook, which PyTorch calls with a replica that has ended; call register_full_backward_hook "
         "instead"
     )
-
-
-def bind_hooks(modules: Sequence[nn.Module], copies: Sequence[Copies], records: bool) -> None:
-    """Let hooks that are methods or submodules of the model be those of each replica, in all copies of `modules`.
-
-    These modules are those that have hooks. `records` says whether the replicas record a graph.
-    """
-    references: list[References] = []
-    for module in modules:
-        for name in HOOKS:
-            if any([isinstance(hook, _METHODS) for hook in vars(module)[name].values()]):
-                references = references or [{key: ref(copy) for key, copy in copy_of.items()} for copy_of in copies]
-                for copy_of, references_of in zip(copies, references, strict=True):
-                    hooks = vars(copy_of[module])[name]
-                    vars(copy_of[module])[name] = _HooksOfReplica(hooks, references_of, records)
 
 
 class _WeakHook(NamedTuple):

@@ -16,10 +16,9 @@ included, is made by the caller, and belongs to the thread of the replica. Table
 `_looks`, `_numbers`, `_have_run`, the cached functions) are changed by single operations, `setdefault` where only one
 thread may win; two threads may compute the same entry, and either of the two is right.
 
-Three things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it
-has disabled it itself; the numbers of hooks, which torch counts without a lock, so that dictionaries of flags are
-shared by modules only where the interpreter has its lock; and the frames of other threads, which `Record.stack`
-reads for the error of a timeout, and which Python 3.13 without the lock does not promise to be safe.
+Two things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it has
+disabled it itself; and the frames of other threads, which `Record.stack` reads for the error of a timeout, and which
+Python 3.13 without the lock does not promise to be safe.
 
 A free-threaded Python counts references by thread, even if it runs with the lock: an object that the caller has made
 and a replica drops is freed when the caller's thread runs again, which is at most a second later (`_run_threads`).
