@@ -91,17 +91,6 @@ def has_attribute(module: nn.Module, name: str) -> bool:
     return name in state or hasattr(type(module), name) or any(name in state[part] for part in _ATTRIBUTES)
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return what `module.modules()` yields, those that are less deep first, in a tenth of the time."""
-    modules, seen = [module], {module}
-    for one in modules:  # which grows
-        for child in one._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return modules
-
-
 def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:
     """Return what `module.named_modules()` yields, by module and in the same order, in a fraction of the time."""
     names: dict[nn.Module, str] = {}
