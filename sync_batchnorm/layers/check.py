@@ -48,7 +48,8 @@ def assert_synchronized(
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. Several replicas in one of several processes are not noticed here, but in the next forward pass.
+    the whole batch. Several replicas that would exchange with other processes are noticed only in the next forward
+    pass.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))

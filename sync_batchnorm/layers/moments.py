@@ -44,8 +44,8 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
     Raises:
         TypeError: if `input` is no tensor.
         ValueError: if `input` has less than two dimensions; if all replicas together have a single value per channel.
-        RuntimeError: if inputs differ in channels, for several replicas in one of several processes, and in a
-            recomputation by activation checkpointing; a `ReplicaSyncError` if the replicas cannot exchange.
+        RuntimeError: if inputs differ in channels; in replicas also if they would exchange with other processes, and in
+            a recomputation by activation checkpointing; a `ReplicaSyncError` if they cannot exchange.
     """
     if not isinstance(input, Tensor):
         raise TypeError(

@@ -9,9 +9,8 @@ __all__ = ["ReplicaSyncError"]
 class ReplicaSyncError(RuntimeError):
     """A replica cannot continue because another one failed, ended early, waits in another layer, or did not call.
 
-    It is a `RuntimeError`, and can be raised wherever replicas wait for each other. Its only argument is the message,
-    which names the layer, the call, the replicas, their devices, and what to do; the page "Troubleshooting" has the
-    remedies. After the `timeout` of the wrapper, it is also a `TimeoutError`.
+    It is a `RuntimeError`, and can be raised wherever replicas wait for each other. Its only argument is the message;
+    the page "Troubleshooting" has the remedies. After the `timeout` of the wrapper, it is also a `TimeoutError`.
     """
 
 

@@ -233,7 +233,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: seconds after which a wait for another replica ends with a `ReplicaSyncError`; failures end it at once.
+        timeout: about how many seconds a replica waits for another one that still runs, before a `ReplicaSyncError`;
+            failures end waits at once.
         in_dims: the dimension along which an argument of `forward` is cut, by its name: an int, None to give every
             replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Arguments
             that are not named are cut along `dim`.
@@ -247,14 +248,15 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             "Arguments and outputs" on the page "Usage".
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
             replicated or is traced, if copies between devices lose data, if a replica trains a synchronized layer that
-            is not its own, see "Layers that do not belong to the replica" on the page "Troubleshooting", or for several
-            replicas in one of several processes, see "Several processes" on the page "Processes and machines".
+            is not its own, see "Layers that do not belong to the replica" on the page "Troubleshooting", or if several
+            replicas would exchange with other processes, see "Several processes" on the page "Processes and machines".
         ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too.
 
     Warns:
-        UserWarning: once each, from a call that trains BatchNorm layers if none of them synchronizes; of a list whose
-            tensors have other rows than the batch, see "Arguments that are not cut by rows" on the page "Usage"; and of
-            what `forward` loses, see "State that is lost" on the page "Troubleshooting".
+        UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
+            layer or other module that exchanges; of some lists that `in_dims` does not name, see "Arguments that are
+            not cut by rows" on the page "Usage"; and of what `forward` loses, see "State that is lost" on the page
+            "Troubleshooting".
     """
 
 
