@@ -179,6 +179,13 @@ def test_replica_that_runs_on_is_given_up_after_the_timeout_or_a_second_after_it
     assert [coordinator.take_failure()[0] for coordinator in (late, failed)] == ["replica 0", "replica 0"]
 
 
+def test_wait_for_a_replica_that_got_no_input_breaks_at_once():
+    coordinator = Coordinator(["cpu"] * 2, timeout=0.01)
+    coordinator.expect([0])
+    with pytest.raises(ReplicaSyncError, match="replica 1 on device cpu was given no input while replica 0 on"):
+        call(coordinator, layer_of(), 0)
+
+
 def test_break_that_was_interrupted_is_finished_by_the_next():
     coordinator = Coordinator(["cpu"] * 2)
     waiting = Waiting(coordinator, layer_of(), 0)
