@@ -122,8 +122,8 @@ class Cache:
         return iter(self.layers)
 
 
-class WithPipe(nn.Module):
-    """A module of a user's own whose replicas are connected, for `sync_moments` in its forward."""
+class WithPipe(Net):
+    """A `Net` whose replicas are connected, for `sync_moments` in its function."""
 
     pipe: Any = None
 
@@ -177,6 +177,13 @@ def outcome(function: Callable[[], Any]) -> tuple[type[Exception], str] | None:
     except Exception as error:
         return type(error), str(error).rstrip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
     return None
+
+
+def assert_same_refusal(plain: nn.Module, parallel: nn.Module, input: Tensor) -> None:
+    """Check that the second refuses an input as the first does."""
+    expected = outcome(lambda: plain(input))
+    assert expected is not None, "one device takes it"
+    assert outcome(lambda: parallel(input)) == expected
 
 
 def together(*bodies: Callable[[], Any]) -> list[Any]:

@@ -118,17 +118,6 @@ class GivesUp(TorchStyle):
         self.released = True
 
 
-@pytest.mark.parametrize("error", [OSError("the caller"), KeyboardInterrupt()])
-def test_error_of_the_caller_releases_the_replicas(error):
-    parallel = patch_replication_callback(GivesUp(scripted(), R))
-    parallel.error = error
-    with pytest.raises(type(error)) as caught:
-        parallel(*batch())
-    assert caught.value is error
-    parallel.thread.join()
-    assert parallel.released
-
-
 def test_interrupt_of_the_caller_is_raised_even_if_a_replica_has_failed():
     class Interrupted(TorchStyle):
         def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
@@ -164,7 +153,7 @@ def test_replica_that_fails_late_leaves_the_next_forward_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [TimeoutError("an alarm"), KeyboardInterrupt()])
-def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch, error):
+def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have_left(monkeypatch, error):
     begun, aborts, left = threading.Event(), threading.Event(), []
     abort = Coordinator.abort
 
@@ -183,10 +172,12 @@ def test_interrupted_caller_waits_until_the_replicas_have_left(monkeypatch, erro
     monkeypatch.setattr(Coordinator, "abort", abort_patiently)
     parallel = patch_replication_callback(GivesUp(scripted((0, "before", is_busy)), R))
     parallel.error, parallel.begun = error, begun
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as caught:
         parallel(*batch())
+    assert caught.value is error
     assert left == [parallel.thread]
     parallel.thread.join()
+    assert parallel.released
 
 
 class Drops(nn.Module):

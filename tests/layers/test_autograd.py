@@ -103,17 +103,11 @@ def test_replicas_without_a_graph_are_constants_in_second_and_third_derivatives(
     assert_equal(found, expected)
 
 
-class InItsMode(WithPipe):
+def in_its_mode(net, input, mode):
     """Calls its layer, and `sync_moments`, in inference mode, without gradients or as usual, as its number says."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn, self.results = nn.BatchNorm2d(4), []
-
-    def forward(self, input, mode):
-        with (torch.inference_mode, torch.no_grad, nullcontext)[mode]():
-            mean, var, _ = sync_moments(input, self.pipe)
-            self.results.append((mode, self.bn(input), mean, var))
+    with (torch.inference_mode, torch.no_grad, nullcontext)[mode]():
+        mean, var, _ = sync_moments(input, net.pipe)
+        net.results.append((mode, net.bn(input), mean, var))
 
 
 MODES = {"inference": 0, "no-grad": 1, "usual": 2}
@@ -123,7 +117,7 @@ MODES = {"inference": 0, "no-grad": 1, "usual": 2}
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_outputs_are_what_the_mode_of_their_replica_makes_them(devices, kind, first, second):
-    _, parallel = twins(InItsMode(), devices)
+    _, parallel = twins(WithPipe(in_its_mode, bn=nn.BatchNorm2d(4), results=[]), devices)
     modes = [MODES[first], MODES[second]]
     parts = [torch.randn(2, 4, 5, 6).contiguous(memory_format=FORMATS[kind]) for _ in devices]
     if modes.count(MODES["inference"]) == 1:  # Nobody could make what both of them ask for.

@@ -10,17 +10,16 @@ from torch.utils.checkpoint import checkpoint
 from sync_batchnorm import DataParallelWithCallback, SyncMaster, merge_messages, sync_moments
 
 
-class Whitening(WithPipe):
-    def forward(self, input):
-        mean, var, count = sync_moments(input, self.pipe)
-        shape = (-1, *[1] * (input.dim() - 2))
-        return (input - mean.view(shape)) * (var.view(shape) + 0.1).rsqrt() + count
+def whitening(net, input):
+    mean, var, count = sync_moments(input, net.pipe)
+    shape = (-1, *[1] * (input.dim() - 2))
+    return (input - mean.view(shape)) * (var.view(shape) + 0.1).rsqrt() + count
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (7, 3, 4, 2)], ids=str)
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_moments_build_a_normalization_of_ones_own(devices, shape):
-    parallel = DataParallelWithCallback(Whitening(), devices)
+    parallel = DataParallelWithCallback(WithPipe(whitening), devices)
     input = doubles(*shape, devices=devices).requires_grad_()
     again = input.detach().clone().requires_grad_()
     output, grad = parallel(input), torch.randn_like(input)
@@ -32,7 +31,7 @@ def test_moments_build_a_normalization_of_ones_own(devices, shape):
 
 
 def test_moments_can_be_differentiated_any_number_of_times():
-    parallel = DataParallelWithCallback(Whitening(), ["cpu"] * 2)
+    parallel = DataParallelWithCallback(WithPipe(whitening), ["cpu"] * 2)
     data = doubles(4, 2).requires_grad_()
     assert torch.autograd.gradcheck(parallel, data)
     assert torch.autograd.gradgradcheck(parallel, data)
@@ -42,14 +41,13 @@ def test_moments_can_be_differentiated_any_number_of_times():
 @pytest.mark.parametrize("has_autocast", [False, True])
 @pytest.mark.parametrize("devices", device_lists(1, 2))
 def test_moments_are_those_of_all_replicas_in_float32(devices, has_autocast, dtype):
-    class Noting(Whitening):
-        def forward(self, input):
-            results.append(sync_moments(input, self.pipe))
-            return input
+    def noting(net, input):
+        results.append(sync_moments(input, net.pipe))
+        return input
 
     results, data = [], (doubles(5, 3, 2, devices=devices) * 3 + 2).to(dtype)
     with torch.autocast(data.device.type, enabled=has_autocast):
-        DataParallelWithCallback(Noting(), devices)(data)
+        DataParallelWithCallback(WithPipe(noting), devices)(data)
     assert len(results) == len(devices)
     for mean, var, count in results:
         assert count == 10
@@ -57,64 +55,53 @@ def test_moments_are_those_of_all_replicas_in_float32(devices, has_autocast, dty
         assert_equal(var.cpu(), data.double().var((0, 2), correction=0).float().cpu())
 
 
-class Slicing(Whitening):
-    def forward(self, input):
-        return super().forward(input[:, 1:] if input[0, 0] < 0 else input)
-
-
 def test_moments_of_inputs_that_differ_in_channels_are_refused(devices):
+    slicing = WithPipe(lambda net, input: whitening(net, input[:, 1:] if input[0, 0] < 0 else input))
     data = torch.ones(4, 3, dtype=torch.float64, device=as_devices(devices)[0])
     data[2:] = -1
     with pytest.raises(RuntimeError, match=r"got \[2, 3\] at entry 0 and \[2, 2\] at entry 1"):
-        DataParallelWithCallback(Slicing(), devices, timeout=5.0)(data)
+        DataParallelWithCallback(slicing, devices, timeout=5.0)(data)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_moments_of_a_single_value_are_refused_in_the_words_of_torch(rows):
-    parallel = DataParallelWithCallback(Whitening(), ["cpu"] * rows)
+    parallel = DataParallelWithCallback(WithPipe(whitening), ["cpu"] * rows)
     parts = [doubles(1, 3), doubles(0, 3)][:rows]
     with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size"):
         run_parts(parallel, parts)
 
 
-class Checkpointed(Whitening):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, input):
-        return checkpoint(super().forward, input, use_reentrant=self.use_reentrant)
+def checkpointed(use_reentrant):
+    return WithPipe(lambda net, input: checkpoint(whitening, net, input, use_reentrant=use_reentrant))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_moments_of_several_replicas_in_a_checkpoint_are_refused_with_the_remedy(devices, use_reentrant):
-    data, alone = doubles(6, 3, devices=devices).requires_grad_(), Checkpointed(use_reentrant)
+    data, alone = doubles(6, 3, devices=devices).requires_grad_(), checkpointed(use_reentrant)
     alone.pipe = SyncMaster(merge_messages)  # of no other replica
     alone(data).sum().backward()
-    output = DataParallelWithCallback(Checkpointed(use_reentrant), devices)(data)
+    output = DataParallelWithCallback(checkpointed(use_reentrant), devices)(data)
     with pytest.raises(RuntimeError, match=r"expected sync_moments outside checkpoints.*leave the norm out"):
         output.backward(torch.randn_like(output))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_moments_of_one_replica_are_computed_again_in_a_checkpoint(use_reentrant):
-    input, alone = doubles(6, 3).requires_grad_(), Checkpointed(use_reentrant)
-    alone.pipe = None
-    expected = torch.autograd.grad(Whitening.forward(alone, input).square().sum(), input)
+    input, alone = doubles(6, 3).requires_grad_(), checkpointed(use_reentrant)
+    expected = torch.autograd.grad(whitening(alone, input).square().sum(), input)
     alone(input).square().sum().backward()
     assert_equal(input.grad, *expected)
 
 
 def test_a_replica_that_computes_no_gradients_leaves_those_of_others(devices):
-    class Half(Whitening):
-        def forward(self, input):
-            has_gradients = not isinstance(self.pipe, SyncMaster)
-            with torch.set_grad_enabled(has_gradients):
-                found.append((has_gradients, sync_moments(input, self.pipe)[0].requires_grad))
-            return input
+    def half(net, input):
+        has_gradients = not isinstance(net.pipe, SyncMaster)
+        with torch.set_grad_enabled(has_gradients):
+            found.append((has_gradients, sync_moments(input, net.pipe)[0].requires_grad))
+        return input
 
     found = []
-    DataParallelWithCallback(Half(), devices)(doubles(6, 3, devices=devices).requires_grad_())
+    DataParallelWithCallback(WithPipe(half), devices)(doubles(6, 3, devices=devices).requires_grad_())
     assert sorted(found) == [(False, False), (True, True)]
 
 

@@ -84,9 +84,9 @@ def twins(module: nn.Module, dtype: torch.dtype = torch.float64, **options: Any)
     return plain, convert_model(copy.deepcopy(plain), **options)
 
 
-def images(rows: Sequence[int] = (), dtype: torch.dtype = torch.float64) -> Tensor:
+def images(rows: Sequence[int] = ()) -> Tensor:
     """Return the random images of all processes, which have `rows` of them, or `ROWS`; equal in all processes."""
-    return torch.randn(sum(list(rows or ROWS)[:SIZE]), 3, 6, 5, dtype=dtype, device=DEVICE)
+    return torch.randn(sum(list(rows or ROWS)[:SIZE]), 3, 6, 5, dtype=torch.float64, device=DEVICE)
 
 
 def cut(batch: Tensor, rows: Sequence[int] = ()) -> Tensor:
@@ -133,7 +133,7 @@ def assert_same_step(
     model: nn.Module,
     batch: Tensor,
     rows: Sequence[int] = (),
-    *more: Tensor,
+    *,
     averages: bool = False,
     accumulates: bool = False,
 ) -> None:
@@ -145,7 +145,7 @@ def assert_same_step(
     whole, part = (
         tensor.clone(memory_format=torch.preserve_format).requires_grad_() for tensor in (batch, cut(batch, rows))
     )
-    expected, actual = plain(whole, *more), model(part, *[cut(tensor, rows) for tensor in more])
+    expected, actual = plain(whole), model(part)
     assert_equal(actual, cut(expected, rows), "output")
     grad, scale = torch.randn_like(expected), SIZE if averages else 1
     expected.backward(grad)
@@ -259,8 +259,7 @@ def clamped_variances_are_those_of_replicas_of_one_process() -> None:
 def an_empty_process_takes_part() -> None:
     plain, model = twins(conv_net())
     for rows in ([0, 3, 2], [2, 0, 3], [0, 0, 0], [2, 3, 0]):
-        batch = torch.randn(sum(rows[:SIZE]), 3, 6, 5, dtype=torch.float64, device=DEVICE)
-        assert_same_step(plain, model, batch, rows)
+        assert_same_step(plain, model, images(rows), rows)
 
 
 @check
@@ -681,15 +680,14 @@ def group_size_counts_replicas_of_one_process() -> None:
 # One replica in each process.
 
 
-class OwnNorm(WithPipe):
-    def forward(self, input: Tensor) -> Tensor:
-        return input - sync_moments(input, self.pipe)[0][:, None, None]
+def centered(net: WithPipe, input: Tensor) -> Tensor:
+    return input - sync_moments(input, net.pipe)[0][:, None, None]
 
 
 @check
 def several_replicas_in_a_process_are_refused_at_once() -> None:
     text = r"use one process per device, .*\(1\.0, replica \d\); run: torchrun --nproc-per-node="
-    for layer in (nn.BatchNorm2d(3), OwnNorm()):
+    for layer in (nn.BatchNorm2d(3), WithPipe(centered)):
         plain, model = twins(nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Sequential(layer)))
         parallel = DataParallelWithCallback(model, ["cpu"] * 2)
         for ranks in ([0], range(SIZE)):  # nobody waits for a process that is refused, nor for one that is not
