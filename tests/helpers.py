@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -168,6 +169,17 @@ TOLERANCES = {  # relative to the largest absolute value of the reference
     torch.float16: 5e-3,
     torch.bfloat16: 2e-2,
 }
+
+
+def count_calls(function: Callable[[], Any]) -> int:
+    """Return how many functions of Python and C a call of `function` calls, itself included."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
 
 
 def outcome(function: Callable[[], Any]) -> tuple[type[Exception], str] | None:

@@ -5,7 +5,6 @@ import importlib
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,11 +46,13 @@ def assert_names_both(parallel: nn.DataParallel, layer: str, package: str, wrapp
         rf"^expected layers and wrapper of one package, but got {layer} of {package} in a wrapper of {wrapper}, whose "
         r"replicas on one device run one at a time, .* import both from the same package$"
     )
-    before = copy.deepcopy(parallel.module.state_dict())
-    start = time.monotonic()
+    before, called = copy.deepcopy(parallel.module.state_dict()), []
+    hooks = [module.register_forward_pre_hook(lambda *_: called.append(1)) for module in parallel.module.modules()]
     with pytest.raises(RuntimeError, match=text):
         parallel(batch)
-    assert time.monotonic() - start < 1
+    assert called == []  # A layer that has begun could wait.
+    for hook in hooks:
+        hook.remove()
     for name, value in parallel.module.state_dict().items():
         assert torch.equal(value, before[name])
 
@@ -131,9 +132,9 @@ class OlderLayer(nn.BatchNorm1d):
 
 def test_layers_of_the_older_library_are_refused_before_the_first_turn():
     parallel = DataParallelWithCallback(nn.Sequential(net(), OlderLayer(3)), ["cpu"] * 2, timeout=2)
-    assert_names_both(parallel, r"1 \(OlderLayer\)", "their.norms", "sync_batchnorm", torch.randn(4, 3).double())
+    assert_names_both(parallel, r"1 \(OlderLayer\)", "their.norms", "sync_batchnorm", doubles(4, 3))
     parallel.module[1].eval()
-    parallel(torch.randn(4, 3).double())
+    parallel(doubles(4, 3))
 
 
 @pytest.mark.parametrize("name", ["own-parallel_apply", "own-forward"])
