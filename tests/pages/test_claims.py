@@ -2,13 +2,12 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import device_lists
-from helpers import assert_equal, assert_same_results, assert_same_state, doubles, twins
+from helpers import Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -25,6 +24,10 @@ CPUS = ["cpu"] * 2
 
 def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def synchronized(net: nn.Module, **options: Any) -> DataParallelWithCallback:
+    return DataParallelWithCallback(convert_model(net, **options), CPUS)
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
@@ -61,135 +64,88 @@ def test_statistics_of_averaged_weights_are_those_of_one_device(wraps):
     assert_same_state(average.module.module if wraps == "the model" else average.module, expected.module)
 
 
-class CallsForEachRow(nn.Module):
-    def __init__(self, **options: bool) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3, **options)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.stack([self.bn(row) for row in input])
+def calls_for_each_row(**options: bool) -> nn.Module:
+    return Net(lambda net, rows: torch.stack([net.bn(row) for row in rows]), bn=nn.BatchNorm1d(3, **options))
 
 
 def test_rows_of_a_loop_are_normalized_alone_only_with_a_group_size_of_one():
-    plain = CallsForEachRow().double()
-    rows = doubles(4, 6, 3)
+    plain, rows = calls_for_each_row().double(), doubles(4, 6, 3)
+    together, alone = (synchronized(copy.deepcopy(plain), group_size=size) for size in (None, 1))
     expected = plain(rows)
-
-    def normalized(rows: Tensor, **options: int) -> Tensor:
-        return DataParallelWithCallback(convert_model(CallsForEachRow().double(), **options), CPUS)(rows)
-
-    assert_equal(normalized(rows, group_size=1), expected)
-    assert_equal(normalized(rows[:3], group_size=1), expected[:3])
-    assert (normalized(rows) - expected).abs().max() > 1e-2
+    assert_equal(alone(rows), expected)
+    assert_equal(alone(rows[:3]), expected[:3])
+    assert (together(rows) - expected).abs().max() > 1e-2
     with pytest.raises(ReplicaSyncError, match=r"bn the same number of times.* group_size=1"):
-        normalized(rows[:3])
+        together(rows[:3])
 
 
 def test_checks_of_a_loop_over_rows_need_the_name_of_the_layer_and_no_running_statistics():
-    def alone(**options: bool) -> DataParallelWithCallback:
-        return DataParallelWithCallback(convert_model(CallsForEachRow(**options), group_size=1), CPUS)
-
+    alone = synchronized(calls_for_each_row(), group_size=1)
     with pytest.raises(RuntimeError, match=r"module\.bn .*group_size of 1 makes groups"):
-        assert_synchronized(alone())
-    assert_synchronized(alone(), ignore=["module.bn"])
+        assert_synchronized(alone)
+    assert_synchronized(alone, ignore=["module.bn"])
     with pytest.raises(AssertionError, match=r"the buffer bn\.running_mean differs"):
-        assert_matches_one_device(alone(), torch.randn(3, 6, 3))
-    assert_matches_one_device(alone(track_running_stats=False), torch.randn(3, 6, 3))
-
-
-class NormalizesPositiveRows(nn.Module):
-    """The advice for a condition about each sample: no early return if no row is selected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, input: Tensor) -> Tensor:
-        mask, output = input[:, 0] > 0, input.clone()
-        output[mask] = self.bn(input[mask])
-        return output
+        assert_matches_one_device(alone, torch.randn(3, 6, 3))
+    without_statistics = synchronized(calls_for_each_row(track_running_stats=False), group_size=1)
+    assert_matches_one_device(without_statistics, torch.randn(3, 6, 3))
 
 
 def test_rows_that_a_condition_selects_have_the_numbers_of_one_device_where_a_replica_selects_none():
+    def normalize_positive_rows(net: Net, input: Tensor) -> Tensor:  # without an early return if there is none
+        mask, output = input[:, 0] > 0, input.clone()
+        output[mask] = net.bn(input[mask])
+        return output
+
     rows = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.0, 7.0], [-1.0, 1.0, 1.0]])
-    parallel = DataParallelWithCallback(convert_model(NormalizesPositiveRows()), CPUS)
+    plain = Net(normalize_positive_rows, bn=nn.BatchNorm1d(3))
+    parallel = synchronized(copy.deepcopy(plain))
     assert_matches_one_device(parallel, rows)
-    assert_equal(parallel(rows), NormalizesPositiveRows()(rows))
+    assert_equal(parallel(rows), plain(rows))
 
 
-class Penalizes(nn.Module):
-    """Returns a number that is equal in all replicas: alone, in a tuple or in a dict."""
-
-    def __init__(self, returned: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.weight, self.returned = nn.Parameter(torch.ones(3)), returned
-
-    def forward(self, input: Tensor) -> Any:
-        return self.returned(self.weight.square().mean())
+SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"
 
 
 def test_single_output_that_is_equal_in_all_replicas_needs_a_container():
-    def call(returned: Callable[[Tensor], Any], out_dims: Any) -> Any:
-        return DataParallelWithCallback(Penalizes(returned), CPUS, out_dims=out_dims)(torch.ones(2))
+    def penalty(container: Any, out_dims: Any) -> Any:
+        net = Net(lambda net, _: container(net.weight.square().mean()), weight=nn.Parameter(torch.ones(3)))
+        return DataParallelWithCallback(net, CPUS, out_dims=out_dims)(torch.ones(2))
 
-    (one,) = call(lambda penalty: (penalty,), (None,))
-    assert one.shape == call(lambda penalty: {"penalty": penalty}, {"penalty": None})["penalty"].shape == ()
-    with pytest.warns(UserWarning, match="Was asked to gather along dimension 0, but all input tensors were scalars"):
-        assert call(lambda penalty: penalty, None).shape == (2,)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(3, 8, batch_first=True)
-
-    def forward(self, frames: Tensor, hidden: tuple[Tensor, Tensor]) -> Any:
-        return self.rnn(frames, hidden)
+    assert penalty(lambda mean: (mean,), (None,))[0].shape == ()
+    assert penalty(lambda mean: {"penalty": mean}, {"penalty": None})["penalty"].shape == ()
+    with pytest.warns(UserWarning, match=SCALARS):
+        assert penalty(lambda mean: mean, None).shape == (2,)
 
 
 def test_hidden_state_of_an_lstm_is_cut_and_put_together_along_one_dimension():
-    net, hidden = Recurrent().double(), (doubles(1, 5, 8), doubles(1, 5, 8))
-    frames = doubles(5, 7, 3)
-    parallel = DataParallelWithCallback(net, CPUS, in_dims={"hidden": 1}, out_dims=(0, 1))
-    output, states = parallel(frames, hidden)
+    net, frames, hidden = nn.LSTM(3, 8, batch_first=True).double(), doubles(5, 7, 3), doubles(2, 1, 5, 8).unbind()
+    output, states = DataParallelWithCallback(net, CPUS, in_dims={"hx": 1}, out_dims=(0, 1))(frames, hidden)
     expected, expected_states = net(frames, hidden)
-    for got, wanted in zip((output, *states), (expected, *expected_states), strict=True):
-        assert_equal(got, wanted)
+    for actual, of_one_device in zip((output, *states), (expected, *expected_states), strict=True):
+        assert_equal(actual, of_one_device)
 
 
-class Losses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = _net().float()
-
-    def forward(self, input: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.net(input), labels, reduction="none")
+def losses(net: Net, input: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net.net(input), labels, reduction="none")
 
 
 def hardest(losses: Tensor) -> Tensor:
     return losses.flatten().topk(2).values.mean()
 
 
-class Chooses(Losses):
-    def forward(self, input: Tensor, labels: Tensor) -> Tensor:
-        return hardest(super().forward(input, labels))
-
-
 def test_loss_that_chooses_is_right_outside_the_replicas_that_compute_losses():
     batch = torch.randn(5, 6), torch.randint(4, (5,))
-    assert_matches_one_device(DataParallelWithCallback(convert_model(Losses()), CPUS), *batch, loss=hardest)
+    chooses_outside = synchronized(Net(losses, net=_net().float()))
+    chooses_inside = synchronized(Net(lambda net, *batch: hardest(losses(net, *batch)), net=_net().float()))
+    assert_matches_one_device(chooses_outside, *batch, loss=hardest)
     with pytest.raises(AssertionError, match="the loss differs"):
-        assert_matches_one_device(DataParallelWithCallback(convert_model(Chooses()), CPUS), *batch, loss=torch.mean)
+        assert_matches_one_device(chooses_inside, *batch, loss=torch.mean)
 
 
 def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_in_a_warning():
-    class Squeezes(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            return input.squeeze()
-
-    replicas = DataParallelWithCallback(Squeezes(), ["cpu"] * 4)
+    replicas = DataParallelWithCallback(Net(lambda net, input: input.squeeze()), ["cpu"] * 4)
     assert replicas(doubles(4, 8, 1, 1)).shape == (32,)
-    with pytest.warns(UserWarning, match="Was asked to gather along dimension 0, but all input tensors were scalars"):
+    with pytest.warns(UserWarning, match=SCALARS):
         assert replicas(doubles(4, 1)).shape == (4,)
     with pytest.raises(RuntimeError, match="their numbers of dimensions differ"):
         replicas(doubles(5, 8, 1, 1))
@@ -197,11 +153,9 @@ def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_
 
 @pytest.mark.parametrize("rows", [3, 4, 5])
 def test_dimension_of_the_samples_stays_with_what_the_error_of_squeeze_says(rows):
-    for cut, sizes in ((lambda input: input.flatten(1), (8, 1, 1)), (lambda input: input.squeeze(1), (1,))):
-        replicas = DataParallelWithCallback(nn.Module(), ["cpu"] * 4)
-        replicas.module.forward = cut
+    for shape, sizes in ((lambda net, input: input.flatten(1), (8, 1, 1)), (lambda net, input: input.squeeze(1), (1,))):
         input = doubles(rows, *sizes)
-        assert_equal(replicas(input), input.squeeze())
+        assert_equal(DataParallelWithCallback(Net(shape), ["cpu"] * 4)(input), input.squeeze())
 
 
 def test_group_norm_is_equal_in_replicas_without_this_library():
@@ -263,7 +217,7 @@ def test_train_that_compares_classes_freezes_no_converted_layer():
 def test_norm_that_is_right_as_it_is_can_be_left_out(net, ignore):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert_model left BatchNorm layers")
-        parallel = DataParallelWithCallback(convert_model(copy.deepcopy(net)), CPUS).train()
+        parallel = synchronized(copy.deepcopy(net)).train()
     with pytest.raises(RuntimeError, match="expected every batch norm of the model to synchronize"):
         assert_synchronized(parallel)
     assert_synchronized(parallel, ignore=[ignore])
