@@ -241,6 +241,12 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: fl
     assert error <= tolerance * largest, f"{what}: off by {error:.3g} of {largest:.3g}, allowed {tolerance:g} of it"
 
 
+def assert_like(text: str, expected: str) -> None:
+    """Compare a text with an expected one, in which "..." stands for any text."""
+    pattern = ".+".join(map(re.escape, expected.split("...")))
+    assert re.fullmatch(pattern, text, re.DOTALL), f"{text}\n\nnot\n\n{expected}"
+
+
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
     """Return whether torch's own scatter, replicate, parallel_apply and gather are used for these devices."""
     return len(device_ids) > 1 and not unsupported_by_torch(tuple(as_devices(device_ids)))

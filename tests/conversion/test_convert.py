@@ -14,7 +14,17 @@ import torch
 import torch.ao.nn.quantized as quantized
 import torch.nn.functional as F
 from checked import quietly
-from helpers import Net, anatomy, assert_equal, assert_same_state, assert_same_step, classes, count_calls, randomize
+from helpers import (
+    Net,
+    anatomy,
+    assert_equal,
+    assert_like,
+    assert_same_state,
+    assert_same_step,
+    classes,
+    count_calls,
+    randomize,
+)
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -413,55 +423,51 @@ def parametrized() -> nn.Module:
     return layer
 
 
-LEFT: list[tuple[Callable[[], nn.Module], str]] = [
+COMPILED = "is compiled by TorchScript; convert the model that was compiled instead"
+SEE = (
+    'see "Classes of your own" on the page "Usage"; for another formula than that of batch norm, use sync_moments, see '
+    '"Norms of your own" on the page "Extending"'
+)
+LEFT: list[tuple[Callable[[], nn.Module], str]] = [  # "..." stands for any text
     (
         lambda: NormAbs(2),
-        "NormAbs has a forward of its own; write class "
-        "SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d) and call "
-        "convert_model(model, classes={NormAbs: SynchronizedNormAbs}), "
-        'see "Classes of your own" on the page "Usage"',
+        "NormAbs has a forward of its own; write class SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d) and "
+        f"call convert_model(model, classes={{NormAbs: SynchronizedNormAbs}}), {SEE}",
     ),
-    (lambda: Called(2), "Called has a __call__ of its own; write class SynchronizedCalled(Called, SynchronizedBatchNo"),
-    (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Synchronized"),
-    (lambda: Saved(2), "Saved has a __getstate__ of its own"),
-    (lambda: quantized.BatchNorm2d(2), "BatchNorm2d has a forward of its own"),
-    (lambda: layer_with(forward=torch.relu), "BatchNorm2d has a forward of its own, set on the object; convert the "),
+    (
+        lambda: Called(2),
+        "Called has a __call__ of its own; write class SynchronizedCalled(Called, Synchronized...",
+    ),
+    (lambda: Reduced(2), "Reduced has a __reduce__ of its own; write class SynchronizedReduced(Reduced, Sync..."),
+    (lambda: Saved(2), "Saved has a __getstate__ of its own; ..."),
+    (lambda: quantized.BatchNorm2d(2), "BatchNorm2d has a forward of its own; write class ..."),
+    (lambda: layer_with(forward=torch.relu), "BatchNorm2d has a forward of its own, set on the object; convert ..."),
     (lambda: Grouped(2), "Grouped has a group_size of its own, a name that synchronized layers need; rename it"),
     (
         lambda: Standalone(2),
         "Standalone has the attributes of a batch norm and a forward of its own; (1) if it normalizes each sample "
-        "alone, "
-        "as AdaIN does, leave it as it is; (2) if it normalizes the batch, write class "
-        "SynchronizedStandalone(Standalone, "
-        "SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
-        "convert_model(model, classes={Standalone: SynchronizedStandalone}), "
-        'see "Classes of your own" on the page "Usage"',
+        "alone, as AdaIN does, leave it as it is; (2) if it normalizes the batch, write class SynchronizedStandalone("
+        "Standalone, SynchronizedBatchNorm), whose forward calls SynchronizedBatchNorm.forward(self, input), and call "
+        f"convert_model(model, classes={{Standalone: SynchronizedStandalone}}), {SEE}",
     ),
-    (
-        lambda: OfBase(2),
-        "OfBase has the attributes of a batch norm and a forward of its own; (1) if it normalizes each sa",
-    ),
-    (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own"),
-    (lambda: layer_with(process_group="mine"), "BatchNorm2d has a process_group of its own"),
+    (lambda: OfBase(2), "OfBase has the attributes of a batch norm and a forward of its own; (1) if it normalizes ..."),
+    (lambda: layer_with(eps_mode="mine"), "BatchNorm2d has a eps_mode of its own, a name ..."),
+    (lambda: layer_with(process_group="mine"), "BatchNorm2d has a process_group of its own, a name ..."),
     (lambda: Sync(2), "Sync is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"),
     (parametrized, "ParametrizedBatchNorm2d is parametrized; convert the model before its layers are parametrized"),
-    (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model in eval mode"),
-    (lambda: torch.jit.script(nn.BatchNorm2d(2)), "BatchNorm2d is compiled by TorchScript; convert the model that was"),
-    (
-        lambda: torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.randn(2, 2)),
-        "BatchNorm1d is compiled by TorchScript; convert the model that was compiled instead",
-    ),
+    (nn.LazyBatchNorm3d, "LazyBatchNorm3d is lazy and has seen no input; run one batch through the model in eval ..."),
+    (lambda: torch.jit.script(nn.BatchNorm2d(2)), f"BatchNorm2d {COMPILED}"),
+    (lambda: torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.randn(2, 2)), f"BatchNorm1d {COMPILED}"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("make", "text"), LEFT, ids=[text[:40] for _, text in LEFT])
-def test_layers_that_cannot_be_converted_are_left_as_they_are_and_named(make, text):
+@pytest.mark.parametrize(("make", "reason"), LEFT, ids=[reason[:40] for _, reason in LEFT])
+def test_layers_that_cannot_be_converted_are_left_as_they_are_and_named(make, reason):
     net = nn.Sequential(make(), nn.BatchNorm2d(2), nn.Sequential(make()))
     before, kinds = [anatomy(net[i]) for i in (0, 2)], [type(net[0]), type(net[2][0])]
-    message = left(net)
-    assert message.startswith("convert_model left BatchNorm layers as they are, which do not synchronize, 2 in all:\n")
-    assert f"- 0, 2.0: {text}" in message
+    text = "convert_model left BatchNorm layers as they are, which do not synchronize, 2 in all:"
+    assert_like(left(net), f"{text}\n- 0, 2.0: {reason}")
     assert [type(net[0]), type(net[2][0])] == kinds
     assert type(net[1]) is SynchronizedBatchNorm2d
     assert [anatomy(net[i]) for i in (0, 2)] == before
