@@ -1,4 +1,4 @@
-"""What tests compare, and how closely: the tolerances are stated here, once. And the code of pages."""
+"""What tests compare, and how closely: the tolerances are stated here, once."""
 
 import copy
 import importlib.util
@@ -7,8 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -341,29 +340,3 @@ def assert_same_parts(
     for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         assert_equal(our.grad, their.grad, f"input gradient of part {i}", tolerance)
     assert_same_state(parallel, plain, tolerance)
-
-
-class Block(NamedTuple):
-    language: str
-    line: int  # of the first line of the code, counted from 1
-    code: str
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    fence, language, start, lines = "", "", 0, []
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        opening = re.match(r"(```+)(\S*)", line)
-        if fence and line.strip() == fence:
-            yield Block(language, start, "\n".join(lines) + "\n")
-            fence = ""
-        elif fence:
-            lines.append(line)
-        elif opening:
-            fence, language, start, lines = opening[1], opening[2], number + 1, []
-    assert not fence, f"{page.name}: the block of line {start} has no end"
-
-
-def section_of(page: Path, block: Block) -> str:
-    """Return the heading of the second level that a block stands under."""
-    lines = page.read_text(encoding="utf-8").splitlines()[: block.line - 1]
-    return next(line[3:] for line in reversed(lines) if line.startswith("## "))

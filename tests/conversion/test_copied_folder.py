@@ -3,7 +3,6 @@
 import importlib
 import pickle
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 from forks import forked, needs_fork
+from repository import PACKAGE, copy_without_caches
 from torch import nn
 
 import sync_batchnorm
 
-PACKAGE = Path(sync_batchnorm.__file__).parent
 INSIDE = "models.networks.sync_batchnorm"
 pytestmark = needs_fork
 
@@ -25,8 +24,7 @@ pytestmark = needs_fork
 def project(tmp_path: Path) -> Path:
     """Return the folder of a project that has two copies: on its path, and inside of a package."""
     for folder in ("", "models/networks"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(PACKAGE, tmp_path / folder / "sync_batchnorm", ignore=ignored)
+        copy_without_caches(PACKAGE, tmp_path / folder / "sync_batchnorm")
     for folder in ("models", "models/networks"):
         (tmp_path / folder / "__init__.py").touch()
     return tmp_path

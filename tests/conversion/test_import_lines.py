@@ -6,16 +6,15 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from torch import nn
 
 import sync_batchnorm
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
 # Found on 2026-11-21 in an index of public GitHub files. These work here, without the folder in front of the name.
 WORKING = [
     "from sync_batchnorm import DataParallelWithCallback",

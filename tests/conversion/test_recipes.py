@@ -1,38 +1,38 @@
 """The recipes of `docs/migrating.md` for edited copies, and of `docs/extending.md`, equal one device."""
 
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import device_lists
-from helpers import assert_equal, assert_same_results, assert_same_state, assert_same_step, blocks_of, doubles, twins
+from helpers import assert_equal, assert_same_results, assert_same_state, assert_same_step, doubles, twins
+from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, revert_model
 
-DOCS = Path(__file__).parents[2] / "docs"
 CPUS = ["cpu"] * 2
 
 
-def code_of(page: Path, heading: str) -> types.ModuleType:
-    """Run the Python blocks of a page that come after a heading; return them as one module."""
+def code_of(page: str, heading: str) -> types.ModuleType:
+    """Run the Python blocks of a page from a heading on; return them as one module."""
     module = types.ModuleType("recipes")
-    start = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[0].count("\n")
-    for block in blocks_of(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    start = text.partition(f"\n{heading}\n")[0].count("\n")
+    for block in blocks_of(ROOT / "docs" / page):
         if block.language == "python" and block.line > start:
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+            block.run(vars(module))
     return module
 
 
 @pytest.fixture
 def recipes() -> types.ModuleType:
-    return code_of(DOCS / "migrating.md", "### Recipes for edited copies")
+    return code_of("migrating.md", "### Recipes for edited copies")
 
 
 @pytest.fixture(scope="module")
 def extending() -> types.ModuleType:
-    return code_of(DOCS / "extending.md", "## Callbacks for modules of your own")
+    return code_of("extending.md", "## Callbacks for modules of your own")
 
 
 class Conditional(nn.Module):

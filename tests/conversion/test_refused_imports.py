@@ -2,16 +2,15 @@
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from repository import PACKAGE, copy_without_caches
 
 import sync_batchnorm
 
-PACKAGE = Path(sync_batchnorm.__file__).parent
 # Pretends to be an older Python, in the two attributes that the package reads.
 IN_OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; import sync_batchnorm'
 
@@ -19,7 +18,7 @@ IN_OLD_PYTHON = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder on the path with a copy of the package, and nothing else."""
-    shutil.copytree(PACKAGE, tmp_path / "sync_batchnorm", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_without_caches(PACKAGE, tmp_path / "sync_batchnorm")
     return tmp_path
 
 

@@ -2,17 +2,16 @@
 
 import copy
 import importlib
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from helpers import are_distinct_gpus, as_devices, assert_same_step, doubles
+from repository import PACKAGE, copy_without_caches
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
@@ -28,8 +27,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Import a copy of the package, inside of a package of a project."""
     root = tmp_path_factory.mktemp("root")
     (root / PROJECT).mkdir()
-    package = Path(sync_batchnorm.__file__).parent
-    shutil.copytree(package, root / PROJECT / "norms", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_without_caches(PACKAGE, root / PROJECT / "norms")
     sys.path.insert(0, str(root))
     yield importlib.import_module(COPY)
     sys.path.remove(str(root))

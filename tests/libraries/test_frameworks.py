@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import CUDA_COUNT
-from helpers import as_devices, assert_equal, assert_same_state, blocks_of, classes, doubles, section_of, twins
+from helpers import as_devices, assert_equal, assert_same_state, classes, doubles, twins
+from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
 from sync_batchnorm import SynchronizedBatchNorm2d, patch_sync_batchnorm, revert_model
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
 PROGRAMS = ROOT / "docs" / "examples" / "frameworks"
 
@@ -46,7 +46,7 @@ def code_of(name: str) -> str:
     if program.exists():
         return program.read_text(encoding="utf-8")
     for block in blocks_of(PAGE):
-        if block.language == "python" and section_of(PAGE, block).lower() == name:
+        if block.language == "python" and block.section.lower() == name:
             code += "\n" * (block.line - 1 - code.count("\n")) + block.code
     return code
 

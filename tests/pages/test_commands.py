@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import blocks_of
+from repository import PAGES, ROOT, blocks_of, copy_without_caches, output_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BENCHMARKS = "python docs/benchmarks"
 
 # What is appended to a command so that it takes seconds.
@@ -50,11 +46,9 @@ def run_in_copy(folder: Path, *arguments: str) -> None:
     for name in ("README.md", "LICENSE", "CITATION.cff"):
         shutil.copy(ROOT / name, folder)
     for name in ("docs", "tests", "sync_batchnorm"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *arguments]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+        copy_without_caches(ROOT / name, folder / name)
+    environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    output_of([sys.executable, *arguments], folder, **environment)
 
 
 def test_programs_of_pages_are_those_that_run_here_or_elsewhere():

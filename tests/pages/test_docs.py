@@ -19,22 +19,9 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import blocks_of
+from repository import PACKAGE, PAGES, ROOT, blocks_of
 
 import sync_batchnorm
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-API = ROOT / "docs" / "api.md"
-
-
-def relative(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-@pytest.fixture(params=PAGES, ids=relative)
-def page(request: pytest.FixtureRequest) -> Path:
-    return request.param
 
 
 @pytest.fixture
@@ -62,6 +49,7 @@ KEPT: list[types.ModuleType] = []  # a group of gloo that ends while its thread 
 OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a page may use without saying so
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("_clean_room")
 @pytest.mark.watchdog(60)
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
@@ -73,10 +61,8 @@ def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, module.__name__, module)  # classes that a page defines can be pickled
     for block in blocks_of(page):
         if block.language == "python":
-            # The empty lines make a traceback name the line of the page.
-            code = "\n" * (block.line - 1) + block.code
             try:
-                exec(compile(code, str(page), "exec"), module.__dict__)
+                block.run(vars(module))
             except ModuleNotFoundError as error:
                 if str(error.name).partition(".")[0] not in OPTIONAL:
                     raise
@@ -117,18 +103,18 @@ def test_training_loop_of_the_readme_runs_before_and_after_the_change(removed: s
 
 
 def test_reference_is_what_the_docstrings_say():
-    make_api = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
-    assert API.read_text(encoding="utf-8") == make_api["reference"](), "run: python docs/make_api.py"
+    reference = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["reference"]()
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == reference, "run: python docs/make_api.py"
 
 
 def calls_of_a_step() -> set[str]:
     """Return which functions of the package and its base a training step on two replicas calls, as "file:name"."""
-    calls, package, base = set(), Path(sync_batchnorm.__file__).parent, Path(inspect.getfile(torch.nn.DataParallel))
+    calls, base = set(), Path(inspect.getfile(torch.nn.DataParallel))
 
     def note(frame: Any, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and (package in path.parents or path == base):
-            folder = base.parents[3] if path == base else package
+        if event == "call" and (PACKAGE in path.parents or path == base):
+            folder = base.parents[3] if path == base else PACKAGE
             calls.add(f"{path.relative_to(folder).as_posix()}:{frame.f_code.co_qualname}")
 
     parallel = sync_batchnorm.DataParallelWithCallback(sync_batchnorm.SynchronizedBatchNorm2d(3), ["cpu"] * 2)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import skip_module_without
+from repository import PACKAGE, ROOT, output_of
 
-import sync_batchnorm
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
 skip_module_without("matplotlib", "sklearn", "tqdm")
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 TINY = {
     "train_digits": ["--epochs", "1", "--batch", "96", "--replicas", "3"],
     "segment_digits": ["--steps", "8", "--replicas", "2"],
@@ -63,19 +60,8 @@ def test_example_in_float64_equals_one_device_only_when_synchronized(example: ty
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "profile_waits"])
 def test_example_runs_from_a_shell_without_a_warning(name: str, tmp_path):
-    # The package that is tested here, wherever it was imported from.
-    environment = {**os.environ, "PYTHONPATH": str(Path(sync_batchnorm.__file__).parents[1])}
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        str(EXAMPLES / f"{name}.py"),
-        *TINY[name],
-        "--output",
-        str(tmp_path / "new"),
-    ]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    command = [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", *TINY[name], "--output", tmp_path / "new"]
+    output_of(command, tmp_path, PYTHONPATH=str(PACKAGE.parent))
 
 
 @pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")

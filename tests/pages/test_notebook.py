@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import skip_module_without
+from repository import PACKAGE, ROOT, output_of
 
 skip_module_without("nbclient", "ipykernel", "matplotlib", "sklearn", "tqdm")
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "two_gpus.ipynb"
+NOTEBOOK = ROOT / "docs" / "examples" / "two_gpus.ipynb"
 ACCURACIES = re.compile(r"unsynchronized: test loss [\d.]+, accuracy ([\d.]+)%\n *synchronized: .* accuracy ([\d.]+)%")
 
 
@@ -55,6 +54,5 @@ def test_notebook_runs_from_top_to_bottom(notebook, tmp_path):
     # In a process of its own: the client leaves an event loop open.
     client = [sys.executable, "-c", "from nbclient.cli import main; main()"]
     options = ["copy.ipynb", "--inplace", "--timeout=240", "--NotebookClient.coalesce_streams=True"]
-    result = subprocess.run([*client, *options], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    output_of([*client, *options], tmp_path, PYTHONPATH=str(PACKAGE.parent))
     assert_complete(nbformat.read(tmp_path / "copy.ipynb", 4))

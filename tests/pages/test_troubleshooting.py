@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PHRASES = re.findall(r"^> (.+)$", PAGE, re.MULTILINE)
 # The command and the check on one device say all of what they compare.

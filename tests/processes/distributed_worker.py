@@ -30,7 +30,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import fork, forked
-from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, blocks_of, randomize
+from helpers import WITHOUT_BIAS, Net, WithPipe, assert_equal, randomize
+from repository import ROOT, blocks_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
@@ -807,8 +808,7 @@ def compiled_ddp_equals_one_process() -> None:
 
 @check
 def block_of_the_page_compiles_to_two_graphs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "processes.md"
-    (code,) = [block.code for block in blocks_of(page) if "class Block" in block.code]
+    (code,) = [block.code for block in blocks_of(ROOT / "docs" / "processes.md") if "class Block" in block.code]
     names: dict[str, Any] = {"nn": nn}
     exec(code, names)
     plain, model = twins(names["Block"]())

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from distributed_worker import CHECKS, SLOW, run_world
 from forks import forked, needs_fork
-from helpers import assert_equal, assert_same_step, blocks_of, twins
+from helpers import assert_equal, assert_same_step, twins
+from repository import ROOT, blocks_of
 from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 
-ROOT = Path(__file__).parents[2]
 # In which a world must have ended. Some workers wait for that of another, and look idle to the watchdog meanwhile; a
 # collective that nobody joins ends much earlier, with its own timeout.
 SECONDS = 600.0

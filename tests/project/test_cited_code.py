@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from repository import ROOT
+
 PACKAGE = sorted((ROOT / "sync_batchnorm").rglob("*.py"))
 TESTS = sorted(
     [*(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").glob("*.py"), *(ROOT / "docs").glob("*.py"), ROOT / "setup.py"]

@@ -7,35 +7,25 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from repository import ROOT, copy_without_caches, output_of
 
 import sync_batchnorm
 
-ROOT = Path(__file__).parents[2]
 USER = Path(__file__).with_name("typing_user.py")
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "sync_batchnorm")
 BUILD = "import setuptools.build_meta, sys; setuptools.build_meta.{}(sys.argv[1])"
 
 pytestmark = pytest.mark.watchdog(300)  # A type check that has nothing in its cache reads all of torch.
-
-
-def output_of(command: Sequence[str | Path], folder: Path) -> str:
-    """Run a command in `folder`, without a way to this copy of the package; return what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources, dist = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+            copy_without_caches(ROOT / name, sources / name)
         else:
             shutil.copy(ROOT / name, sources)
     output_of([sys.executable, "-c", BUILD.format("build_sdist"), dist], sources)

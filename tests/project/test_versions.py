@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from repository import ROOT
+
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 OLDEST = re.search(r'"torch>=([\d.]+)"', SETUP)[1]
 PYTHONS = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', SETUP))
