@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, Run, children_of, closure_of, tensors_in, with_closure
+from ..wrapper import Arguments, DataParallelWithCallback, children_of, closure_of, tensors_in, with_closure
 
 __all__: list[str] = []
 
@@ -308,19 +308,14 @@ class CheckedWrapper(DataParallelWithCallback):
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
 
     def parallel_apply(self, replicas: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        for replica, mode in zip(replicas, self.modes, strict=False):
-            replica.__dict__["_sync_mode"] = mode
-            object.__setattr__(replica, "__class__", _RunInMode)
-        self.returned = super().parallel_apply(replicas, *args, **kwargs)
+        in_modes = [partial(_call_in_mode, mode, replica) for mode, replica in zip(self.modes, replicas, strict=False)]
+        self.returned = super().parallel_apply(in_modes, *args, **kwargs)
         return list(self.returned)
 
 
-class _RunInMode(Run):
-    _sync_mode: InDouble
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._sync_mode:
-            return super().__call__(*args, **kwargs)
+def _call_in_mode(mode: InDouble, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return replica(*args, **kwargs)
 
 
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:

@@ -12,7 +12,6 @@ from .data_parallel import DataParallelWithCallback, patch_replication_callback
 from .data_parallel import _ReplicationMixin as _ReplicationMixin
 from .data_parallel import patch as patch
 from .data_parallel import use_devices_of_torch as use_devices_of_torch
-from .run import Run as Run
 from .trees import built as built
 from .trees import children_of as children_of
 from .trees import holds_tensors as holds_tensors

@@ -5,7 +5,7 @@ A forward pass takes four steps: scatter the inputs, replicate the module, call 
 pass belongs to its replicas and ends with them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
@@ -186,7 +186,7 @@ class _ReplicationMixin(DataParallel[Any]):
         forward_pass.inherit(runs)  # for replicas that are not called by `parallel_apply`
         return runs
 
-    def parallel_apply(self, replicas: Sequence[nn.Module], *args: Any, **kwargs: Any) -> list[Any]:
+    def parallel_apply(self, replicas: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
         runs = _runs_of(self, replicas)
         forward_pass = runs[0]._sync_pass
@@ -324,7 +324,7 @@ def _runs_of(wrapper: Any, replicas: Sequence[Any]) -> list[Run]:
 
     A `parallel_apply` of the user's may have put modules or functions in place of the runs, which these call.
     """
-    if isinstance(replicas[0], Run):
+    if all([isinstance(replica, Run) for replica in replicas]):
         return list(replicas)
     runs = prepared_runs()
     if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -90,30 +89,29 @@ class Replicating(TorchStyle):
 
 
 class Calling(nn.Module):
-    """A module of the user's that calls a replica: to measure it, or to change what it gets or returns."""
+    """A module of the user's that calls a replica."""
 
-    def __init__(self, replica, step):
+    def __init__(self, replica, number, step):
         super().__init__()
-        self.replica, self.step = replica, step
+        self.replica, self.number, self.step = replica, number, step
 
     def forward(self, input):
-        return self.step(self.replica, input)
+        return self.step(self.replica, self.number, input)
+
+
+CALLED = {  # what a `parallel_apply` hands on in place of the replicas
+    "modules": lambda calls: calls,
+    "functions": lambda calls: [call.forward for call in calls],
+    "a function for the last": lambda calls: [*[call.replica for call in calls[:-1]], calls[-1].forward],
+}
 
 
 class Wrapping:
-    """Calls modules or functions in place of the replicas; `step` is called with each replica, its number and input."""
-
-    is_module = True
-
-    def step(self, replica, number, input):
-        return replica(input)
+    called, step = staticmethod(CALLED["modules"]), staticmethod(lambda replica, number, input: replica(input))
 
     def parallel_apply(self, replicas, inputs, kwargs):
-        calls = [Calling(replica, partial(self.numbered, i)) for i, replica in enumerate(replicas)]
-        return super().parallel_apply(calls if self.is_module else [call.forward for call in calls], inputs, kwargs)
-
-    def numbered(self, number, replica, input):
-        return self.step(replica, number, input)
+        calls = [Calling(replica, i, self.step) for i, replica in enumerate(replicas)]
+        return super().parallel_apply(self.called(calls), inputs, kwargs)
 
 
 class WrappingSubclass(Wrapping, DataParallelWithCallback):
@@ -132,69 +130,66 @@ class WrappingPatched(Wrapping, AnyDeviceDataParallel):
 
 
 every_wrapping = pytest.mark.parametrize("cls", [WrappingSubclass, WrappingForward, WrappingPatched])
-every_call = pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+every_call = pytest.mark.parametrize("called", CALLED)
 
 
-def wrapping(cls, module, devices, is_module, **options):
-    parallel = patch_replication_callback(cls(module, devices), **options)
-    parallel.is_module = is_module
+def wrapping(cls, module, devices, called):
+    parallel = patch_replication_callback(cls(module, devices))
+    parallel.called = CALLED[called]
     return parallel
 
 
 @every_wrapping
 @every_call
-def test_parallel_apply_may_call_replicas_in_modules_and_functions_of_its_own(cls, is_module, devices):
+def test_parallel_apply_may_call_replicas_in_modules_and_functions_of_its_own(cls, called, devices):
     plain, ours = twins(nn.BatchNorm1d(3).double(), devices)
-    parallel = wrapping(cls, ours.module, devices, is_module)
+    parallel = wrapping(cls, ours.module, devices, called)
     for rows in (7, 1):
         assert_same_step(plain, parallel, doubles(rows, 3, 2, devices=devices))
 
 
 @every_wrapping
 @every_call
-def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, is_module):
+def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, called):
     net = convert_model(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Dropout(0.5)))
     running, outputs = [], []
 
-    def alone(replica, number, input):
+    def step(replica, number, input):
         running.append(number)
         output = replica(input)
         running.append(number)
         return output
 
-    for parallel in (DataParallelWithCallback(net, ["cpu"] * 3), wrapping(cls, net, ["cpu"] * 3, is_module)):
-        parallel.step = alone
+    for parallel in (DataParallelWithCallback(net, ["cpu"] * 3), wrapping(cls, net, ["cpu"] * 3, called)):
+        parallel.step = step
         torch.manual_seed(0)
         outputs.append(parallel(torch.ones(9, 3)))
     assert torch.equal(*outputs)
-    assert running == [0, 1, 2, 0, 1, 2]
+    assert running == ([2, 2] if "last" in called else [0, 1, 2, 0, 1, 2])
 
 
-PLACES = {
+FAILURES = {
     "before": (ArithmeticError, "in replica 1 on device"),
     "after": (ArithmeticError, "in replica 1 on device"),
     "instead": (ReplicaSyncError, r"replica 1 on device \S+ left its forward while replica 0 on device \S+ waits"),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", FAILURES)
 @every_wrapping
 @every_call
-def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, is_module, place, devices):
+def test_failures_of_what_calls_a_replica_name_it_and_release_the_others(cls, called, place, devices):
     def step(replica, number, input):
-        if number == 1 and place == "instead":
-            return input
         if number == 1 and place == "before":
             raise ArithmeticError
-        output = replica(input)
-        if number == 1:
+        output = input if number == 1 and place == "instead" else replica(input)
+        if number == 1 and place == "after":
             raise ArithmeticError
         return output
 
-    _, ours = twins(nn.BatchNorm1d(3).double(), devices)
-    parallel = wrapping(cls, ours.module, devices, is_module)
+    parallel = wrapping(cls, twins(nn.BatchNorm1d(3).double(), devices)[1].module, devices, called)
     parallel.step = step
-    error, text = PLACES[place]
+    error, text = FAILURES[place]
     with pytest.raises(error) as caught:
         parallel(doubles(6, 3, devices=devices))
     assert re.search(text, f"{caught.value} {caught.value.__notes__[0]}")
