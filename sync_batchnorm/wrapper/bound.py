@@ -37,23 +37,26 @@ _OWN = frozenset({KEPT, "_is_replica", "_parameters", "_buffers", "_modules", *H
 class Kept:
     """Belongs to all modules of a replica, and knows them weakly: it is alive while one of them is.
 
-    `given` has the attributes that the originals of these modules had when the replica was made; all replicas of a
-    forward pass have the same list. `records` says whether they record a graph.
+    `modules` has them by the original. `given` has the attributes that the originals had when the replica was made; all
+    replicas of a forward pass have the same dictionary. `records` says whether they record a graph.
     """
 
     __slots__ = ("__weakref__", "given", "modules", "records")
 
-    def __init__(self, given: Sequence[dict[str, Any]] = (), records: bool = False) -> None:
+    def __init__(self, given: dict[nn.Module, dict[str, Any]], records: bool) -> None:
         self.given, self.records = given, records
         self.modules: dict[nn.Module, ref[nn.Module]] = {}
 
-    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
-        return Kept, ()  # A copy of a module belongs to no replica.
+    def __reduce__(self) -> Any:
+        return Kept, ({}, False)  # A copy of a module belongs to no replica.
 
-    def alive(self) -> list[tuple[int, nn.Module, dict[str, Any]]]:
-        """Return the modules that are alive, with their places in the model and what they were given."""
-        places = zip(itertools.count(), self.modules.values(), self.given, strict=False)
-        return [(i, module, given) for i, reference, given in places if (module := reference()) is not None]
+    def alive(self) -> list[tuple[nn.Module, nn.Module, dict[str, Any]]]:
+        """Return for each module that is alive its original, itself, and what it was given."""
+        return [
+            (original, module, self.given[original])
+            for original, reference in self.modules.items()
+            if (module := reference()) is not None
+        ]
 
 
 # The replicas that have run, by the wrapped module. Almost all have ended by the next forward pass.
@@ -85,13 +88,13 @@ def _detach(alive: Sequence[Kept]) -> None:
     modules = [item for kept in alive for item in kept.alive()]
     # A parameter, or what a replica was given, may have got another name.
     given_ids = {id(value) for _, module, given in modules for value in (*given.values(), *module._parameters.values())}
-    later: set[tuple[int, str]] = set()  # what later passes have bound: the places of modules, and names
+    later: set[tuple[nn.Module, str]] = set()  # what later passes have bound: originals, and names
     for _, of_pass in itertools.groupby(reversed(alive), lambda kept: id(kept.given)):
-        names: set[tuple[int, str]] = set()
-        for place, module, given in [item for kept in of_pass for item in kept.alive()]:
+        names: set[tuple[nn.Module, str]] = set()
+        for original, module, given in [item for kept in of_pass for item in kept.alive()]:
             for attributes, name in where_bound(module, given):
-                names.add((place, name))
-                if (place, name) in later:
+                names.add((original, name))
+                if (original, name) in later:
                     with suppress(Exception):  # of a class that refuses to be copied: then it stays as it is
                         attributes[name] = _detached(attributes[name], given_ids)
         later |= names

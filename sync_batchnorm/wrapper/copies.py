@@ -167,7 +167,7 @@ def _on_each(devices: Devices, originals: Tensors, broadcast: Callable[..., Any]
 
 def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bool) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    given = [vars(module).copy() for module in modules]
+    given = {module: vars(module).copy() for module in modules}
     bound = [
         (module, name, value) for module in modules for name, value in vars(module).items() if type(value) in _BOUND
     ]

@@ -313,7 +313,10 @@ def test_replica_that_is_kept_has_what_it_was_given():
         assert [tensor.grad_fn for tensor in replica.kept] == [None, None]
         assert replica.prior.grad_fn is not None
         assert all(tensor.grad_fn is not None for tensor in [*replica.parameters(), *replica.layer._flat_weights])
-        assert [name for _, name in where_bound(replica, vars(replica)[KEPT].given[0])] == ["kept", "number"]
+        assert [name for _, name in where_bound(replica, vars(replica)[KEPT].given[parallel.module])] == [
+            "kept",
+            "number",
+        ]
     assert all(replica.kept[0].grad_fn is not None for replica in replicas[2:])
 
 
