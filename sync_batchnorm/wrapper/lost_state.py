@@ -105,10 +105,9 @@ def _has_other_data(parameter: Any, data: Tensor) -> bool:
 
 def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:
     """Warn of modules on which some replicas have registered hooks in their run, and others have not."""
-    copies = zip(*[replica.modules() for replica in replicas], strict=False)
     names = [name or "the model itself" for name, _ in replicas[0].named_modules()]
-    pairs = zip(names, copies, strict=False)
-    lost = [name for name, copies_of_module in pairs if len({*map(_number_of_hooks, copies_of_module)}) > 1]
+    numbers = zip(*[map(_number_of_hooks, replica.modules()) for replica in replicas], strict=False)
+    lost = [name for name, numbers_of_module in zip(names, numbers, strict=False) if len({*numbers_of_module}) > 1]
     if lost:
         warn_once(
             f"forward() of {type(replicas[0]).__name__} registered hooks on {', '.join(lost)} in some replicas and not "
