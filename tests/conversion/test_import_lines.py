@@ -24,6 +24,7 @@ WORKING = [
     "import sync_batchnorm",
     "import sync_batchnorm as syncBN",
     "from . import sync_batchnorm as sync_bn",
+    "from models.networks import sync_batchnorm  # noqa",
     "from sync_batchnorm.batchnorm import SynchronizedBatchNorm2d",
     "from .sync_batchnorm import DataParallelWithCallback",
     "from models.networks.sync_batchnorm import DataParallelWithCallback",
@@ -64,6 +65,8 @@ NAMES["sync_batchnorm"] = (*NAMES["sync_batchnorm.batchnorm"], "DataParallelWith
 OTHERS = [
     "from .sync_batchnorm_kernel import f",
     "from utils import sync_batchnorm_2",
+    "from models import resnet, sync_batchnorm",
+    "from . import sync_batchnorm, resnet",
     "from apex.parallel.sync_batchnorm import SyncBatchNorm",
     "import torch",
 ]
