@@ -44,7 +44,7 @@ Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
 def assert_synchronized(
     model: nn.Module, *, replicas: int | None = None, ignore: Collection[type[nn.Module] | str] = ()
 ) -> None:
-    """Raise an error unless every batch norm of `model` would synchronize in its next forward pass.
+    """Raise an error unless every batch norm among the modules of `model` would synchronize in its next forward pass.
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
@@ -63,9 +63,9 @@ def assert_synchronized(
     Raises:
         TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would normalize with less than the whole batch, what has the code of one, and attributes with layers that
-            torch does not register, with the reason for each; or if the model has no such layer. See "Training that is
-            not synchronized" on the page "Troubleshooting".
+            would normalize with less than the whole batch, what has the code of one, and lists, tuples and dicts of
+            layers in attributes, with the reason for each; or if the model has no such layer. See "Training that is not
+            synchronized" on the page "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)

@@ -48,7 +48,7 @@ def convert_model(
     group_size: int | None = None,
     process_group: Any = None,
 ) -> ModuleT:
-    """Make every BatchNorm layer of `module` synchronized, in place, and return `module`.
+    """Make the BatchNorm layers of `module` synchronized, in place, and return `module`.
 
     `torch.nn.BatchNorm1d/2d/3d` become `SynchronizedBatchNorm1d/2d/3d`, and `torch.nn.SyncBatchNorm` becomes
     `SynchronizedBatchNorm`. A subclass that keeps the `forward` of torch, and timm's `BatchNormAct2d`, become
@@ -78,7 +78,7 @@ def convert_model(
             but by `assert_matches_one_device`.
 
     Warns:
-        UserWarning: one warning that names every layer which was not converted, why, and what to do about it. See
+        UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do. See
             "What is not converted" on the page "Migrating".
     """
     check_module(module)
@@ -100,10 +100,10 @@ def convert_model(
 
 
 def revert_model(module: ModuleT) -> ModuleT:
-    """Undo `convert_model` in place and return `module`, which then does not refer to this library any more.
+    """Undo `convert_model` in place and return `module`, which then needs this library only if there is a warning.
 
     Layers get back their former class, or the corresponding one of torch (`torch.nn.SyncBatchNorm` for
-    `SynchronizedBatchNorm`), and lose the options; so do synchronized layers that you wrote yourself. A `DataParallel`
+    `SynchronizedBatchNorm`), and lose the options; so do layers that were built as synchronized ones. A `DataParallel`
     keeps each accelerator once, and no CPU replicas.
 
     Example:

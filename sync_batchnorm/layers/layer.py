@@ -266,7 +266,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
             value per channel only if all replicas together have no other. ValueError if replicas differ in dtype, type
             of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a `process_group`
             that this process does not belong to, or that was destroyed; TypeError for one that is no group.
-            RuntimeError in all processes if they call different layers.
+            RuntimeError in all processes if they are seen to call different layers.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 

@@ -219,8 +219,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     It calls ``__data_parallel_replicate__(ctx, copy_id)`` on the replicas of every submodule that has this method, as
     synchronized layers do. If a replica fails or ends while others wait for it, they are released at once, and your
-    thread gets its exception, with its traceback in a note. If a batch makes a single chunk, or if the wrapper is a
-    submodule of a replica, the module itself runs: no replicas, no threads, no callbacks.
+    thread gets the exception, with the traceback of its replica in a note. If a batch makes a single chunk, or if the
+    wrapper is a submodule of a replica, the module itself runs: no replicas, no threads, no callbacks.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.BatchNorm2d(8)), ["cpu"] * 2)
@@ -247,10 +247,12 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             a call, if what it is given or what the replicas return cannot be cut into chunks or put together, see
             "Arguments and outputs" on the page "Usage".
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated or is traced, if copies between devices lose data, if a replica trains a synchronized layer that
-            is not its own, see "Layers that do not belong to the replica" on the page "Troubleshooting", or if several
-            replicas would exchange with other processes, see "Several processes" on the page "Processes and machines".
-        ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too.
+            replicated or is traced, if copies between devices lose data, if shapes of outputs do not fit, if a replica
+            trains a synchronized layer that is not its own, see "Layers that do not belong to the replica" on the page
+            "Troubleshooting", or if several replicas would exchange with other processes, see "Several processes" on
+            the page "Processes and machines".
+        ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too
+            (a `StopIteration` as a `RuntimeError`).
 
     Warns:
         UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
@@ -281,7 +283,7 @@ def patch_replication_callback(
         timeout, in_dims, out_dims: as of `DataParallelWithCallback`.
 
     Raises:
-        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for a bad `timeout`.
+        TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for bad options.
 
     Warns:
         UserWarning: once, if PyTorch finds no accelerator, so that the module runs without replicas.
