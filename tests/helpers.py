@@ -123,13 +123,14 @@ class Cache:
 
 
 class WithPipe(Net):
-    """A `Net` whose replicas are connected, for `sync_moments` in its function."""
+    """A `Net` whose replicas are connected, for `sync_moments` in its function, or by a `callback` of its own."""
 
+    callback: Any = staticmethod(merge_messages)
     pipe: Any = None
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         if copy_id == 0:
-            ctx.master = SyncMaster(merge_messages)
+            ctx.master = SyncMaster(self.callback)
         self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
 
 

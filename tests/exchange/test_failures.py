@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import re
 import threading
 import traceback
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, assert_equal
+from helpers import Net, WithPipe, assert_equal
 from scripted import (
     WRAPPERS,
     OneThread,
@@ -139,34 +138,20 @@ def test_exception_of_a_replica_is_the_object_that_the_caller_gets(name, everywh
 @pytest.mark.parametrize("name", [*ERRORS, "text"])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_exception_of_a_master_callback_is_the_object_that_the_caller_gets(name, wrapped):
-    class Exchanging(nn.Module):
-        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-            if copy_id == 0:
-                ctx.master = SyncMaster(callback)
-            self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.pipe.run(x)
-
     def callback(messages: Any) -> Any:
         raise error
 
-    def alone() -> None:
-        SyncMaster(callback).run_master(1)
-
     error = WithText() if name == "text" else ERRORS[name]()
-    call = functools.partial(WRAPPERS["wrapper"](Exchanging()), torch.zeros(R)) if wrapped else alone
+    exchanging = WithPipe(lambda net, x: net.pipe.run(x), callback=callback)
     with pytest.raises(type(error)) as caught:
-        call()
+        WRAPPERS["wrapper"](exchanging)(torch.zeros(R)) if wrapped else SyncMaster(callback).run_master(1)
     assert caught.value is error
     notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
     if name in ("attributes", "text"):
         assert notes.pop(0) == "of the user"
     if name != "exit":  # which is no failure of the exchange
-        assert (
-            notes.pop(0)
-            == f"Raised in the exchange of {'Exchanging' if wrapped else 'a SyncMaster of its own'}, call 1."
-        )
+        where = "WithPipe" if wrapped else "a SyncMaster of its own"
+        assert notes.pop(0) == f"Raised in the exchange of {where}, call 1."
     assert notes == [f"Caught {type(error).__name__} in replica 0 on device cpu."] * wrapped
 
 

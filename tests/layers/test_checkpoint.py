@@ -11,7 +11,6 @@ from conftest import device_lists
 from helpers import (
     are_distinct_gpus,
     assert_equal,
-    assert_same_gradient,
     assert_same_results,
     assert_same_state,
     assert_same_step,
@@ -279,20 +278,17 @@ def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
         assert_equal(b, a, tolerance=0)
 
 
-@pytest.mark.parametrize("inner", [True, False], ids=["inside-too", "outside-only"])
-def test_checkpoint_around_the_wrapper_is_exact(devices, inner):
-    plain, parallel = checkpointed_twins(around_all if inner else lambda net, x: net.segment(x), devices)
-    data = doubles(4, 3, 4, 5, devices=devices)
-    grad = torch.randn_like(data)
-    for module in (plain, parallel):
+@pytest.mark.parametrize(("inner", "use_reentrant"), [(True, True), (True, False), (False, True), (False, False)])
+def test_checkpoint_around_the_wrapper_is_exact(devices, inner, use_reentrant):
+    data, grad = doubles(4, 3, 4, 5, devices=devices), doubles(4, 3, 4, 5, devices=devices)
+
+    def step(model):
         input = data.clone().requires_grad_()
-        output = checkpoint(lambda x, module=module: torch.tanh(module(torch.tanh(x))), input, use_reentrant=False)
-        output.backward(grad)
-        module.input_grad = input.grad
-    assert_equal(parallel.input_grad, plain.input_grad)
-    gradients = dict(plain.named_parameters())
-    for name, parameter in parallel.module.named_parameters():
-        assert_same_gradient(parameter.grad, gradients[name].grad, name)
+        checkpoint(lambda x: torch.tanh(model(torch.tanh(x))), input, use_reentrant=use_reentrant).backward(grad)
+        return [input.grad]
+
+    path = around_all if inner else lambda net, x: net.segment(net.conv(x))
+    assert_same_results(*checkpointed_twins(path, devices), step)
 
 
 def reentrant(net, x):
@@ -386,14 +382,6 @@ def test_checkpointed_batch_of_one_chunk_is_counted_twice_as_in_torch(rows, coun
     plain.checkpoints = rows == 1  # on one device, which counts what it computes
     assert_same_step(plain, parallel, doubles(rows, 3, 4, 5))
     assert parallel.module.bn.num_batches_tracked == counted
-
-
-def test_reentrant_checkpoint_around_the_wrapper_is_exact():
-    plain, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), ["cpu"] * 2)
-    data, grad = doubles(4, 3, 4, 5), doubles(4, 3, 4, 5)
-    for module in (plain, parallel):
-        checkpoint(module, data.clone().requires_grad_(), use_reentrant=True).backward(grad)
-    assert_same_state(parallel, plain)  # counted twice on both sides: torch runs the wrapper twice
 
 
 @pytest.mark.parametrize("backward", [True, False], ids=["after-a-backward", "without-a-backward"])
