@@ -150,11 +150,9 @@ def _make_outputs(batch: BatchStatistics, parts: Sequence[Part]) -> None:
 
 def _parameters_differ(parts: Sequence[Part]) -> bool:
     """Return whether replicas may have unequal parameters: a module may compute one in its forward."""
-    first = parts[0]
-    if all([part.weight is first.weight and part.bias is first.bias for part in parts]):
-        return False
     # Those that replicas got from their module are equal, also on different devices.
-    return any([part.weight is not part.connection.weight or part.bias is not part.connection.bias for part in parts])
+    of_module = [part.weight is part.connection.weight and part.bias is part.connection.bias for part in parts]
+    return len(parts) > 1 and not all(of_module)
 
 
 def _different(parts: Sequence[Part]) -> ValueError:
