@@ -512,6 +512,15 @@ def the_first_exchange_of_a_layer_on_a_gpu_is_checked_and_no_other_one() -> None
                 assert collectives.found == [GATHER] * gathers
 
 
+@check_on_gpus
+def gradients_are_not_multiplied_by_a_weight_in_half_precision() -> None:
+    layer = SynchronizedBatchNorm2d(3, device=DEVICE)
+    nn.init.constant_(layer.weight, 3e4)
+    input = (1e4 * torch.randn(2, 3, 4, 4).sign()).to(DEVICE, torch.float16).requires_grad_()
+    layer(input).backward(torch.full_like(input, 4.0) * torch.randn_like(input).sign())
+    assert input.grad.isfinite().all()
+
+
 def named_layers() -> list[nn.Module]:
     models = [nn.Sequential(OrderedDict([(name, nn.BatchNorm2d(3))])) for name in ("stem", "head")]
     return [convert_model(model)[0] for model in models]
