@@ -47,7 +47,7 @@ All public names of `sync_batchnorm`, except those kept for [older code](migrati
 else may change without notice. In shapes, `N` is the number of samples, `C` of channels, and `+` stands for any number
 of further dimensions.
 
-This page is made from the docstrings, by `python docs/make_api.py`. Its examples begin with:
+The examples begin with:
 
 ```python
 import torch

@@ -7,7 +7,7 @@ __all__ = ["ReplicaSyncError"]
 
 
 class ReplicaSyncError(RuntimeError):
-    """A replica cannot continue because another one failed, ended early, waits in another layer, or did not call.
+    """A replica cannot continue, for example because another one failed, ended early, or waits in another layer.
 
     It is a `RuntimeError`, and can be raised wherever replicas wait for each other. Its only argument is the message;
     the page "Troubleshooting" has the remedies. After the `timeout` of the wrapper, it is also a `TimeoutError`.

@@ -117,7 +117,7 @@ class SyncMaster(_Member):
         return len(self._rendezvous.members) - 1
 
     def register_slave(self, identifier: Hashable) -> SlavePipe:
-        """Return the pipe for one more replica. Call it before the first `run_master`, from one thread.
+        """Return the pipe for one more replica. Call it before `run_master`, from one thread.
 
         Args:
             identifier: anything hashable but 0, usually the number of the copy.

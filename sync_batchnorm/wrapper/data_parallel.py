@@ -233,8 +233,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
             with none present the module runs directly.
         output_device: where the outputs are gathered. None: the first of `device_ids`.
         dim: the dimension of the inputs along which they are cut into chunks, and of the outputs for gathering.
-        timeout: about how many seconds a replica waits for another one that still runs, before a `ReplicaSyncError`;
-            failures end waits at once.
+        timeout: how many seconds a replica waits for another one that still runs, before a `ReplicaSyncError`, which
+            your thread gets up to two seconds later; failures end waits at once.
         in_dims: the dimension along which an argument of `forward` is cut, by its name: an int, None to give every
             replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Arguments
             that are not named are cut along `dim`.
