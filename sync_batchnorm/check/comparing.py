@@ -65,9 +65,7 @@ def largest(*tensors: Tensor) -> float:
 
 def numbers_of(tensor: Tensor) -> Tensor:
     """Return the values of a tensor in float64; complex ones as pairs."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
+    tensor = tensor.detach().to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(torch.float64)
@@ -89,10 +87,9 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | N
     if rows == WHOLE:
         return whole
     here = range(rows.first, rows.first + rows.size)
-    block = _samples_of(whole, chunk, rows, here, False)
-    by = gap(chunk, block)
-    has_blocks = by > 0 and gap(chunk, _samples_of(whole, chunk, rows, here, True)) < by
-    return _samples_of(whole, chunk, rows, wanted or here, has_blocks) if has_blocks or wanted else block
+    chunks = {has_blocks: _samples_of(whole, chunk, rows, here, has_blocks) for has_blocks in (False, True)}
+    nearer = min(chunks, key=lambda has_blocks: gap(chunk, chunks[has_blocks]))
+    return _samples_of(whole, chunk, rows, wanted, nearer) if wanted else chunks[nearer]
 
 
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool) -> Tensor:
@@ -166,11 +163,9 @@ class OneDevice(InDouble):
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
         version = None if tensor.is_inference() else tensor._version
-        version_then, copied = self._copies.get(tensor, (None, tensor))
-        if version is None or version != version_then:
-            copied = tensor.detach().clone()
-            self._copies[tensor] = version, copied
-        return copied
+        if version is None or tensor not in self._copies or self._copies[tensor][0] != version:
+            self._copies[tensor] = version, tensor.detach().clone()
+        return self._copies[tensor][1]
 
 
 class Compared(InDouble):

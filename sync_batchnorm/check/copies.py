@@ -32,8 +32,7 @@ _DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_",
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
-    with ExitStack() as stack:
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
             stack.callback(numpy.random.set_state, numpy.random.get_state())
@@ -212,27 +211,10 @@ class Copy:
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             vars(tensor).update(vars(originals[name]))
 
-    def unconvert(self) -> None:
-        """Give layers that a class of `convert_model(classes=)` has replaced their own class: it says what is right."""
-        for module in self.module.modules():
-            if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
-                object.__setattr__(module, "__class__", module._former_class)
-
     def memory(self) -> dict[str, Tensor]:
         """Return parameters and buffers as views, which show whether other tensors take their places."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor.detach() for name, tensor in tensors if tensor.layout == torch.strided}
-
-    def saved_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint has; but a class of the user's own may not count the calls of a norm."""
-        names = [name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")]
-        return {name: buffer for name, buffer in self.module.named_buffers() if name in names}
-
-    def restore(self, buffers: Mapping[str, Tensor]) -> None:
-        """Give buffers the values that they had after the forward pass."""
-        for name, buffer in self.saved_buffers().items():
-            if name in buffers and buffer.shape == buffers[name].shape:
-                buffer.data.copy_(buffers[name])  # On one device, a recomputation updates statistics once more.
 
     def _switch_off_dropout(self, name: str, module: nn.Module) -> None:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
@@ -289,7 +271,7 @@ class Rows(NamedTuple):
 
 
 _METHODS = ("scatter", "gather", "forward")
-_USUAL = {None} | {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallback) for name in _METHODS}
+_USUAL = {getattr(cls, name) for cls in (nn.DataParallel, DataParallelWithCallback) for name in _METHODS}
 
 
 class CheckedWrapper(DataParallelWithCallback):
@@ -297,7 +279,7 @@ class CheckedWrapper(DataParallelWithCallback):
 
     overridden: Sequence[str] = ()  # which of the methods are those of the user's wrapper
     modes: Sequence[InDouble]
-    returned: Sequence[Any]  # what each replica has returned
+    returned: Sequence[Any] = ()  # what each replica has returned
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if len(self.device_ids) > 1:
@@ -321,7 +303,7 @@ def _call_in_mode(mode: InDouble, replica: nn.Module, *args: Any, **kwargs: Any)
 def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replicas: int) -> CheckedWrapper:
     """Return a wrapper for so many CPU replicas of `module`, with the methods and attributes of the user's wrapper."""
     parallel = CheckedWrapper(module, ["cpu"] * replicas)
-    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])
+    wrapper = wrapper or DataParallelWithCallback(module, ["cpu"])  # whose class warnings name
     cls: Any = vars(type(wrapper)).get("_sync_original", type(wrapper))  # of a patched object, the user's class
     bases = (CheckedWrapper,) if issubclass(CheckedWrapper, cls) else (cls, CheckedWrapper)
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}

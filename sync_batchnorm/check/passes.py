@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call.processes import active_group
+from ..layers import _SynchronizedBatchNorm
 from ..wrapper import leaves_of, named_leaves, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
@@ -62,8 +63,10 @@ class Side(Copy):
     def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        if is_one:
-            self.unconvert()
+        for module in self.module.modules() if is_one else ():
+            if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
+                # What a class of `convert_model(classes=)` has replaced says what is right.
+                object.__setattr__(module, "__class__", module._former_class)
         self.parallel = wrapper_like(passes.wrapper, self.module, 1 if is_one else passes.replicas)
         if is_moved:
             self.move_constants()
@@ -75,8 +78,7 @@ class Side(Copy):
         """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
         if self._is_moved:
             self.move(index)  # before the first pass, too: copies that begin equal hide what stands before them
-        plain = [InDouble(self._passes.dtype) for _ in self._passes.rows[: 1 if self._is_one else None]]
-        self.parallel.modes, self.parallel.returned = modes or plain, []
+        self.parallel.modes = modes or [InDouble(self._passes.dtype) for _ in self._passes.rows]
         seed(index if self._is_one else 1000 + index)
         try:
             return self._taken(index < _BACKWARD and kind not in IN_FORWARD)
@@ -99,11 +101,12 @@ class Side(Copy):
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             _go_backward(loss, [*initial.values(), *leaves], dtype)
-        self.restore(seen["buffer"])
+        for name, buffer in seen["buffer"].items():  # A recomputation updates statistics once more on one device.
+            module.get_buffer(name).data.copy_(buffer)
         grads = {name: initial[name].grad for name in self.order | initial}
         grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
-        parallel.returned = []
+        parallel.returned = ()
         detached = [tensor.detach() for tensor in outputs]
         return seen | {
             "output": dict(enumerate(detached)),
@@ -117,12 +120,14 @@ class Side(Copy):
         paths = [path for path, leaf in named if isinstance(leaf, Tensor)]
         returned = [[tensor.detach() for tensor in tensors_in(part)] for part in self.parallel.returned]
         assigned = [name for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))]
+        # Of a norm, a class of the user's own may not count the calls.
+        saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
             "path": dict(enumerate(paths)),
             "value": {path: leaf for path, leaf in named if isinstance(leaf, SCALARS)},
             "returned": dict(enumerate(returned)),
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
-            "buffer": {name: buffer.detach().clone() for name, buffer in self.saved_buffers().items()},
+            "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
             "assigned": dict.fromkeys(assigned),
         }
 

@@ -661,6 +661,9 @@ def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
         assert_matches_one_device(ByNumbers(), BATCH, [{"number": torch.ones(5) * i} for i in range(5)])
     (note,) = caught.value.__notes__
     assert note.startswith("The wrapper has warned: numbers, a list, is not cut by its entries")
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), BATCH)
+    assert "does not synchronize in a DataParallelWithCallback:" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("number", range(2, 9))
