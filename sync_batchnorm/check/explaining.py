@@ -24,7 +24,6 @@ _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrar
 _DEPTH = 4  # of containers that are looked into. Arbitrary.
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
-_PLAIN = (*SCALARS, type(None), Tensor)
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 CHANGES = (
@@ -214,7 +213,7 @@ def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
     """Return which attributes differ between two copies of a model, or of a module in it."""
     here, there = _attributes_of(one, module), _attributes_of(many, module)
-    return [name for name in here | there if not _are_same(there.get(name), here.get(name), _DEPTH)][:_MOST]
+    return [name for name in here | there if not agree(_plain(there.get(name)), _plain(here.get(name)))][:_MOST]
 
 
 def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
@@ -228,19 +227,15 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     return attributes
 
 
-def _are_same(actual: Any, expected: Any, depth: int) -> bool:
-    """Return whether two attributes hold the same tensors, numbers, flags and strings, as far as can be seen."""
-    if isinstance(actual, _PLAIN) or isinstance(expected, _PLAIN):
-        return type(actual) is type(expected) and agree(actual, expected)
-    if not depth or isinstance(expected, nn.Module):
-        return True
-    some, all_ = _items_of(actual), _items_of(expected)
-    return len(some) == len(all_) and all(_are_same(*pair, depth - 1) for pair in zip(some, all_, strict=True))
-
-
-def _items_of(value: Any) -> list[Any]:
+def _plain(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what can be seen of an attribute: its tensors, numbers, flags and strings, in lists for other objects."""
+    if isinstance(value, (*SCALARS, Tensor)):
+        return value
+    if not depth or isinstance(value, nn.Module):
+        return None
     held = value if isinstance(value, (Mapping, Sequence, Set)) else getattr(value, "__dict__", {})
-    return [*held, *held.values()] if isinstance(held, Mapping) else list(held)
+    items = [*held, *held.values()] if isinstance(held, Mapping) else held
+    return [type(value).__name__, *[_plain(item, depth - 1) for item in items]]
 
 
 def _holds_list(some: Any, whole: Any, length: int) -> bool:
