@@ -156,10 +156,6 @@ class OneDevice(InDouble):
         call.output = _mapped(output, self._copy)
         self.calls[call.key] = call
 
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        self._copies.clear()  # The graph keeps many of the tensors, and what was compared shall be dropped.
-
     def _copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
         version = None if tensor.is_inference() else tensor._version

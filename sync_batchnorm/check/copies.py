@@ -344,7 +344,5 @@ def _sizes_of_scatter(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs:
         for sizes in zip_longest(*of_tensor, fillvalue=0):
             if sum(sizes) in totals:
                 return list(sizes)
-    lists = [
-        next((leaf for leaf in children_of(args).values() if isinstance(leaf, (list, tuple))), ()) for args, _ in chunks
-    ]
-    return [len(items) for items in lists]  # with an item for each sample
+    lists = [[value for value in children_of(args).values() if isinstance(value, (list, tuple))] for args, _ in chunks]
+    return [len(of_chunk[0]) if of_chunk else 0 for of_chunk in lists]  # with an item for each sample
