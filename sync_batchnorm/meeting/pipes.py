@@ -80,8 +80,8 @@ class SyncMaster(_Member):
 
     Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
     module register, see "Callbacks for modules of your own" on the page "Extending". A module may also keep one and put
-    it into the context of every forward pass: it begins anew when it is put into a context, and when a slave registers
-    after a call. A pickle of it has only the callback.
+    it into the context of every forward pass: it begins anew when it is put into a context, and, outside a forward
+    pass, when a slave registers after a call. A pickle of it has only the callback.
 
     Args:
         master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first the
@@ -147,7 +147,7 @@ class SyncMaster(_Member):
 
         Raises:
             ReplicaSyncError: if a peer failed, has ended or waits in another exchange, or after the timeout.
-            RuntimeError: if the callback does not return one answer for each identifier.
+            RuntimeError: unless the callback returns answers for exactly these identifiers.
             BaseException: what the callback raises; the slaves are released.
         """
         if self._is_kept and self._coordinator.is_over:  # The module that keeps this now runs without replicas.

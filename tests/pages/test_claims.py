@@ -142,6 +142,39 @@ def test_loss_that_chooses_is_right_outside_the_replicas_that_compute_losses():
         assert_matches_one_device(chooses_inside, *batch, loss=torch.mean)
 
 
+def test_mean_over_samples_of_each_replica_is_right_with_their_numbers():
+    def mean_of_chunk(net: Net, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.cross_entropy(net.net(images), labels)
+        return loss[None], loss.new_tensor([len(images)])
+
+    def mean(losses_and_numbers: tuple[Tensor, Tensor]) -> Tensor:
+        losses, numbers = losses_and_numbers
+        return (losses * numbers).sum() / numbers.sum()
+
+    batch = torch.randn(3, 6), torch.randint(4, (3,))
+    assert_matches_one_device(synchronized(Net(mean_of_chunk, net=_net().float())), *batch, loss=mean)
+
+
+def test_losses_in_training_and_a_list_of_dicts_in_evaluation_have_one_dimension():
+    def detect(net: Net, images: Tensor) -> Any:
+        return {"loss": images.mean(1)} if net.training else [{"boxes": image} for image in images]
+
+    parallel, images = DataParallelWithCallback(Net(detect), CPUS, out_dims=0), doubles(5, 4)
+    assert_equal(parallel(images)["loss"], images.mean(1))
+    found = parallel.eval()(images)
+    assert [list(entry) for entry in found] == [["boxes"]] * 5
+    assert_equal(torch.stack([entry["boxes"] for entry in found]), images)
+
+
+def test_compiled_submodule_is_that_of_the_model_in_each_replica():
+    called = []
+    net = Net(lambda net, input: net.part(input), part=Net(lambda part, input: called.append(part) or input))
+    net.part.compile(backend="eager", dynamic=False)
+    with torch.compiler.set_stance("force_eager"):
+        DataParallelWithCallback(net, CPUS)(doubles(4, 3))
+    assert called == [net.part] * 2
+
+
 def test_squeeze_of_one_sample_in_each_replica_is_seen_in_the_number_of_rows_or_in_a_warning():
     replicas = DataParallelWithCallback(Net(lambda net, input: input.squeeze()), ["cpu"] * 4)
     assert replicas(doubles(4, 8, 1, 1)).shape == (32,)
