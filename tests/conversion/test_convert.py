@@ -3,8 +3,10 @@
 import copy
 import inspect
 import pickle
+import re
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,6 +25,7 @@ from helpers import (
     assert_same_step,
     classes,
     count_calls,
+    doubles,
     randomize,
 )
 from torch import Tensor, nn
@@ -134,6 +137,14 @@ class Nested(nn.Module):
         self.parent.register_forward_hook(lambda *_: None)
 
 
+@contextmanager
+def unchanged(net: nn.Module) -> Iterator[None]:
+    """Check that a model has the same modules, tensors, attributes and classes afterwards."""
+    before = anatomy(net), classes(net), dict(net.state_dict()._metadata)
+    yield
+    assert (anatomy(net), classes(net), dict(net.state_dict()._metadata)) == before
+
+
 def on_three(net: nn.Module) -> DataParallelWithCallback:
     return DataParallelWithCallback(net, ["cpu"] * 3, timeout=5.0)
 
@@ -164,21 +175,19 @@ def assert_same_but_for_classes(net: nn.Module, before: dict[str, Any], options:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_nothing_but_classes_and_options_differs_after_conversion_and_back(options, dtype):
     net = Nested().to(dtype)
-    before, kinds, metadata = anatomy(net), classes(net), dict(net.state_dict()._metadata)
-    keys = list(net.state_dict())
-    synchronized = {name: dict(KINDS).get(cls, cls) for name, cls in kinds.items()}
+    before, metadata, keys = anatomy(net), dict(net.state_dict()._metadata), list(net.state_dict())
+    synchronized = {name: dict(KINDS).get(cls, cls) for name, cls in classes(net).items()}
     synchronized["tagged"] = type(convert_model(Tagged("another", 2)))
-    for _ in range(2):  # The second time changes nothing, not even the options.
+    with unchanged(net):
         assert convert_model(net, **options) is net
         assert classes(net) == synchronized
         assert_same_but_for_classes(net, before, options)
-        assert dict(net.state_dict()._metadata) == metadata
-        assert list(net.state_dict()) == keys
-    convert_model(net, eps_mode="clamp")
-    assert_same_but_for_classes(net, before, options)
-    for _ in range(2):
+        assert (dict(net.state_dict()._metadata), list(net.state_dict())) == (metadata, keys)
+        with unchanged(net):  # Twice is once, whatever the options.
+            convert_model(net, eps_mode="clamp")
         assert revert_model(net) is net
-        assert (anatomy(net), classes(net), dict(net.state_dict()._metadata)) == (before, kinds, metadata)
+    with unchanged(net):
+        revert_model(net)
 
 
 @pytest.mark.parametrize(("plain", "ours"), KINDS)
@@ -217,14 +226,11 @@ def test_a_model_on_meta_converts_and_gets_memory_or_the_tensors_of_a_checkpoint
     ],
 )
 def test_bad_options_are_refused_before_anything_changes(options, error, text):
-    net = nn.DataParallel(small_net())
-    before = anatomy(net), classes(net)
-    with pytest.raises(error, match=text):
-        convert_model(net, **options)
-    assert (anatomy(net), classes(net)) == before
-    for refuse in (lambda: convert_model(nn.Identity(), **options), lambda: SynchronizedBatchNorm2d(3, **options)):
-        with pytest.raises(error, match=text):
-            refuse()
+    net, other = nn.DataParallel(small_net()), nn.Identity()
+    with unchanged(net):
+        for take in (partial(convert_model, net), partial(convert_model, other), partial(SynchronizedBatchNorm2d, 3)):
+            with pytest.raises(error, match=text):
+                take(**options)
 
 
 # Hooks, parameters and attributes of a layer
@@ -233,18 +239,16 @@ def test_bad_options_are_refused_before_anything_changes(options, error, text):
 def test_a_model_and_its_optimizer_train_on_through_conversion_and_back():
     plain = randomize(small_net()).double()
     net = copy.deepcopy(plain)
-    before = anatomy(net), classes(net)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, net)]
-    parallel = on_three(net)
-    for convert, trained in ((None, net), (convert_model, parallel), (None, parallel), (revert_model, net)):
-        if convert is not None:
+    parallel, leave = on_three(net), (lambda net: net)
+    with unchanged(net):
+        for convert, trained in ((leave, net), (convert_model, parallel), (leave, parallel), (revert_model, net)):
             convert(net)
-        assert_same_step(plain, trained, torch.randn(5, 3, 6, 6, dtype=torch.float64))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            assert_same_step(plain, trained, doubles(5, 3, 6, 6))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
     assert_same_state(net, plain)
-    assert (anatomy(net), classes(net)) == before
 
 
 def test_a_sync_batch_norm_keeps_its_group_unless_one_is_given():
@@ -554,9 +558,8 @@ def test_a_wrapper_and_its_subclass_keep_what_they_have_both_ways(kind, outer):
 
 def test_a_wrapper_of_cpu_replicas_stays_and_reverts_to_one_that_runs_its_module():
     net = DataParallelWithCallback(convert_model(small_net()), ["cpu"] * 2, timeout=7.0)
-    before = anatomy(net), classes(net)
-    convert_model(net)
-    assert (anatomy(net), classes(net)) == before
+    with unchanged(net):
+        convert_model(net)
     input = torch.randn(4, 3, 5, 5)
     expected = net.eval()(input)
     revert_model(net)
@@ -691,10 +694,9 @@ def test_class_that_is_told_trains_as_on_one_device_and_comes_back(plain, argume
     net = randomize(
         nn.Sequential(nn.Conv2d(2, 3, 3), plain(*arguments), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
     ).double()
-    parts, kinds = anatomy(net), classes(net)
-    expected = copy.deepcopy(net)
-    assert anatomy(revert_model(convert_model(net, classes={plain: ours}))) == parts
-    assert classes(net) == kinds
+    kinds, expected = classes(net), copy.deepcopy(net)
+    with unchanged(net):
+        revert_model(convert_model(net, classes={plain: ours}))
     assert convert_model(net, classes={plain: ours}) is net
     assert [type(net[1]), type(net[3])] == [ours, SynchronizedBatchNorm2d]
     if copied is not None:
@@ -704,10 +706,10 @@ def test_class_that_is_told_trains_as_on_one_device_and_comes_back(plain, argume
     for training in (True, False, True):
         expected.train(training)
         parallel.train(training)
-        assert_same_step(expected, parallel, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+        assert_same_step(expected, parallel, doubles(5, 2, 6, 6))
     assert classes(revert_model(net)) == kinds
     assert [layer.__dict__.keys() for layer in net] == [layer.__dict__.keys() for layer in expected]
-    assert_same_step(expected, net, torch.randn(5, 2, 6, 6, dtype=torch.float64))
+    assert_same_step(expected, net, doubles(5, 2, 6, 6))
 
 
 def test_class_that_is_told_takes_the_options_and_leaves_its_subclasses():
@@ -728,24 +730,26 @@ ForgetsTheAbs = type("ForgetsTheAbs", (SynchronizedBatchNorm2d, NormAbs), {})
 
 
 @pytest.mark.parametrize(
-    ("plain", "ours", "message"),
+    ("plain", "ours"),
     [
-        (NormAbs, nn.BatchNorm2d, "expected a synchronized subclass that does what NormAbs does, but got BatchNorm2d"),
-        (NormAbs, "a name", "expected a synchronized subclass that does what NormAbs does, but got 'a name'"),
-        (nn.BatchNorm2d, nn.BatchNorm2d, "BatchNorm2d does, but got BatchNorm2d; leave it out, as convert_model has"),
-        ("a name", Unrelated, "expected a synchronized subclass that does what 'a name' does, but got Unrelated"),
-        (NormAbs, Unrelated, "expected a synchronized subclass that does what NormAbs does, but got Unrelated"),
-        (NormAbs, SynchronizedNormTanh, "expected a synchronized subclass that does what NormAbs does, but got Synch"),
-        (SynchronizedNormTanh, SynchronizedNormTanh, "that does what SynchronizedNormTanh does, but got SynchronizedN"),
-        (NormAbs, ForgetsTheAbs, "expected a synchronized subclass that does what NormAbs does, but got ForgetsTheAbs"),
+        (NormAbs, nn.BatchNorm2d),
+        (NormAbs, "a name"),
+        (nn.BatchNorm2d, nn.BatchNorm2d),
+        ("a name", Unrelated),
+        (NormAbs, Unrelated),
+        (NormAbs, SynchronizedNormTanh),
+        (SynchronizedNormTanh, SynchronizedNormTanh),
+        (NormAbs, ForgetsTheAbs),
     ],
 )
-def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours, message):
+def test_class_that_cannot_stand_for_another_is_refused_before_anything_changes(plain, ours):
+    replaced, stands = (repr(cls) if isinstance(cls, str) else cls.__name__ for cls in (plain, ours))
+    advice = f"derive one, as in class Synchronized{replaced}({replaced}, SynchronizedBatchNorm2d)"
+    advice = "leave it out, as convert_model has one" if plain is nn.BatchNorm2d else advice
+    text = f"expected a synchronized subclass that does what {replaced} does, but got {stands}; {advice}"
     net = nn.Sequential(nn.BatchNorm2d(3), NormAbs(3))
-    before, kinds = anatomy(net), classes(net)
-    with pytest.raises(TypeError, match=message):
+    with unchanged(net), pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         convert_model(net, classes={plain: ours})
-    assert (anatomy(net), classes(net)) == (before, kinds)
 
 
 # patch_sync_batchnorm
@@ -767,13 +771,8 @@ def test_layers_built_inside_of_the_context_are_synchronized(plain, ours):
         layer = plain(2, eps=0.25, momentum=None, affine=False)
         assert getattr(nn, plain.__name__) is plain  # which libraries look up by name
         assert inspect.signature(plain.__init__) == inspect.signature(INIT)
-    assert type(layer) is ours
-    assert isinstance(layer, plain)
-    assert type(through_pickle(layer)) is ours
-    expected = plain(2, eps=0.25, momentum=None, affine=False)
-    batch = torch.randn(4, 2, *[3] * (KINDS.index((plain, ours)) + 1))
-    assert torch.equal(layer(batch), expected(batch))
-    assert layer.state_dict().keys() == expected.state_dict().keys()
+    assert type(layer) is type(through_pickle(layer)) is ours
+    assert repr(layer) == f"Synchronized{plain(2, eps=0.25, momentum=None, affine=False)}"
     assert type(revert_model(layer)) is plain
     assert_not_patched()
 
