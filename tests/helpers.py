@@ -50,7 +50,7 @@ def doubles(*shape: int, devices: Sequence[Any] = ("cpu",)) -> Tensor:
 
 def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what every module of `model` consists of, as identities: all attributes but class and `_sync_layer`."""
-    found = {}
+    anatomies = {}
     for name, module in model.named_modules():
         parts: dict[str, Any] = {"": id(module)}
         for attribute, value in vars(module).items():
@@ -61,8 +61,8 @@ def anatomy(model: nn.Module) -> dict[str, dict[str, Any]]:
                 parts.update({f"{attribute}.{key}": id(item) for key, item in value.items()})
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             parts[f"tensor {id(tensor)}"] = (tensor.requires_grad, tensor.dtype, tensor.device, id(tensor.grad))
-        found[name] = parts
-    return found
+        anatomies[name] = parts
+    return anatomies
 
 
 def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -70,16 +70,16 @@ def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
-def assert_converts_and_reverts(model: nn.Module, what: str) -> None:
+def assert_converts_and_reverts(model: nn.Module, label: str) -> None:
     """Check that conversion synchronizes every batch norm, changes nothing but classes, and is undone."""
     parts, kinds, metadata = anatomy(model), classes(model), model.state_dict()._metadata
-    assert convert_model(model) is model, what  # without a warning
+    assert convert_model(model) is model, label  # without a warning
     layers = {name for name, kind in kinds.items() if issubclass(kind, nn.modules.batchnorm._BatchNorm)}
-    assert layers == {name for name, layer in model.named_modules() if isinstance(layer, _SynchronizedBatchNorm)}, what
-    assert all(isinstance(module, kinds[name]) for name, module in model.named_modules()), what
-    assert (anatomy(model), model.state_dict()._metadata) == (parts, metadata), what
-    assert revert_model(model) is model, what
-    assert (anatomy(model), classes(model), model.state_dict()._metadata) == (parts, kinds, metadata), what
+    assert layers == {name for name, layer in model.named_modules() if isinstance(layer, _SynchronizedBatchNorm)}, label
+    assert all(isinstance(module, kinds[name]) for name, module in model.named_modules()), label
+    assert (anatomy(model), model.state_dict()._metadata) == (parts, metadata), label
+    assert revert_model(model) is model, label
+    assert (anatomy(model), classes(model), model.state_dict()._metadata) == (parts, kinds, metadata), label
 
 
 def saved_bytes(output: Tensor) -> int:
@@ -225,20 +225,20 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
     return outcomes
 
 
-def assert_equal(actual: Tensor, expected: Tensor, what: str = "", tolerance: float | None = None) -> None:
+def assert_equal(actual: Tensor, expected: Tensor, label: str = "", tolerance: float | None = None) -> None:
     """Compare values, shape and dtype; the tolerance is that of the dtype, times the largest value or one."""
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{label}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{label}: {actual.dtype}, not {expected.dtype}"
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
     if not actual.dtype.is_floating_point or not actual.numel():
-        assert torch.equal(actual, expected), f"{what}: {actual}, not {expected}"
+        assert torch.equal(actual, expected), f"{label}: {actual}, not {expected}"
         return
     tolerance = TOLERANCES[actual.dtype] if tolerance is None else tolerance
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     largest = max(1.0, float(expected.abs().max()))
     error = float((actual - expected).abs().max())
-    assert error <= tolerance * largest, f"{what}: off by {error:.3g} of {largest:.3g}, allowed {tolerance:g} of it"
+    assert error <= tolerance * largest, f"{label}: off by {error:.3g} of {largest:.3g}, allowed {tolerance:g} of it"
 
 
 def assert_like(text: str, expected: str) -> None:
@@ -253,12 +253,12 @@ def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:
 
 
 def assert_same_gradient(
-    actual: Tensor | None, expected: Tensor | None, what: str = "", tolerance: float | None = None
+    actual: Tensor | None, expected: Tensor | None, label: str = "", tolerance: float | None = None
 ) -> None:
     """Compare the gradient of a parameter with that of the reference; where this has none, it must have none either."""
-    assert (actual is None) == (expected is None), what
+    assert (actual is None) == (expected is None), label
     if actual is not None and expected is not None:
-        assert_equal(actual, expected, what, tolerance)
+        assert_equal(actual, expected, label, tolerance)
 
 
 def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | None = None) -> None:

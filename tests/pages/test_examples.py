@@ -49,8 +49,8 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_example_in_float64_equals_one_device_only_when_synchronized(example: types.ModuleType, tmp_path, capsys):
     name, folder = example.__name__, tmp_path / "new" / "folder"
     assert example.main([*TINY[name], "--output", str(folder)]) == 0
-    found = re.findall(r"^(one device|unsynchronized|synchronized) +(.+)$", capsys.readouterr().out, re.MULTILINE)
-    differences = {run: columns.split()[COLUMN[name]] for run, columns in found}
+    rows = re.findall(r"^(one device|unsynchronized|synchronized) +(.+)$", capsys.readouterr().out, re.MULTILINE)
+    differences = {run: columns.split()[COLUMN[name]] for run, columns in rows}
     assert differences["one device"] == "-"
     assert float(differences["synchronized"]) <= 1e-8
     assert float(differences["unsynchronized"]) > 1e-3

@@ -25,9 +25,9 @@ def assert_complete(notebook: Any) -> None:
     text = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "4 replicas on ['cpu', 'cpu', 'cpu', 'cpu']" in text
     assert "\ninterrupted\n" in text
-    found = ACCURACIES.search(text)
-    assert found is not None, text
-    unsynchronized, synchronized = map(float, found.groups())
+    accuracies = ACCURACIES.search(text)
+    assert accuracies is not None, text
+    unsynchronized, synchronized = map(float, accuracies.groups())
     assert synchronized > unsynchronized + 3
 
 

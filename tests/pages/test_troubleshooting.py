@@ -29,7 +29,7 @@ def is_text(node: ast.AST) -> bool:
 
 def messages() -> dict[str, tuple[str, bool]]:
     """Return the messages in the code, and whether each needs an entry, by where they are."""
-    found = {}
+    by_place = {}
     for file in sorted((ROOT / "sync_batchnorm").rglob("*.py")):
         if file in TOLD:
             continue
@@ -42,8 +42,8 @@ def messages() -> dict[str, tuple[str, bool]]:
                 taken += [(arg, ast.unparse(call.func) in TAKERS) for arg in call.args]
         for node, needs_entry in taken:
             if is_text(node) and len(words_of(node).split()) > 8:
-                found[f"{file.stem}-{node.lineno}"] = words_of(node), needs_entry
-    return found
+                by_place[f"{file.stem}-{node.lineno}"] = words_of(node), needs_entry
+    return by_place
 
 
 def begins(text: str, phrase: str) -> bool:

@@ -41,13 +41,13 @@ def imported_from(file: str) -> Iterator[tuple[str, str]]:
 
 def own_imports(file: str) -> set[str]:
     """Return the files of the package that a file imports."""
-    found = set()
+    files = set()
     for module, name in imported_from(file):
         if module == "<own>" or module.startswith("<own>."):
             module = module.removeprefix("<own>").removeprefix(".")
             inside = f"{module}.{name}".removeprefix(".")
-            found.add(inside if inside in TREES else module)
-    return found - {file}
+            files.add(inside if inside in TREES else module)
+    return files - {file}
 
 
 @every_file
