@@ -134,6 +134,21 @@ class WithPipe(Net):
         self.pipe = ctx.master if copy_id == 0 else ctx.master.register_slave(copy_id)
 
 
+class AdaIN(nn.Module):
+    """As many projects write it: each sample is normalized alone, by a call of `F.batch_norm`."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = [buffer.repeat(len(input)) for buffer in (self.running_mean, self.running_var)]
+        output = nn.functional.batch_norm(input.reshape(1, -1, *input.shape[2:]), *statistics, training=True)
+        return output.view(input.shape)
+
+
 class TwoLayers(nn.Module):
     """Two layers with a ReLU in place between them: the smallest net with everything that can go wrong."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import Net, assert_like
+from helpers import AdaIN, Net, assert_like
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
@@ -102,16 +102,6 @@ class Norm(nn.BatchNorm1d):
         return super().forward(input) * 2
 
 
-class LookAlike(nn.Module):
-    """Has the code of a batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_features, self.training = 4, True
-        self.register_buffer("running_mean", torch.zeros(4))
-        self.register_buffer("running_var", torch.ones(4))
-
-
 class Freezes(nn.Sequential):
     """Freezes its norms whenever somebody calls train()."""
 
@@ -133,9 +123,9 @@ OWN_FORWARD = (
     "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula than "
     'that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 )
-LOOKS_ALIKE = (
-    "convert_model leaves it as it is, because LookAlike has the attributes of a batch norm and a forward of its own; "
-    "(1) ... if it is right alone, pass ignore=[LookAlike]"
+IN_ITS_ATTRIBUTES = (
+    "convert_model leaves it as it is, because AdaIN has the attributes of a batch norm and a forward of its own; "
+    "(1) ... if it is right alone, pass ignore=[AdaIN]"
 )
 FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
 FEWER = "its wrapper makes {} replicas; name ..."
@@ -160,7 +150,7 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
     (_ours(nn.BatchNorm1d(4)), None, "module (BatchNorm1d)", "it is not synchronized; call convert_model(model)"),
     (_ours(nn.SyncBatchNorm(4)), None, "module (SyncBatchNorm)", OF_PROCESSES),
     (_ours(nn.Sequential(Norm(4))), None, "module.0 (Norm)", OWN_FORWARD),
-    (_ours(nn.Sequential(LookAlike())), None, "module.0 (LookAlike)", LOOKS_ALIKE),
+    (_ours(nn.Sequential(AdaIN(4))), None, "module.0 (AdaIN)", IN_ITS_ATTRIBUTES),
     (_ours(LISTS), None, "module.2.layers (1 BatchNorm layer), module.3.held (1 BatchNorm layer)", IN_A_LIST),
     (_ours(_in_a_list()), None, "module.layers (1 BatchNorm layer)", IN_A_LIST),
     (_ours(_net()).eval(), None, _two("module"), EVAL),
@@ -301,13 +291,13 @@ def test_model_that_need_not_be_converted_does_not_warn(model):
 
 def test_norms_of_one_sample_each_are_left_out_on_request():
     with pytest.warns(UserWarning, match=r"\(1\) if it normalizes each sample alone, as AdaIN does, leave it as it is"):
-        parallel = _ours(convert_model(nn.Sequential(LookAlike(), nn.BatchNorm2d(4), LookAlike())))
-    assert_synchronized(parallel, ignore=[LookAlike])
+        parallel = _ours(convert_model(nn.Sequential(AdaIN(4), nn.BatchNorm2d(4), AdaIN(4))))
+    assert_synchronized(parallel, ignore=[AdaIN])
     assert_synchronized(parallel, ignore={"module.0", "module.2"})
-    text = r"2 that would not:\n  module.0 \(LookAlike\), module.2 \(LookAlike\): .*pass ignore=\[LookAlike\]$"
+    text = r"2 that would not:\n  module.0 \(AdaIN\), module.2 \(AdaIN\): .*pass ignore=\[AdaIN\]$"
     with pytest.raises(RuntimeError, match=text):
         assert_synchronized(parallel)
-    with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(LookAlike\): "):
+    with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(AdaIN\): "):
         assert_synchronized(parallel, ignore=["module.0"])
     assert_synchronized(FROZEN, ignore=["module.0"])
 

@@ -667,18 +667,13 @@ class Standalone(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats = size, 1e-5, 0.1, True, True
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.register_buffer("running_mean", torch.zeros(size))
-        self.register_buffer("running_var", torch.ones(size))
-        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        vars(self).update(vars(nn.BatchNorm2d(size)))
 
     forward = NormAbs.forward
 
 
 class SynchronizedStandalone(Standalone, SynchronizedBatchNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return SynchronizedBatchNorm.forward(self, input).abs()
+    forward = SynchronizedNormAbs.forward
 
 
 USERS_OWN = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
+from helpers import AdaIN, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -194,21 +194,6 @@ def test_dimension_of_the_samples_stays_with_what_the_error_of_squeeze_says(rows
 def test_group_norm_is_equal_in_replicas_without_this_library():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double()
     assert_matches_one_device(net, doubles(3, 3, 6, 6))
-
-
-class AdaIN(nn.Module):
-    """As many projects write it: each sample is normalized alone, by a call of `F.batch_norm`."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.momentum = num_features, 1e-5, 0.1
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, input: Tensor) -> Tensor:
-        statistics = [buffer.repeat(len(input)) for buffer in (self.running_mean, self.running_var)]
-        output = nn.functional.batch_norm(input.reshape(1, -1, *input.shape[2:]), *statistics, training=True)
-        return output.view(input.shape)
 
 
 class FreezesInTrain(nn.Module):
