@@ -50,15 +50,13 @@ NO_LOCK = '__import__("contextlib").nullcontext()'
 
 
 class Mutant(NamedTuple):
-    """One change; with the number of its line, which is only where it is today."""
-
     file: str
     line: int
     change: str
     source: str  # of the file, with the change
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.change}"
+        return f"{self.file}:{self.line}: {self.change}"
 
 
 def walk(node: ast.AST, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -112,7 +110,7 @@ def changes(node: Any, around: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, str
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     """Yield the mutants of a file, each with as many lines as the file."""
-    encoded, known, numbers = source.encode(), {source}, Counter[str]()
+    encoded, known = source.encode(), {source}
     starts = [0, *accumulate(len(line) for line in encoded.splitlines(keepends=True))]
     for parent, around in walk(ast.parse(source)):
         for node, text in changes(parent, around):
@@ -128,9 +126,7 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
             outer = (parent, *around)
             names = [part.name for part in reversed(outer) if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
             change = f"{'.'.join(names) or 'module'}: `{' '.join(before.split())}` -> `{text}`"
-            numbers[change] += 1
-            number = f" ({numbers[change]})" if numbers[change] > 1 else ""  # of those that read alike
-            yield Mutant(file, node.lineno, change + number, changed)
+            yield Mutant(file, node.lineno, change, changed)
 
 
 def all_mutants() -> list[Mutant]:
@@ -205,7 +201,7 @@ def main() -> int:
                 sys.exit(f"The tests fail without a mutant: {failure}")
         for mutant, (end, detail) in zip(chosen, pool.map(lambda mutant: end_of(mutant, base), chosen), strict=True):
             counts[end] += 1
-            print(f"{end:11} {mutant.file}:{mutant.line}: {mutant.change}\n            {detail}", flush=True)
+            print(f"{end:11} {mutant}\n            {detail}", flush=True)
     print(f"{counts['killed']} of {len(chosen)} died: {dict(counts)}")
     return int(counts["killed"] < 0.9 * len(chosen))
 

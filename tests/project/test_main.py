@@ -19,12 +19,6 @@ from sync_batchnorm.__main__ import check_parity
 LIBRARY = ["parity in float32", "parity in float64"]
 
 
-@pytest.fixture
-def _gpus(monkeypatch):
-    """Pretend that there are three GPUs."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-
-
 # The report.
 
 
@@ -79,8 +73,8 @@ def test_check_that_raises_is_wrong_and_the_rest_is_checked(cuda, hip, monkeypat
 
 
 @pytest.mark.parametrize("devices", ["", "0;1", "cpu,banana", "cpu,-1", "cpu", "cpu,0", "meta,0", "0,3", "cuda,cuda:7"])
-@pytest.mark.usefixtures("_gpus")
-def test_bad_devices_end_with_a_sentence(devices, capsys):
+def test_bad_devices_end_with_a_sentence(devices, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(SystemExit) as ended:
         command.main(["--devices", devices])
     output, text = capsys.readouterr()
