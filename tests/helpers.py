@@ -345,14 +345,14 @@ def assert_same_parts(
     The parts may be on any device: each replica gets a copy on its own, the reference copies on the first.
     """
     first = as_devices(parallel.device_ids)[0]
-    ours, theirs = ([part.detach().to(first, copy=True).requires_grad_() for part in parts] for _ in range(2))
-    outputs = run_parts(parallel, ours)
+    inputs, copies = ([part.detach().to(first, copy=True).requires_grad_() for part in parts] for _ in range(2))
+    outputs = run_parts(parallel, inputs)
     assert [output.shape for output in outputs] == [part.shape for part in parts]
-    expected = plain(torch.cat([as_rows(part) for part in theirs]))
+    expected = plain(torch.cat([as_rows(part) for part in copies]))
     assert_equal(torch.cat([as_rows(output.to(expected.device)) for output in outputs]), expected, "output", tolerance)
     grads = [torch.randn_like(output) for output in outputs]
     torch.autograd.backward(outputs, grads)
     expected.backward(torch.cat([as_rows(grad.to(expected.device)) for grad in grads]))
-    for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        assert_equal(our.grad, their.grad, f"input gradient of part {i}", tolerance)
+    for i, (input, copied) in enumerate(zip(inputs, copies, strict=True)):
+        assert_equal(input.grad, copied.grad, f"input gradient of part {i}", tolerance)
     assert_same_state(parallel, plain, tolerance)

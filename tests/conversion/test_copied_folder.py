@@ -34,8 +34,8 @@ def in_project(project: Path, name: str, body: Callable[[ModuleType], object]) -
     """Run `body` in a child with the copy of that name, without any other; return what it prints."""
 
     def run() -> None:
-        for own in [own for own in sys.modules if {"sync_batchnorm", "models"} & set(own.split("."))]:
-            del sys.modules[own]
+        for loaded in [name for name in sys.modules if {"sync_batchnorm", "models"} & set(name.split("."))]:
+            del sys.modules[loaded]
         sys.path.insert(0, str(project))
         if name != "sync_batchnorm":
             sys.modules["sync_batchnorm"] = None  # type: ignore[assignment]

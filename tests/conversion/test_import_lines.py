@@ -87,9 +87,9 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if result.returncode and sys.platform != "linux":
         pytest.skip(f"the command wants GNU grep and sed: {result.stderr}")
     assert result.returncode == 0, result.stderr
-    made, *others = [file.read_text() for file in files]
-    assert others == [made, *[text] * len(ALONE)]
-    lines = made.splitlines()
+    changed, *others = [file.read_text() for file in files]
+    assert others == [changed, *[text] * len(ALONE)]
+    lines = changed.splitlines()
     assert lines[len(WORKING) : -len(WORKING)] == OTHERS
     assert lines[-len(WORKING) :] == [f"    {line}" for line in lines[: len(WORKING)]]
     return dict(zip(WORKING, lines, strict=False))
@@ -97,9 +97,9 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("line", WORKING)
 def test_line_works_without_the_folder_in_front(line, edited):
-    ours = r"(from|import) sync_batchnorm"
-    assert re.match(ours, edited[line])
-    assert edited[line] == line or not re.match(ours, line)
+    without_folder = r"(from|import) sync_batchnorm"
+    assert re.match(without_folder, edited[line])
+    assert edited[line] == line or not re.match(without_folder, line)
     namespace: dict[str, Any] = {}
     exec(edited[line], namespace)
     assert namespace.get("DataParallel", nn.DataParallel) is nn.DataParallel
@@ -115,11 +115,11 @@ def test_modules_give_all_that_those_of_the_older_library_list(module):
 
 def test_lines_of_a_folder_with_another_name_work_behind_its_own_init(tmp_path, monkeypatch):
     row = r"^\| `lib.nn`, with the folder `lib/nn/modules` \| `(from .+?)` below `(from .+?)` in"
-    ((ours, theirs),) = re.findall(row, TEXT, re.MULTILINE)
+    ((import_line, line_below),) = re.findall(row, TEXT, re.MULTILINE)
     package = tmp_path / "lib" / "nn"
     (package / "modules").mkdir(parents=True)
     (package / "modules" / "__init__.py").write_text("SynchronizedBatchNorm2d = UserScatteredDataParallel = None\n")
-    (package / "__init__.py").write_text(f"{theirs}\n{ours}\nuser_scattered_collate = None\n")
+    (package / "__init__.py").write_text(f"{line_below}\n{import_line}\nuser_scattered_collate = None\n")
     monkeypatch.syspath_prepend(tmp_path)
     namespace: dict[str, Any] = {}
     for line in OF_LIB:

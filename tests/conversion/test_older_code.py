@@ -31,9 +31,9 @@ def data_parallel(module: nn.Module, devices: Sequence[Any]) -> nn.DataParallel:
     """Return the `nn.DataParallel` that is there before it is patched."""
     if are_distinct_gpus(devices):
         return nn.DataParallel(module, devices)
-    parallel, ours = nn.DataParallel(nn.Identity()), DataParallelWithCallback(module, devices)
+    parallel, synchronized = nn.DataParallel(nn.Identity()), DataParallelWithCallback(module, devices)
     for name in ("module", "device_ids", "output_device", "dim", "src_device_obj"):
-        setattr(parallel, name, getattr(ours, name))
+        setattr(parallel, name, getattr(synchronized, name))
     return parallel
 
 
@@ -104,8 +104,8 @@ def test_wrapper_that_calls_the_callbacks_itself_synchronizes(devices):
             )
 
     plain = on(devices, nn.BatchNorm1d(3))
-    ours = convert_model(copy.deepcopy(plain))
-    assert_same_step(plain, OwnReplicate(ours, devices), doubles(7, 3, devices=devices))
+    parallel = OwnReplicate(convert_model(copy.deepcopy(plain)), devices)
+    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
 # Whole models that the older library has saved.
@@ -133,8 +133,8 @@ class OldLayer(SynchronizedBatchNorm2d):
         """Only its name is in the pickle."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = {"_sync_master": OldMaster(self), "_is_parallel": False, "_parallel_id": None, "_slave_pipe": None}
-        return bare, (SynchronizedBatchNorm2d,), self.__dict__ | own
+        attributes = {"_sync_master": OldMaster(self), "_is_parallel": False, "_parallel_id": None, "_slave_pipe": None}
+        return bare, (SynchronizedBatchNorm2d,), self.__dict__ | attributes
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

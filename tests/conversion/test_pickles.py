@@ -56,14 +56,14 @@ def test_master_of_a_module_that_an_earlier_version_has_pickled_loads():
 @pytest.mark.parametrize("options", [{}, *WITHOUT_BIAS, {"affine": False}, {"track_running_stats": False}], ids=str)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_checkpoints_go_both_ways(wrapped, options):
-    plain, ours = randomize(nn.BatchNorm2d(3, **options)), SynchronizedBatchNorm2d(3, **options)
+    plain, synchronized = randomize(nn.BatchNorm2d(3, **options)), SynchronizedBatchNorm2d(3, **options)
     plain(torch.randn(4, 3, 2, 2))
-    source, target = plain, ours
+    source, target = plain, synchronized
     if wrapped:
-        source, target = nn.DataParallel(plain), DataParallelWithCallback(ours, ["cpu"] * 2)
+        source, target = nn.DataParallel(plain), DataParallelWithCallback(synchronized, ["cpu"] * 2)
     target.load_state_dict(source.state_dict())
     assert target.state_dict()._metadata == source.state_dict()._metadata
-    assert_same_state(ours, plain)
+    assert_same_state(synchronized, plain)
     source.load_state_dict(target.state_dict())
 
 

@@ -51,15 +51,15 @@ class Conditional(nn.Module):
 
 def test_layer_with_gain_and_bias_equals_one_device(recipes):
     plain = Conditional(nn.BatchNorm2d(3, affine=False)).double()
-    ours = Conditional(recipes.SyncBN2d(3, affine=False)).double()
-    ours.load_state_dict(plain.state_dict())
-    parallel = DataParallelWithCallback(ours, CPUS)
+    synchronized = Conditional(recipes.SyncBN2d(3, affine=False)).double()
+    synchronized.load_state_dict(plain.state_dict())
+    parallel = DataParallelWithCallback(synchronized, CPUS)
     batch, condition, grad = doubles(5, 3, 4, 4), doubles(5, 2), doubles(5, 3, 4, 4)
     for model in (plain, parallel):
         model(batch, condition).backward(grad)
     assert_same_state(parallel, plain)
-    assert_equal(ours.eval()(batch, condition), plain.eval()(batch, condition))
-    assert_equal(ours.bn(batch), plain.bn(batch))
+    assert_equal(synchronized.eval()(batch, condition), plain.eval()(batch, condition))
+    assert_equal(synchronized.bn(batch), plain.bn(batch))
 
 
 @pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")

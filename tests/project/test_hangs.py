@@ -27,7 +27,7 @@ def test_after(): print(f"process {os.getpid()}")
 
 
 @pytest.mark.parametrize(
-    ("own", "children", "seconds"),
+    ("itself", "children", "seconds"),
     [
         (0.0, 0.0, 10.0),  # idle
         (0.0005, 0.0005, 10.0),
@@ -37,10 +37,10 @@ def test_after(): print(f"process {os.getpid()}")
         (0.0, 0.5, 100.0),  # waiting for a child that computes
     ],
 )
-def test_limit_follows_the_part_of_a_processor_that_a_test_and_its_children_get(own, children, seconds):
+def test_limit_follows_the_part_of_a_processor_that_a_test_and_its_children_get(itself, children, seconds):
     watch = hangs.Watch(10.0, 1000.0, 50.0)
     times = (half_seconds / 2 for half_seconds in range(1, 1000))
-    over = (t for t in times if watch.is_over(1000.0 + t, 50.0 + own * t, lambda t=t: children * t))
+    over = (t for t in times if watch.is_over(1000.0 + t, 50.0 + itself * t, lambda t=t: children * t))
     assert next(over) == seconds
 
 

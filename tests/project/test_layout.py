@@ -34,17 +34,17 @@ def imported_from(file: str) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parts = folder.split(".") if folder else []
-            base = ["<own>", *parts[: len(parts) - node.level + 1]] if node.level else []
+            base = ["<package>", *parts[: len(parts) - node.level + 1]] if node.level else []
             module = ".".join([*base, *filter(None, [node.module])])
             yield from ((module, alias.name) for alias in node.names)
 
 
-def own_imports(file: str) -> set[str]:
+def files_imported_by(file: str) -> set[str]:
     """Return the files of the package that a file imports."""
     files = set()
     for module, name in imported_from(file):
-        if module == "<own>" or module.startswith("<own>."):
-            module = module.removeprefix("<own>").removeprefix(".")
+        if module == "<package>" or module.startswith("<package>."):
+            module = module.removeprefix("<package>").removeprefix(".")
             inside = f"{module}.{name}".removeprefix(".")
             files.add(inside if inside in TREES else module)
     return files - {file}
@@ -53,7 +53,7 @@ def own_imports(file: str) -> set[str]:
 @every_file
 def test_imports_of_the_package_are_relative(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "sync_batchnorm"]
-    assert own_imports(file) <= set(TREES)
+    assert files_imported_by(file) <= set(TREES)
 
 
 def test_documented_table_has_every_file_behind_those_that_it_imports():
@@ -61,7 +61,7 @@ def test_documented_table_has_every_file_behind_those_that_it_imports():
     rows = [name_of(PACKAGE / path) for path in re.findall(r"^\| `([\w/]+\.py)` \|", table, re.MULTILINE)]
     assert sorted(rows) == sorted(TREES)
     for i, file in enumerate(rows):
-        assert own_imports(file) <= set(rows[:i]), f"{file} stands above what it imports"
+        assert files_imported_by(file) <= set(rows[:i]), f"{file} stands above what it imports"
 
 
 def test_documented_folders_import_only_from_folders_above_them():
@@ -70,19 +70,19 @@ def test_documented_folders_import_only_from_folders_above_them():
     assert sorted(folders) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     for i, folder in enumerate(folders):
         files = [file for file in TREES if file.partition(".")[0] == folder]
-        imported = {name.partition(".")[0] for file in files for name in own_imports(file)}
+        imported = {name.partition(".")[0] for file in files for name in files_imported_by(file)}
         assert imported & set(folders) <= set(folders[: i + 1]), f"{folder} imports from a folder below it"
 
 
 @pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] == "meeting"])
 def test_threads_meet_without_torch(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
-    assert {imported.partition(".")[0] for imported in own_imports(file)} <= {"meeting"}
+    assert {imported.partition(".")[0] for imported in files_imported_by(file)} <= {"meeting"}
 
 
 @pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] != "meeting"])
 def test_other_files_take_names_of_the_meeting_from_its_folder(file):
-    assert not [imported for imported in own_imports(file) if imported.startswith("meeting.")]
+    assert not [imported for imported in files_imported_by(file) if imported.startswith("meeting.")]
 
 
 @every_file

@@ -85,10 +85,10 @@ def test_failure_leaves_no_span_open():
 
 
 def test_without_a_profiler_nothing_is_made(devs, monkeypatch):
-    made = []
+    spans = []
 
     def record_function(name: str) -> nullcontext[None]:
-        made.append(name)
+        spans.append(name)
         return nullcontext()
 
     _, parallel = twins(TwoLayers().double(), devs)
@@ -96,4 +96,4 @@ def test_without_a_profiler_nothing_is_made(devs, monkeypatch):
         parallel(doubles(4, 3, 8, 8, devices=devs))
     monkeypatch.setattr("torch.autograd.profiler.record_function", record_function)
     parallel(doubles(4, 3, 8, 8, devices=devs)).sum().backward()
-    assert made == ["DataParallel.forward"]
+    assert spans == ["DataParallel.forward"]
