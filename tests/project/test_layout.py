@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import PACKAGE, ROOT
 
 import sync_batchnorm
 
-PACKAGE = Path(sync_batchnorm.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "contributing.md"
+PAGE = ROOT / "docs" / "contributing.md"
 
 
 def name_of(path: Path) -> str:
