@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from helpers import Net, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_state, assert_trains_as_one_device, doubles, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,14 +32,6 @@ class Named(dict):
     pass
 
 
-def keep_buffer(net, tensor):
-    net.buffer = tensor
-
-
-def keep_on_layer(net, tensor):
-    net.layer.kept = tensor
-
-
 # What `forward` or a hook does with a tensor.
 KEEP = {
     "attribute": lambda net, tensor: setattr(net, "kept", tensor),
@@ -51,8 +43,8 @@ KEEP = {
     "closure": lambda net, tensor: setattr(net, "kept", [lambda: tensor]),
     "default": lambda net, tensor: setattr(net, "kept", lambda first=0, second=tensor: second),
     "partial": lambda net, tensor: setattr(net, "kept", partial(print, tensor, end=tensor)),
-    "buffer": keep_buffer,
-    "attribute of a layer": keep_on_layer,
+    "buffer": lambda net, tensor: setattr(net, "buffer", tensor),
+    "attribute of a layer": lambda net, tensor: setattr(net.layer, "kept", tensor),
     "penalty": lambda net, tensor: setattr(net, "kept", tensor.square().sum()),
 }
 
@@ -206,11 +198,8 @@ def test_what_cannot_be_read_is_kept_without_an_error(devices, make):
         return output
 
     replicas: list[Any] = []
-    net = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double()
-    plain, parallel = twins(net, devices)
-    parallel.module.kept = 0
-    for _ in range(3):
-        assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    net = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), kept=0)
+    assert_trains_as_one_device(net, devices, 7, 3, steps=3)
 
 
 class Discriminator(nn.Module):
@@ -257,26 +246,38 @@ def test_two_passes_and_one_backward_read_what_each_pass_has_kept(devices):
         assert_equal(actual, expected)
 
 
+def gated(net: nn.Module, input: Tensor, tag: str) -> Tensor:
+    """Keeps a gate, under a name for each kind of images, which its checkpoint and a hook read in the backward pass."""
+    hidden = net.bn(net.stem(input))
+    setattr(net, tag, net.stem(input).sigmoid())  # A reentrant checkpoint takes its gradient where it recomputes.
+    if not net.training:
+        return net.layer(hidden)
+    hidden.register_hook(lambda grad: grad * getattr(net, tag))
+    return checkpoint(lambda hidden: net.layer(hidden).tanh() * getattr(net, tag), hidden, use_reentrant=True)
+
+
+def gated_twins(devices: Any) -> Any:
+    return twins(Net(gated, stem=nn.Linear(3, 4), bn=nn.BatchNorm1d(4), layer=nn.Linear(4, 4)).double(), devices)
+
+
 def test_evaluation_before_the_backward_pass_leaves_the_graph_of_what_training_has_kept(devices):
-    def body(net, hidden):
-        return net.layer(hidden).tanh() * net.gate
-
-    def forward(net, input):
-        hidden = net.bn(net.stem(input))
-        if not net.training:
-            return net.layer(hidden)
-        net.gate = net.stem(input).sigmoid()  # A reentrant checkpoint takes its gradient where it recomputes.
-        return checkpoint(body, net, hidden, use_reentrant=True)
-
-    net = Net(forward, stem=nn.Linear(3, 4), bn=nn.BatchNorm1d(4), layer=nn.Linear(4, 4)).double()
-    plain, parallel = twins(net, devices)
+    plain, parallel = gated_twins(devices)
     data = doubles(6, 3, devices=devices)
     for model in (plain, parallel):
-        loss = model(data).square().sum()
-        with torch.no_grad():
-            model.eval()(data)
+        loss = model(data, "real").square().sum()
+        if model is parallel:  # One device overwrites what it has kept.
+            with torch.no_grad():
+                model.eval()(data, "real")
         model.train()
         loss.backward()
+    assert_same_state(parallel, plain)
+
+
+def test_names_that_a_later_pass_does_not_bind_keep_their_graphs(devices):
+    plain, parallel = gated_twins(devices)
+    real, fake = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    for model in (plain, parallel):
+        (model(real, "real").square().sum() + model(fake, "fake").square().sum()).backward()
     assert_same_state(parallel, plain)
 
 
@@ -286,14 +287,16 @@ def test_what_is_no_part_of_a_replica_keeps_its_graph():
         net.kept = store  # a list of the caller's, under another name
         store.append(net.layer(input))
         net.pair = (store[-1], "text")
+        replicas.append(net)
         return store[-1] * 1
 
+    replicas: list[Any] = []
     _, parallel = twins(Net(forward, layer=nn.Linear(3, 3), store=[]).double(), ["cpu"] * 2)
     store = parallel.module.store
     for _ in range(2):
         parallel(doubles(4, 3))
-    assert len(store) == 4
-    assert all(tensor.grad_fn is not None for tensor in store)
+    assert [tensor.grad_fn is not None for tensor in store] == [True] * 4
+    assert all(replica.kept is store for replica in replicas)
 
 
 def test_replica_that_is_kept_has_what_it_was_given():
@@ -313,34 +316,6 @@ def test_replica_that_is_kept_has_what_it_was_given():
         assert [tensor.grad_fn for tensor in replica.kept] == [None, None]
         assert replica.prior.grad_fn is not None
         assert all(tensor.grad_fn is not None for tensor in [*replica.parameters(), *replica.layer._flat_weights])
-        assert [name for _, name in where_bound(replica, vars(replica)[KEPT].given[parallel.module])] == [
-            "kept",
-            "number",
-        ]
+        bound = where_bound(replica, vars(replica)[KEPT].given[parallel.module])
+        assert [name for _, name in bound] == ["kept", "number"]
     assert all(replica.kept[0].grad_fn is not None for replica in replicas[2:])
-
-
-class Tagged(nn.Module):
-    """Keeps under a name for each kind of images; both passes go backward at once, with a penalty in a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.bn, self.layer = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-    def body(self, hidden: Tensor, tag: str) -> Tensor:
-        return self.layer(hidden).tanh() * getattr(self, f"gate_{tag}")
-
-    def forward(self, input: Tensor, tag: str) -> Tensor:
-        hidden = self.bn(self.stem(input))
-        setattr(self, f"gate_{tag}", self.stem(input).sigmoid())
-        hidden.register_hook(lambda grad: grad * getattr(self, f"gate_{tag}"))
-        return checkpoint(self.body, hidden, tag, use_reentrant=True)
-
-
-def test_names_that_a_later_pass_does_not_bind_keep_their_graphs(devices):
-    plain, parallel = twins(Tagged().double(), devices)
-    real, fake = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
-    for model in (plain, parallel):
-        loss = model(real, "real").square().sum() + model(fake, "fake").square().sum()
-        loss.backward(create_graph=False)
-    assert_same_state(parallel, plain)
