@@ -40,13 +40,13 @@ class All(nn.Module):
         self.dict = nn.ParameterDict({"scale": nn.Parameter(torch.randn(3))})
         self.parametrized = parametrize.register_parametrization(nn.Linear(3, 3), "weight", Doubled())
         self.normed = parametrizations.weight_norm(nn.Linear(3, 3))
-        self.shared = nn.Linear(3, 3, bias=False)
-        self.shared.weight = self.linear.weight
+        self.alias, self.shared = self.linear, nn.Linear(3, 3)
+        self.shared.weight, self.shared.bias = self.linear.weight, self.bn.bias
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_parameter("nothing", None)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        hidden = self.linear(self.bn(input)) * self.list[0] + self.list[1] * self.dict["scale"] + self.frozen
+        hidden = self.alias(self.bn(input)) * self.list[0] + self.list[1] * self.dict["scale"] + self.frozen
         hidden = self.other(self.rnn(hidden[:, None])[0])[0][:, 0].repeat(1, 2)[:, :3]
         return self.shared(self.normed(self.parametrized(hidden))), self.look(self)
 
@@ -117,7 +117,9 @@ def test_parameters_of_replicas_are_theirs(devices):
         own = dict(replica.named_parameters())
         assert list(own) == list(originals)
         assert all((own[name].grad_fn is not None) == p.requires_grad for name, p in originals.items())
+        assert replica.alias is replica.linear
         assert own["linear.weight"] is replica.linear.weight is replica.shared.weight
+        assert own["bn.bias"] is replica.bn.bias is replica.shared.bias
         assert own["rnn.weight_hh_l0"] is replica.rnn.weight_hh_l0
         assert any(own["rnn.weight_hh_l0"] is weight for weight in replica.rnn._flat_weights)
     assert all(originals[name] is parameter for name, parameter in parallel.module.named_parameters())
