@@ -25,6 +25,7 @@ from helpers import (
     run_parts,
     twins,
 )
+from streams import on_a_side_stream
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -144,17 +145,6 @@ def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, w
         assert_same_on_streams(plain, parallel, streams, where, what == "penalty")
 
 
-def on_a_side_stream(function, input):
-    current_stream, own = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
-    own.wait_stream(current_stream)
-    input.record_stream(own)
-    with torch.cuda.stream(own):
-        output = function(input)
-    current_stream.wait_stream(own)
-    output.record_stream(current_stream)
-    return output
-
-
 class WithSideStreamInBackward(nn.Module):
     """Lets the backward pass of its layer find another stream on the last device, as hooks that leave one there do."""
 
@@ -186,20 +176,10 @@ def test_backward_finds_the_stream_that_a_hook_has_left_on_another_gpu(devices):
     assert 0 == parallel.module.found[0] != parallel.module.found[1]
 
 
-class OnStreamOfItsOwn(nn.Module):
-    """Calls its layer on a stream of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm2d(4)
-
-    def forward(self, input):
-        return on_a_side_stream(self.bn, input)
-
-
 @pytest.mark.parametrize("devices", gpu_lists(2))
 def test_gradients_made_on_streams_of_replicas_may_be_added_up_on_others(devices):
-    plain, parallel = twins(OnStreamOfItsOwn().double(), devices)
+    net = Net(lambda net, input: on_a_side_stream(net.bn, input), bn=nn.BatchNorm2d(4))
+    plain, parallel = twins(net.double(), devices)
     data, grad = doubles(4, 4, 5, 5), doubles(4, 4, 5, 5).to(devices[0])
     ours, theirs = (data.to(devices[0]).requires_grad_() for _ in range(2))
     for net, input in ((parallel, ours), (plain, theirs)):

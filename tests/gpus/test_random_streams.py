@@ -5,12 +5,14 @@ On simulated GPUs each of these tests also fails on a race, and on memory that i
 
 import contextlib
 import copy
+import functools
 import random
 
 import pytest
 import torch
 from conftest import CUDA_COUNT
 from helpers import as_devices, assert_equal, doubles, randomize
+from streams import on_a_side_stream, on_stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,18 +21,6 @@ from sync_batchnorm import DataParallelWithCallback, convert_model
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")]
 
 DEVICES = [[0, 1], [0, 0], [0, 1, 0, 1], [0, 1, 2], [1, 0], [0, 1, 2, 3]]
-
-
-@contextlib.contextmanager
-def on_stream(stream, *tensors):
-    """Use `stream` in order with the stream that was current, also for `tensors`."""
-    outer = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outer)
-    for tensor in tensors:
-        tensor.record_stream(stream)
-    with torch.cuda.stream(stream):
-        yield
-    outer.wait_stream(stream)
 
 
 class RandomNet(nn.Module):
@@ -42,17 +32,14 @@ class RandomNet(nn.Module):
         self.layers = nn.ModuleList(copy.deepcopy(choose.choice(kinds)) for _ in range(choose.randint(1, 4)))
         self.layers.append(nn.BatchNorm2d(3))
         self.checkpointed = [choose.random() < 0.25 for _ in self.layers]
-        self.on_own_stream = [choose.random() < 0.5 for _ in self.layers]
+        self.aside = [choose.random() < 0.5 for _ in self.layers]
         self.replicas_with_streams = choose.choice([(), (0,), (1, 2, 3), (0, 1, 2, 3)])
 
     def forward(self, input, number):
-        for layer, checkpointed, own in zip(self.layers, self.checkpointed, self.on_own_stream, strict=True):
-            outer = torch.cuda.current_stream(input.device)
-            use = own and number in self.replicas_with_streams
-            with on_stream(torch.cuda.Stream(input.device), input) if use else contextlib.nullcontext():
-                input = checkpoint(layer, input, use_reentrant=False) if checkpointed else layer(input)
-            if use:
-                input.record_stream(outer)
+        for layer, checkpointed, aside in zip(self.layers, self.checkpointed, self.aside, strict=True):
+            function = functools.partial(checkpoint, layer, use_reentrant=False) if checkpointed else layer
+            is_aside = aside and number in self.replicas_with_streams
+            input = on_a_side_stream(function, input) if is_aside else function(input)
         return input
 
 
@@ -88,7 +75,7 @@ def check(seed):
             tensor.record_stream(torch.cuda.default_stream(tensor.device))
     first = [part.detach().to(devices[0]).requires_grad_() for part in parts]
     expected = plain(torch.cat(first), None)
-    on_first = [own and [tensor.to(devices[0]) for tensor in own] for own in (grads, others)]
+    on_first = [tensors and [tensor.to(devices[0]) for tensor in tensors] for tensors in (grads, others)]
     wanted = gradients([expected], first, [torch.cat(on_first[0])], on_first[1])
     assert_equal(torch.cat([output.to(devices[0]) for output in outputs]), expected, f"output, seed {seed}")
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):

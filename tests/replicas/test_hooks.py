@@ -10,7 +10,6 @@ import torch
 from helpers import Net, as_devices, assert_equal, assert_same_step, assert_trains_as_one_device, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
-from torch.utils.hooks import RemovableHandle
 
 from sync_batchnorm import convert_model
 
@@ -107,17 +106,9 @@ def on_two_modules(net, input):
     return output
 
 
-class Normalizes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(3)
-
-    def forward(self, module, args, output):
-        return self.bn(output)
-
-
 def with_hook_that_is_a_submodule():
-    model = net(lambda net, input: net.layer(input), hook=Normalizes())
+    hook = Net(lambda net, module, args, output: net.bn(output), bn=nn.BatchNorm1d(3))
+    model = net(lambda net, input: net.layer(input), hook=hook)
     model.layer.register_forward_hook(model.hook)
     return model
 
@@ -164,23 +155,6 @@ def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes
     for handle in handles:
         handle.remove()
     assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-
-
-def test_hook_with_the_number_of_one_that_was_unpickled_shares_no_flags_with_it(monkeypatch):
-    def forward(net, input):
-        handle = net.layer.register_forward_hook(doubled_with_kwargs, with_kwargs=True)
-        output = net.second(net.layer(net.bn(input)))
-        handle.remove()
-        return output
-
-    model = net(forward, second=nn.Linear(3, 3)).double()
-    number = model.second.register_forward_hook(doubled).id
-    (plain, parallel), data = twins(model, ["cpu"] * 2), doubles(7, 3)
-    for model in (plain, parallel):  # A process that loads a model counts its hooks from zero.
-        monkeypatch.setattr(RemovableHandle, "next_id", number)
-        model(data)
-    monkeypatch.setattr(RemovableHandle, "next_id", number)
-    assert_same_step(plain, parallel, doubles(7, 3))
 
 
 @pytest.mark.parametrize("way", WRAPPERS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import device_lists, usual_kernels
-from helpers import Net, as_devices, assert_equal, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_gradient, doubles, twins
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
@@ -193,14 +193,9 @@ def test_sparse_parameters_are_shared_by_replicas_on_the_cpu(trained):
         assert_equal(parallel.module.graph.grad.to_dense(), plain.graph.grad.to_dense())
 
 
-class Returning(nn.Linear):
-    def forward(self, input: Tensor) -> Any:
-        return super().forward(input), self.weight
-
-
 def test_replicas_that_return_their_parameters_keep_none_alive(devices):
-    parallel = DataParallelWithCallback(Returning(3, 3).to(as_devices(devices)[0]), devices)
-    weight = weakref.ref(parallel.module.weight)
+    _, parallel = twins(Net(lambda net, input: (net.layer(input), net.layer.weight), layer=nn.Linear(3, 3)), devices)
+    weight = weakref.ref(parallel.module.layer.weight)
     parallel(torch.randn(4, 3))[1].sum().backward()
     del parallel
     gc.collect()
@@ -247,11 +242,10 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_once(
             for model in (plain.train(training), parallel.train(training)):
                 model.zero_grad()
                 model(input).backward(grad)
-            for own, expected in zip(parallel.module.parameters(), plain.parameters(), strict=True):
-                assert (own.grad is None) == (expected.grad is None)
-                if own.requires_grad:
-                    assert_equal(own.grad, expected.grad)
-                    assert_equal(own.detach(), expected.detach())
+            for parameter, expected in zip(parallel.module.parameters(), plain.parameters(), strict=True):
+                assert_same_gradient(parameter.grad, expected.grad)
+                if parameter.requires_grad:
+                    assert_equal(parameter, expected)
             with torch.no_grad():
                 assert_equal(parallel(input), plain(input))
 
