@@ -6,7 +6,8 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -260,6 +261,35 @@ def assert_like(text: str, expected: str) -> None:
     """Compare a text with an expected one, in which "..." stands for any text."""
     pattern = ".+".join(map(re.escape, expected.split("...")))
     assert re.fullmatch(pattern, text, re.DOTALL), f"{text}\n\nnot\n\n{expected}"
+
+
+def assert_same_tree(actual: Any, expected: Any, what: str = "output", tolerance: float | None = None) -> None:
+    """Compare types, keys, values and attributes of two trees; what both share is not looked into."""
+    if actual is expected:
+        return
+    assert type(actual) is type(expected), f"{what}: {actual!r}, not {expected!r}"
+    if isinstance(expected, Tensor):
+        return assert_equal(actual, expected, what, tolerance)
+    ours, theirs = parts_of(actual), parts_of(expected)
+    assert list(ours) == list(theirs), f"{what}: {actual!r}, not {expected!r}"
+    if not theirs:
+        assert actual == expected, f"{what}: {actual!r}, not {expected!r}"
+    for key, part in theirs.items():
+        assert_same_tree(ours[key], part, f"{what}{key}", tolerance)
+
+
+def parts_of(tree: Any) -> dict[str, Any]:
+    """Return the attributes, fields and items of a container, by how Python writes them."""
+    names = {**getattr(tree, "__dict__", {}), **getattr(tree, "__dataclass_fields__", {})}
+    if isinstance(tree, defaultdict):
+        names["default_factory"] = None
+    names.pop("maps", None)  # of a `ChainMap`, which need not have as many
+    parts = {f".{name}": getattr(tree, name) for name in names}
+    if isinstance(tree, Mapping):  # which may iterate over something else than its keys
+        parts.update({f"[{key!r}]": tree[key] for key in tree.keys()})  # noqa: SIM118
+    elif isinstance(tree, (list, tuple, deque)):
+        parts.update({f"[{i}]": item for i, item in enumerate(tree)})
+    return parts
 
 
 def are_distinct_gpus(device_ids: Sequence[Any]) -> bool:

@@ -5,14 +5,14 @@ import re
 import sys
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from dataclasses import InitVar, dataclass, field, fields
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import INTERLEAVED, device_lists, needs_two_gpus
-from helpers import Cache, Net, as_devices, doubles
+from helpers import Cache, Net, as_devices, assert_same_tree, doubles
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback
@@ -122,6 +122,28 @@ class Rowwise(Table):
         return self.columns.keys()
 
 
+class ByAttribute(dict):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclass
+class Open:
+    x: Any
+
+
+class Labelled(dict):
+    label = "none"
+
+
+def with_attributes(made, **attributes):
+    vars(made).update(attributes)
+    return made
+
+
 CONFIG = Settings(["a"])
 CONFIG.parent = CONFIG  # A walk that looks into it must not go on for ever.
 Pair = namedtuple("Pair", ["left", "right"])
@@ -148,32 +170,19 @@ TREES = {
     "Rowwise": lambda x: Rowwise({"a": x}),
     "proxy": lambda x: MappingProxyType({"a": x}),
     "ChainMap": lambda x: ChainMap({"a": x}, {"b": x + 1}),
+    "dataclass that changes its field": Halved,
+    "items are attributes": lambda x: ByAttribute(x=x),
+    "dataclass with attributes": lambda x: with_attributes(Open(x), name="given"),
+    "dict with attributes": lambda x: with_attributes(Labelled(x=x), label="given"),
 }
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Return whether two trees have the same types, keys and values."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, Rowwise):
-        return equal(one.columns, other.columns)
-    if isinstance(one, Mapping):
-        same_fields = not is_dataclass(one) or equal([vars(one)], [vars(other)])
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one) and same_fields
-    if is_dataclass(one):
-        return all(equal(getattr(one, entry.name), getattr(other, entry.name)) for entry in fields(one))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 def scattered(tree, devices):
     """Return what each replica gets as its only argument, both as a positional and as a keyword one."""
     parallel = DataParallelWithCallback(Net(lambda net, *args, **kwargs: None), devices)
     inputs, kwargs = parallel.scatter((tree,), {"named": tree}, parallel.device_ids)
-    assert all(equal(args[0], named["named"]) for args, named in zip(inputs, kwargs, strict=True))
+    for args, named in zip(inputs, kwargs, strict=True):
+        assert_same_tree(args[0], named["named"], "argument", 0.0)
     return [args[0] for args in inputs]
 
 
@@ -188,25 +197,23 @@ def test_trees_of_every_kind_are_cut_and_put_together(devices, kind):
     x = doubles(5, 2, devices=devices)
     before, tree = TREES[kind](x), TREES[kind](x)
     for part, rows in zip(scattered(tree, devices), x.chunk(len(devices)), strict=True):
-        assert equal(part, TREES[kind](rows))
-    assert equal(tree, before)
-    assert equal(returned(TREES[kind], x, devices), before)
+        assert_same_tree(part, TREES[kind](rows), "argument", 0.0)
+    assert_same_tree(tree, before, "argument", 0.0)
+    assert_same_tree(returned(TREES[kind], x, devices), before, "output", 0.0)
 
 
-def test_iterables_that_replicas_return_are_made_anew(devices):
+ITERABLES = {
+    "Cache": lambda x: Cache([(x, x + 1, None)]),
+    "Cache in a dataclass": lambda x: Logits(x, (Cache([[x], [x + 1]]),)),
+    "UserList": lambda x: UserList([x, [x]]),
+    "deque": lambda x: deque([x, x + 1]),
+}
+
+
+@pytest.mark.parametrize("kind", ITERABLES)
+def test_iterables_that_replicas_return_are_made_anew(devices, kind):
     x = doubles(5, 2, devices=devices)
-    for make in (lambda x: Cache([(x, x + 1, None)]), lambda x: Logits(x, (Cache([[x], [x + 1]]),))):
-        assert equal(as_lists(returned(make, x, devices)), as_lists(make(x)))
-    for make in (lambda x: UserList([x, [x]]), lambda x: deque([x, x + 1])):
-        output = returned(make, x, devices)
-        assert type(output) is type(make(x))
-        assert equal(list(output), list(make(x)))
-
-
-def as_lists(output):
-    cache = output if isinstance(output, Cache) else output["hidden"][0]
-    assert type(cache) is Cache
-    return [list(layer) for layer in cache.layers]
+    assert_same_tree(returned(ITERABLES[kind], x, devices), ITERABLES[kind](x), "output", 0.0)
 
 
 def test_gradients_flow_through_trees(devices):
@@ -255,13 +262,6 @@ def test_what_holds_no_tensors_is_shared_but_lists_and_dicts_are_the_replicas_ow
     assert not any(one is other for one, other in pairs)
 
 
-def test_dataclass_is_not_changed_a_second_time_when_it_is_built_anew():
-    x = doubles(5, 2)
-    for part, rows in zip(scattered(Halved(x), ["cpu"] * 2), x.chunk(2), strict=True):
-        assert torch.equal(part.rows, rows / 2)
-        assert part.number == len(rows)
-
-
 def test_dataclass_on_one_device_is_moved_or_passed(devices):
     net = Net(lambda net, batch: (net.seen.append(batch), batch)[1], seen=[])
     parallel, batch = DataParallelWithCallback(net, devices[:1]), Batch(doubles(4, 2, devices=devices))
@@ -279,50 +279,9 @@ def test_torch_moves_each_tensor_of_a_tree_once(monkeypatch):
     for name in ("scatter", "gather"):
         monkeypatch.setattr(f"sync_batchnorm.wrapper.scatter_gather.{name}_by_torch", counted(name))
     tree = TREES["nested"](doubles(4, 2, devices=[0]))
-    assert equal(DataParallelWithCallback(nn.Identity(), [0, 1])(tree), tree)
+    assert_same_tree(DataParallelWithCallback(nn.Identity(), [0, 1])(tree), tree, "output", 0.0)
     assert calls == {"scatter": len(tensors_in(tree)), "gather": len(tensors_in(tree))}
     assert len(tensors_in(tree)) > 1
-
-
-class ByAttribute(dict):
-    """A dict whose attributes are its items."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.__dict__ = self
-
-
-@dataclass
-class Open:
-    x: Any
-
-
-class Labelled(dict):
-    label = "none"
-
-
-def with_attributes(made, **attributes):
-    vars(made).update(attributes)
-    return made
-
-
-WITH_ATTRIBUTES = {
-    "by attribute": (lambda x: ByAttribute(x=x), lambda tree: tree.x),
-    "dataclass": (lambda x: with_attributes(Open(x), name="given"), lambda tree: tree.x * len(tree.name)),
-    "dict": (lambda x: with_attributes(Labelled(x=x), label="given"), lambda tree: tree["x"] * len(tree.label)),
-    "default": (lambda x: defaultdict(lambda: 3, x=x), lambda tree: tree["x"] * tree["missing"]),
-}
-
-
-@pytest.mark.parametrize("kind", WITH_ATTRIBUTES)
-def test_containers_keep_their_attributes(devices, kind):
-    make, read = WITH_ATTRIBUTES[kind]
-    x = torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2)
-    parallel = DataParallelWithCallback(Net(lambda net, tree: (read(tree), make(read(tree)))), devices)
-    expected = read(make(x))
-    output, tree = parallel(make(x))
-    assert torch.equal(output, expected)
-    assert torch.equal(read(tree), read(make(expected)))
 
 
 @dataclass
@@ -529,4 +488,4 @@ def test_random_trees_survive_the_way_to_replicas_and_back():
         tree = {"first": torch.ones(rows), "tree": random_tree(generator, rows)}
         parallel = DataParallelWithCallback(nn.Identity(), ["cpu"] * number)
         inputs, _ = parallel.scatter((tree,), {}, parallel.device_ids)
-        assert equal(parallel.gather([chunk for (chunk,) in inputs], torch.device("cpu")), tree)
+        assert_same_tree(parallel.gather([chunk for (chunk,) in inputs], torch.device("cpu")), tree, "output", 0.0)
