@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import CUDA_COUNT, device_lists
-from helpers import Net, as_devices, assert_equal, assert_same_state, doubles, randomize
+from helpers import Net, as_devices, assert_same_state, assert_same_tree, doubles, randomize
 from torch import Tensor, nn
 
 from sync_batchnorm import (
@@ -22,6 +22,7 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
+from sync_batchnorm.wrapper import tensors_in
 
 R = ["cpu"] * 2
 
@@ -209,24 +210,6 @@ def arguments_of(case: Case, rows: int, devices: list[Any]) -> dict[str, Any]:
     return case.arguments(rows, functools.partial(doubles, devices=devices))
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Batch):
-        tree = vars(tree)
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for child in children for tensor in tensors(child)]
-
-
-def rest(tree: Any) -> Any:
-    """Return what of a tree is no tensor."""
-    if isinstance(tree, dict):
-        return {key: rest(child) for key, child in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [rest(child) for child in tree]
-    return "tensor" if isinstance(tree, Tensor) else tree if isinstance(tree, (str, int)) else type(tree)
-
-
 def call(model: nn.Module, arguments: dict[str, Any], positional: int) -> Any:
     """Pass that many arguments by position; those of ``*others`` always, and that of ``**named`` never."""
     of_others = [i + 1 for i, name in enumerate(arguments) if "[" in name]
@@ -268,25 +251,20 @@ class Passing(nn.DataParallel):
         return super().scatter(inputs, kwargs, device_ids)
 
 
-def assert_three_steps_equal(
-    case: Case, devices: list[Any], rows: int, way: str = "wrapped", positional: int = 9
+def assert_steps_equal(
+    case: Case, devices: list[Any], rows: int, way: str = "wrapped", positional: int = 9, training: bool = True
 ) -> None:
-    plain = randomize(case.make()).double().to(as_devices(devices)[0])
+    plain = randomize(case.make()).double().to(as_devices(devices)[0]).train(training)
     parallel = wrapper(convert_model(copy.deepcopy(plain)), devices, case.dims, way)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, parallel)]
-    for _ in range(3):
+    for _ in range(3 if training else 1):
         arguments = arguments_of(case, rows, devices)
         expected, actual = call(plain, arguments, positional), call(parallel, arguments, positional)
-        assert rest(actual) == rest(expected)
-        pairs = list(zip(tensors(actual), tensors(expected), strict=True))
-        loss = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
-        for i, (ours, theirs) in enumerate(pairs):
-            assert_equal(ours, theirs, f"output {i}")
-            weight = torch.randn_like(theirs)
-            loss = [total + (tensor * weight).sum().cpu() for total, tensor in zip(loss, (theirs, ours), strict=True)]
-        for optimizer, total in zip(optimizers, loss, strict=True):
+        assert_same_tree(actual, expected)
+        grads = list(map(torch.randn_like, tensors_in(expected)))
+        for optimizer, output in zip(optimizers, (expected, actual), strict=True):
             optimizer.zero_grad()
-            total.backward()
+            torch.autograd.backward(tensors_in(output), grads)
             optimizer.step()
         assert_same_state(parallel, plain)
 
@@ -294,34 +272,27 @@ def assert_three_steps_equal(
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("rows", [5, 7])
 def test_program_equals_one_device_in_three_steps(devices, rows, kind):
-    assert_three_steps_equal(CASES[kind], devices, rows)
+    assert_steps_equal(CASES[kind], devices, rows)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("positional", [0, 1])
 def test_arguments_are_named_alike_by_position_and_by_keyword(devices, positional, kind):
-    assert_three_steps_equal(CASES[kind], devices, 5, positional=positional)
+    assert_steps_equal(CASES[kind], devices, 5, positional=positional)
 
 
 @pytest.mark.parametrize("kind", ["GRU", "detector", "nested"])
 @pytest.mark.parametrize("way", ["patched", "patched subclass", "copied", "pickled", "own scatter"])
 @pytest.mark.parametrize("devices", device_lists(3))
 def test_wrapper_of_every_origin_knows_the_dimensions(devices, way, kind):
-    assert_three_steps_equal(CASES[kind], devices, 7, way)
+    assert_steps_equal(CASES[kind], devices, 7, way)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("devices", device_lists(1, 4))
 def test_one_device_and_fewer_rows_than_devices(devices, rows, kind):
-    case = CASES[kind]
-    plain = case.make().double().to(as_devices(devices)[0]).eval()
-    parallel = wrapper(convert_model(copy.deepcopy(plain)), devices, case.dims)
-    arguments = arguments_of(case, rows, devices)
-    expected, actual = call(plain, arguments, 9), call(parallel, arguments, 9)
-    assert rest(actual) == rest(expected)
-    for ours, theirs in zip(tensors(actual), tensors(expected), strict=True):
-        assert_equal(ours, theirs)
+    assert_steps_equal(CASES[kind], devices, rows, training=False)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -446,14 +417,11 @@ WHOLE: dict[str, Any] = {  # what replicas return as a whole, and what replica 1
 @pytest.mark.parametrize("kind", WHOLE)
 def test_values_of_what_is_whole_must_be_equal_in_all_replicas(kind):
     value, other = WHOLE[kind]
-    for second, is_right in ((value.clone(), True), (other, False)):
-        net = Net(lambda net, x, second=second: (x, second if x[0] else value))
-        parallel = DataParallelWithCallback(net, R, out_dims=(0, None))
-        if is_right:
-            assert parallel(torch.arange(4.0))[1] is value
-            continue
-        with pytest.raises(ValueError, match=r"replica 0 returned output\[1\] = tensor"):
-            parallel(torch.arange(4.0))
+    net = Net(lambda net, x: (x, net.seconds.pop() if x[0] else value), seconds=[other, value.clone()])
+    parallel = DataParallelWithCallback(net, R, out_dims=(0, None))
+    assert parallel(torch.arange(4.0))[1] is value
+    with pytest.raises(ValueError, match=r"replica 0 returned output\[1\] = tensor"):
+        parallel(torch.arange(4.0))
 
 
 class OwnSteps(nn.DataParallel):
