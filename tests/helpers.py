@@ -248,7 +248,7 @@ def assert_equal(actual: Tensor, expected: Tensor, label: str = "", tolerance: f
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
     if not actual.dtype.is_floating_point or not actual.numel():
-        assert torch.equal(actual, expected), f"{label}: {actual}, not {expected}"
+        assert torch.equal(actual.cpu(), expected.cpu()), f"{label}: {actual}, not {expected}"
         return
     tolerance = TOLERANCES[actual.dtype] if tolerance is None else tolerance
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()

@@ -68,15 +68,6 @@ def test_scalars_have_no_other_dimension_to_be_gathered_along():
         join([torch.tensor(1.0)] * 2, CPU, 1)
 
 
-def test_scalars_become_a_vector_with_a_warning():
-    rows = torch.arange(3.0, requires_grad=True)
-    with pytest.warns(UserWarning, match="all input tensors were scalars"):
-        vector, _ = DataParallelWithCallback(Net(lambda net, row: [row.sum(), row]), ["cpu"] * 3)(rows)
-    assert torch.equal(vector.detach(), rows.detach())
-    vector.backward(torch.tensor([3.0, 4.0, 5.0]))
-    assert rows.grad.tolist() == [3.0, 4.0, 5.0]
-
-
 def test_outputs_of_another_dtype_are_gathered_under_autocast():
     rows = torch.arange(4, dtype=torch.float16)  # which autocast on the CPU does not concatenate
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -133,17 +124,38 @@ UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names 
 }
 
 
-def returning(first, others):
-    return Net(lambda net, input: (first if input[0, 0] == 0 else others)(input))
+DIFFER = (
+    ": their numbers of dimensions differ, as after squeeze() of a single row; "
+    "write flatten(1) for (N, C, 1, 1), squeeze(1) for (N, 1)"
+)
+ALONG = "; outputs are put together along dimension 0, so all other sizes must be equal; pad them"
+SIZES: dict[str, Any] = {  # as of `pad_packed_sequence`, since each chunk has a longest sequence of its own
+    "tensor": (lambda x: x, lambda x: x[:, :1], f"[(3, 2), (3, 1)]{ALONG}"),
+    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, f"[(3, 2), (3, 1)]{ALONG}"),
+    "dimensions": (lambda x: [x], lambda x: [x[..., None]], f"[(3, 2), (3, 2, 1)]{DIFFER}"),
+    "squeeze": (lambda x: x[:, 0], lambda x: x[:1, 0].squeeze(), f"[(3,), ()]{DIFFER}"),
+    "squeeze of the first": (lambda x: x[:1, 0].squeeze(), lambda x: x[:, 0], f"[(), (3,)]{DIFFER}"),
+}
+
+
+def returning(first, others, devices):
+    """Return the output for six rows if replica 0 returns one function of its rows, and the others another."""
+    net = Net(lambda net, input: (first if input[0, 0] == 0 else others)(input))
+    return DataParallelWithCallback(net, devices)(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     *outputs, found = UNLIKE[kind]
     with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return the same keys, lengths"):
-        DataParallelWithCallback(returning(*outputs), devices)(
-            torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2)
-        )
+        returning(*outputs, devices)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
+    *outputs, found = SIZES[kind]
+    with pytest.raises(RuntimeError, match=f"^replicas returned tensors of shapes {re.escape(found)}"):
+        returning(*outputs, devices)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +164,10 @@ def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     ids=lambda value: type(value).__name__,
 )
 def test_replicas_that_return_no_tensors_are_told(devices, output):
-    parallel = DataParallelWithCallback(returning(*[lambda x: (x, output)] * 2), devices)
     name, path = ("str", "[1][0]") if output == ["a"] else (type(output).__name__, "[1]")
     text = re.escape(f"mappings and dataclasses of tensors, got {name} in output{path}; return tensors")
     with pytest.raises(TypeError, match=text):
-        parallel(torch.zeros(4, 2, device=as_devices(devices)[0]))
+        returning(*[lambda x: (x, output)] * 2, devices)
 
 
 ALIKE: dict[str, Any] = {
@@ -171,9 +182,8 @@ ALIKE: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_outputs_that_are_alike_are_put_together_as_those_of_the_first(devices, kind):
-    data = torch.arange(8.0, device=as_devices(devices)[0]).view(4, 2)
-    output, expected = DataParallelWithCallback(returning(*ALIKE[kind]), devices)(data), ALIKE[kind][0](data)
-    assert repr(output) == repr(expected)
+    expected = ALIKE[kind][0](torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))
+    assert repr(returning(*ALIKE[kind], devices)) == repr(expected)
 
 
 def test_arrays_that_replicas_return_must_be_equal():
@@ -185,26 +195,3 @@ def test_arrays_that_replicas_return_must_be_equal():
         parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
         with pytest.raises(ValueError, match="replica 0 returned"):
             parallel(x)
-
-
-DIFFER = (
-    ": their numbers of dimensions differ, as after squeeze() of a single row; "
-    "write flatten(1) for (N, C, 1, 1), squeeze(1) for (N, 1)"
-)
-ALONG = "; outputs are put together along dimension 0, so all other sizes must be equal; pad them"
-SIZES: dict[str, Any] = {
-    "tensor": (lambda x: x, lambda x: x[:, :1], f"[(3, 2), (3, 1)]{ALONG}"),
-    "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, f"[(3, 2), (3, 1)]{ALONG}"),
-    "dimensions": (lambda x: [x], lambda x: [x[..., None]], f"[(3, 2), (3, 2, 1)]{DIFFER}"),
-    "squeeze": (lambda x: x[:, 0], lambda x: x[:1, 0].squeeze(), f"[(3,), ()]{DIFFER}"),
-    "squeeze of the first": (lambda x: x[:1, 0].squeeze(), lambda x: x[:, 0], f"[(), (3,)]{DIFFER}"),
-}
-
-
-@pytest.mark.parametrize("kind", SIZES)
-def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
-    """As those of `pad_packed_sequence` without a total length, since each chunk has a longest sequence of its own."""
-    first, others, found = SIZES[kind]
-    parallel = DataParallelWithCallback(returning(first, others), devices)
-    with pytest.raises(RuntimeError, match=f"^replicas returned tensors of shapes {re.escape(found)}"):
-        parallel(torch.arange(12.0, device=as_devices(devices)[0]).view(6, 2))

@@ -233,9 +233,13 @@ def test_scalars_of_trees_are_copied_and_gathered(devices):
         assert part.mask.device == part.images.device == at
         assert part.mask == 3.0
         assert part.mask.data_ptr() != scale.data_ptr()
+    x.requires_grad_()
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
         output = returned(lambda x: Batch(x, x.sum()), x, devices)
-    assert output.mask.tolist() == [float(rows.sum()) for rows in x.chunk(len(devices))]
+    assert output.mask.tolist() == [float(rows.sum()) for rows in x.detach().chunk(len(devices))]
+    grad = torch.arange(len(devices), device=device)
+    output.mask.backward(grad.float())
+    assert x.grad.tolist() == [[i] for i, rows in enumerate(x.chunk(len(devices))) for _ in rows]
 
 
 @dataclass(eq=False)
