@@ -1,19 +1,17 @@
 """Whether copies between devices arrive is asked where there are two, and not on a machine without them."""
 
 import copy
-import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from conftest import CUDA_COUNT, needs_two_gpus
-from helpers import assert_same_step, doubles, in_threads
+from helpers import assert_same_step, doubles
+from scripted import TorchStyle
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
-from sync_batchnorm.wrapper.copies import make_replicas
 from sync_batchnorm.wrapper.devices import as_device, check_copies
-from sync_batchnorm.wrapper.scatter_gather import join
 
 
 @pytest.fixture(autouse=True)
@@ -74,28 +72,23 @@ def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkey
 @pytest.mark.skipif(CUDA_COUNT > 0, reason="for machines without a GPU")
 @pytest.mark.parametrize("ids", [[0, 0], [0, 1]], ids=str)
 def test_patched_wrapper_of_gpus_runs_in_a_test_without_any_if_it_replaces_the_steps_on_devices(ids):
-    class OnCpu(nn.DataParallel):
+    class OnCpu(TorchStyle):
         """As somebody's test replaces what needs a GPU."""
 
-        def __init__(self, module: nn.Module) -> None:
-            nn.Module.__init__(self)
-            self.module, self.dim, self.device_ids = module, 0, ids
-            self.output_device, self.src_device_obj = ids[0], torch.device("cpu")
+        forward = nn.DataParallel.forward
 
         def scatter(self, inputs, kwargs, device_ids):
             chunks = [(chunk,) for chunk in inputs[0].chunk(len(device_ids))]
             return chunks, [kwargs] * len(chunks)
 
         def replicate(self, module, device_ids):
-            return make_replicas(module, [torch.device("cpu")] * len(device_ids), not torch.is_grad_enabled())
+            return super().replicate(module, ["cpu"] * len(device_ids))
 
         def gather(self, outputs, output_device):
-            return join(outputs, torch.device("cpu"), 0)
-
-        def parallel_apply(self, replicas, inputs, kwargs):
-            pairs = zip(replicas, inputs, strict=True)
-            return in_threads(*[functools.partial(replica, *args) for replica, args in pairs])
+            return torch.cat(outputs)
 
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    parallel = patch_replication_callback(OnCpu(convert_model(copy.deepcopy(plain))))
+    parallel = OnCpu(convert_model(copy.deepcopy(plain)), 2)
+    parallel.device_ids = ids
+    patch_replication_callback(parallel)
     assert_same_step(plain, parallel, doubles(5, 3))
