@@ -37,15 +37,14 @@ def run(layer, input):
 def test_layer_of_a_replica_stays_on_its_device_and_says_nothing(devices, move, layer):
     def forward(net, input):
         parameters = dict(net.named_parameters())
-        if not net.is_plain:
+        if vars(net).get("_is_replica"):
             assert move(net.layer, as_devices(devices)[0]) is net.layer
             assert {parameter.device for parameter in net.parameters()} == {input.device}
             assert {buffer.device for buffer in net.buffers()} == {input.device}
             assert all(parameter is parameters[name] for name, parameter in net.named_parameters())
         return run(net.layer, net.bn(input))
 
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=layer(), is_plain=True).double(), devices)
-    parallel.module.is_plain = False
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=layer()).double(), devices)
     for _ in range(2):
         assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
@@ -98,13 +97,11 @@ def test_copies_of_a_layer_of_a_replica_convert_themselves():
 )
 def test_gradients_are_not_those_of_a_replica_as_torch_says(devices, clear, text):
     def forward(net, input):
-        if not net.is_plain:
+        if vars(net).get("_is_replica"):
             clear(net)
         return net.layer(net.bn(input))
 
-    net = Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3), is_plain=True).double()
-    plain, parallel = twins(net, devices)
-    parallel.module.is_plain = False
+    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double(), devices)
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -130,11 +130,6 @@ class ByAttribute(dict):
         self.__dict__ = self
 
 
-@dataclass
-class Open:
-    x: Any
-
-
 class Labelled(dict):
     label = "none"
 
@@ -172,7 +167,7 @@ TREES = {
     "ChainMap": lambda x: ChainMap({"a": x}, {"b": x + 1}),
     "dataclass that changes its field": Halved,
     "items are attributes": lambda x: ByAttribute(x=x),
-    "dataclass with attributes": lambda x: with_attributes(Open(x), name="given"),
+    "dataclass with attributes": lambda x: with_attributes(Batch(x), name="given"),
     "dict with attributes": lambda x: with_attributes(Labelled(x=x), label="given"),
 }
 
@@ -351,23 +346,11 @@ class WithSlots:
         self.rows = {"x": x}
 
 
-class Graph:
+class Graph(deque):
     """Can be called, and has items, as those of PyTorch Geometric."""
-
-    def __init__(self, x):
-        self.x = x
 
     def __call__(self):
         return self
-
-    def __len__(self):
-        return 1
-
-    def __iter__(self):
-        return iter(())
-
-    def __contains__(self, key):
-        return False
 
 
 class Lazy(Table):
@@ -387,7 +370,7 @@ HIDDEN = {  # what holds tensors that are no leaves, its class, and its path
     "slots": (lambda x: (x, WithSlots(x)), "WithSlots", "[1]"),
     "namespace": (lambda x: [x, SimpleNamespace(x=x)], "SimpleNamespace", "[1]"),
     "attribute of a dict": (lambda x: {"a": with_attributes(Labelled(x=x), first=x * 1)}, "Labelled", "['a']"),
-    "attribute of a dataclass": (lambda x: {"a": with_attributes(Open(x), more=(x,))}, "Open", "['a']"),
+    "attribute of a dataclass": (lambda x: {"a": with_attributes(Batch(x), more=(x,))}, "Batch", "['a']"),
     "distribution": (lambda x: Batch(x, kind=torch.distributions.Normal(x, 1.0)), "Normal", ".kind"),
     "packed": (lambda x: [x, nn.utils.rnn.pack_sequence([x])], "PackedSequence", "[1]"),
     "partly unreadable": (lambda x: {"a": Lazy({"x": x, "missing": None})}, "Lazy", "['a']"),
@@ -408,7 +391,7 @@ def test_tensors_that_cannot_be_reached_are_refused_with_their_path(devices, kin
 def test_tensors_in_what_can_be_called_and_has_items_are_refused():
     x = doubles(4, 2)
     with pytest.raises(TypeError, match=r"input\['graphs'\]\[0\], a Graph that holds tensors, cannot be cut"):
-        DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)({"x": x, "graphs": [Graph(x)]})
+        DataParallelWithCallback(nn.Identity(), ["cpu"] * 2)({"x": x, "graphs": [with_attributes(Graph(), x=x)]})
 
 
 def test_objects_that_hold_tensors_are_handed_on_if_they_are_named_whole(devices):
