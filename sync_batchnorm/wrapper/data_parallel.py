@@ -110,7 +110,11 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
 
 class _ReplicationMixin(DataParallel[Any]):
-    """Extends a `DataParallel`: it calls the callbacks, runs the replicas so that they can exchange, and warns."""
+    """Extends a `DataParallel`: it calls the callbacks, runs the replicas so that they can exchange, and warns.
+
+    It does not work to derive this from `AnyDeviceDataParallel`, which would then come before the bases of a user's
+    class: `super()` in that class would not reach them.
+    """
 
     _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
     _sync_timeout: float = DEFAULT_TIMEOUT
