@@ -10,7 +10,6 @@ the square of a mean of means is at most the mean of their squares, and the vari
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,21 +44,16 @@ batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
-class Line(NamedTuple):
-    """The function ``x * slope + offset`` of each channel, as a batch norm with a mean of zeros and a variance of ones.
+Line = tuple[Tensor, ...]  # what `line_of` returns
 
-    Slope and offset take the places of weight and bias. All replicas of a call use the same tensors, ``(C,)`` each.
+
+def line_of(slope: Tensor, offset: Tensor) -> Line:
+    """Return what makes a batch norm of the function ``x * slope + offset`` of each channel, for all replicas.
+
+    These are slope and offset, in the places of weight and bias, a mean of zeros and a variance of ones, ``(C,)`` each;
+    and a tensor without elements, into which the operator returns what it has not computed.
     """
-
-    slope: Tensor
-    offset: Tensor
-    zeros: Tensor
-    ones: Tensor
-    none: Tensor  # without elements, into which the operator returns what it has not computed
-
-    @staticmethod
-    def of(slope: Tensor, offset: Tensor) -> "Line":
-        return Line(slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0))
+    return slope, offset, torch.zeros_like(slope), torch.ones_like(slope), slope.new_empty(0)
 
 
 class Cpu(Backend):
@@ -81,7 +75,7 @@ class Cpu(Backend):
                 slope = _factor(invstd, part.weight, statistics_dtype(part.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if part.bias is None else torch.addcmul(part.bias, mean, slope, value=-1)
-                line = Line.of(slope, offset.to(slope.dtype))
+                line = line_of(slope, offset.to(slope.dtype))
             # Into memory, since torch then refuses tangents of forward mode, which would be lost.
             part.output = memory_for_output(part.input) if part.memory is None else part.memory
             affine(part.input, line, part.output)
@@ -133,12 +127,12 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, d
     offset, of_normalized = terms.div_(-batch.elements).unbind()
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (of_normalized * invstd).to(dtype)
-    return Line.of(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
+    return line_of(slope, torch.addcmul(offset, slope, mean, value=-1).to(dtype))
 
 
 def _input_gradient(part: BackwardPart, line: Line, factor: Tensor) -> Tensor:
     """Return the gradient of the input of one replica: the common terms, and `factor` times that of its output."""
-    input, dy, dtype = part.input, part.grad_output, line.slope.dtype
+    input, dy, dtype = part.input, part.grad_output, factor.dtype
     is_half = input.dtype != dtype  # Even a `to` that does nothing takes time.
     grad_input = affine(input.to(dtype) if is_half else input, line)
     if dy is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import environment, keep_freed_memory
 
-from sync_batchnorm.backends.cpu import Cpu, Line, affine, gradient_sums
+from sync_batchnorm.backends.cpu import Cpu, affine, gradient_sums, line_of
 
 SHAPE, ROUNDS = (4, 64, 56, 56), 60
 
@@ -25,7 +25,7 @@ def operators(memory_format: torch.memory_format) -> dict[str, Callable[[], obje
     channels = SHAPE[1]
     zeros, ones = torch.zeros(channels), torch.ones(channels)
     vector = torch.rand(channels)
-    line = Line.of(vector, vector)
+    line = line_of(vector, vector)
     spread = vector.view(1, -1, 1, 1)
     backward = torch.ops.aten.native_batch_norm_backward.default
 
