@@ -75,13 +75,13 @@ def own_seconds() -> float:
     return time.process_time() - time.thread_time()
 
 
-def seconds_of_children(proc: Path = Path("/proc")) -> float:
+def seconds_of_children() -> float:
     """Return the processor time of the processes below this one, those that have ended included.
 
     Only Linux tells it of processes that still run; elsewhere, a test that waits for one counts as idle meanwhile.
     """
     parents, seconds = {}, {}
-    for stat in proc.glob("[0-9]*/stat"):
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # It has ended.
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             parents[int(stat.parent.name)] = int(fields[1])

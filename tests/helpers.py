@@ -317,18 +317,16 @@ def assert_same_state(parallel: nn.Module, plain: nn.Module, tolerance: float | 
         assert_same_gradient(gradients[name].grad, parameter.grad, f"gradient of {name}", tolerance)
 
 
-def assert_same_step(
-    plain: nn.Module, parallel: nn.Module, input: Tensor, grad: Tensor | None = None, tolerance: float | None = None
-) -> None:
+def assert_same_step(plain: nn.Module, parallel: nn.Module, input: Tensor, grad: Tensor | None = None) -> None:
     """Run one forward and one backward, with a random upstream gradient, on both; compare all results."""
     inputs = [input.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
     expected, actual = plain(inputs[0]), parallel(inputs[1])
-    assert_equal(actual, expected, "output", tolerance)
+    assert_equal(actual, expected, "output")
     grad = torch.randn_like(expected) if grad is None else grad
     expected.backward(grad)
     actual.backward(grad)
-    assert_equal(inputs[1].grad, inputs[0].grad, "input gradient", tolerance)
-    assert_same_state(parallel, plain, tolerance)
+    assert_equal(inputs[1].grad, inputs[0].grad, "input gradient")
+    assert_same_state(parallel, plain)
 
 
 def assert_trains_as_one_device(
@@ -367,9 +365,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     return rows.view(*rows.shape, *[1] * (tensor.dim() - 2))
 
 
-def assert_same_parts(
-    plain: nn.Module, parallel: DataParallelWithCallback, parts: Sequence[Tensor], tolerance: float | None = None
-) -> None:
+def assert_same_parts(plain: nn.Module, parallel: DataParallelWithCallback, parts: Sequence[Tensor]) -> None:
     """As `assert_same_step`, with one part for each replica; the reference gets all elements of all parts as rows.
 
     The parts may be on any device: each replica gets a copy on its own, the reference copies on the first.
@@ -379,10 +375,10 @@ def assert_same_parts(
     outputs = run_parts(parallel, inputs)
     assert [output.shape for output in outputs] == [part.shape for part in parts]
     expected = plain(torch.cat([as_rows(part) for part in copies]))
-    assert_equal(torch.cat([as_rows(output.to(expected.device)) for output in outputs]), expected, "output", tolerance)
+    assert_equal(torch.cat([as_rows(output.to(expected.device)) for output in outputs]), expected, "output")
     grads = [torch.randn_like(output) for output in outputs]
     torch.autograd.backward(outputs, grads)
     expected.backward(torch.cat([as_rows(grad.to(expected.device)) for grad in grads]))
     for i, (input, copied) in enumerate(zip(inputs, copies, strict=True)):
-        assert_equal(input.grad, copied.grad, f"input gradient of part {i}", tolerance)
-    assert_same_state(parallel, plain, tolerance)
+        assert_equal(input.grad, copied.grad, f"input gradient of part {i}")
+    assert_same_state(parallel, plain)

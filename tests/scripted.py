@@ -107,8 +107,8 @@ WRAPPERS: dict[str, Callable[..., nn.DataParallel]] = {
 }
 
 
-def batch(number: int = R) -> tuple[Tensor, Tensor]:
-    return torch.randn(2 * number, 4, dtype=torch.float64), torch.arange(number).repeat_interleave(2)
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(2 * R, 4, dtype=torch.float64), torch.arange(R).repeat_interleave(2)
 
 
 def scripted(*steps: tuple[int, str, Callable[[Scripted, Tensor], Any]]) -> Scripted:
