@@ -63,9 +63,9 @@ def assert_synchronized(
     Raises:
         TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would normalize with less than the whole batch, what has the code of one, and lists, tuples and dicts of
-            layers in attributes, with the reason for each; or if the model has no such layer. See "Training that is not
-            synchronized" on the page "Troubleshooting".
+            would not synchronize, what has the code of one, and lists, tuples and dicts of layers in attributes, with
+            the reason for each; or if the model has no such layer. See "Training that is not synchronized" on the page
+            "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)
