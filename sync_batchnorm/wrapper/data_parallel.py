@@ -240,16 +240,15 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         timeout: how many seconds a replica waits for another one that still runs, before a `ReplicaSyncError`, which
             your thread gets up to two seconds later; failures end waits at once.
         in_dims: the dimension along which an argument of `forward` is cut, by its name: an int, None to give every
-            replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Arguments
-            that are not named are cut along `dim`.
+            replica the whole, or a tuple or dict of these for its entries; 0 cuts a list by its entries. Tensors that
+            are not named are cut along `dim`.
         out_dims: the dimension along which outputs are put together, as in `torch.vmap`; None in a tuple or dict: the
             output of replica 0; 0 joins lists.
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, `device_ids` of different kinds, and
-            `in_dims` of arguments that `forward` does not have; from
-            a call, if what it is given or what the replicas return cannot be cut into chunks or put together, see
-            "Arguments and outputs" on the page "Usage".
+            `in_dims` of arguments that `forward` does not have; from a call, if what it is given or what the replicas
+            return cannot be cut into chunks or put together, see "Arguments and outputs" on the page "Usage".
         RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
             replicated or is traced, if copies between devices lose data, if shapes of outputs do not fit, if a replica
             trains a synchronized layer that is not its own, see "Layers that do not belong to the replica" on the page
