@@ -150,6 +150,15 @@ class AdaIN(nn.Module):
         return output.view(input.shape)
 
 
+class Freezes(nn.Sequential):
+    """Freezes its first layer whenever somebody calls train()."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
 class TwoLayers(nn.Module):
     """Two layers with a ReLU in place between them: the smallest net with everything that can go wrong."""
 

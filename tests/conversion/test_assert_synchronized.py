@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import AdaIN, Net, WithPipe, assert_like
+from helpers import AdaIN, Freezes, Net, WithPipe, assert_like
 from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
@@ -100,15 +100,6 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
 class Norm(nn.BatchNorm1d):
     def forward(self, input):
         return super().forward(input) * 2
-
-
-class Freezes(nn.Sequential):
-    """Freezes its norms whenever somebody calls train()."""
-
-    def train(self, mode=True):
-        super().train(mode)
-        self[0].eval()
-        return self
 
 
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"

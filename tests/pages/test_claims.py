@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_lists
-from helpers import AdaIN, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
+from helpers import AdaIN, Freezes, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -161,9 +161,9 @@ def test_losses_in_training_and_a_list_of_dicts_in_evaluation_have_one_dimension
 
     parallel, images = DataParallelWithCallback(Net(detect), CPUS, out_dims=0), doubles(5, 4)
     assert_equal(parallel(images)["loss"], images.mean(1))
-    found = parallel.eval()(images)
-    assert [list(entry) for entry in found] == [["boxes"]] * 5
-    assert_equal(torch.stack([entry["boxes"] for entry in found]), images)
+    detections = parallel.eval()(images)
+    assert [list(detection) for detection in detections] == [["boxes"]] * 5
+    assert_equal(torch.stack([detection["boxes"] for detection in detections]), images)
 
 
 def test_compiled_submodule_is_that_of_the_model_in_each_replica():
@@ -196,40 +196,26 @@ def test_group_norm_is_equal_in_replicas_without_this_library():
     assert_matches_one_device(net, doubles(3, 3, 6, 6))
 
 
-class FreezesInTrain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
+class FreezesByClass(nn.Sequential):
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
-        self.stem.eval()
-        return self
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.head(self.stem(input))
-
-
-class FreezesByClass(FreezesInTrain):
-    def train(self, mode: bool = True) -> nn.Module:
-        nn.Module.train(self, mode)
-        for layer in (self.stem, self.head):
+        for layer in self:
             if type(layer) is nn.BatchNorm2d or layer.__class__.__name__ == "BatchNorm2d":
                 layer.eval()
         return self
 
 
 def test_train_that_compares_classes_freezes_no_converted_layer():
-    net = FreezesByClass().train()
-    assert not net.stem.training
+    net = FreezesByClass(nn.BatchNorm2d(3)).train()
+    assert not net[0].training
     converted = convert_model(net).train()
-    assert converted.stem.training
-    assert isinstance(converted.stem, nn.BatchNorm2d)
+    assert converted[0].training
+    assert isinstance(converted[0], nn.BatchNorm2d)
 
 
 @pytest.mark.parametrize(
     ("net", "ignore"),
-    [(nn.Sequential(nn.BatchNorm2d(3), AdaIN(3)), AdaIN), (FreezesInTrain(), "module.stem")],
+    [(nn.Sequential(nn.BatchNorm2d(3), AdaIN(3)), AdaIN), (Freezes(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), "module.0")],
     ids=["AdaIN", "frozen"],
 )
 def test_norm_that_is_right_as_it_is_can_be_left_out(net, ignore):
