@@ -421,6 +421,7 @@ def checks_of_one_process_are_refused_or_name_what_is_in_eval_mode() -> None:
         assert_matches_one_device(nn.Linear(3, 3), torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
         assert_synchronized(SynchronizedBatchNorm2d(3, track_running_stats=False).eval())
+    assert_synchronized(SynchronizedBatchNorm2d(3))  # The processes are connected, without a wrapper.
 
 
 @check
