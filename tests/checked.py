@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
+import pytest
 import torch
 from helpers import Net
 from torch import nn
 
-from sync_batchnorm import DataParallelWithCallback
+from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device
 
 # One batch in every run: of a few, rows that should differ agree to the tolerance of the check.
 _drawn = torch.Generator().manual_seed(0)
@@ -22,10 +24,28 @@ class Apply(Net):
         super().__init__(function, parts=nn.ModuleList(modules), **buffers)
 
 
+class DropPath(Net):
+    """A copy of the class of timm, as many projects have one."""
+
+
+class MeanInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / len(grad)
+
+
 def quietly(function, *args):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*args)
+
+
+def mix(self, x):
+    return x - x.mean(0)
 
 
 def hide(self, x):
@@ -44,3 +64,12 @@ def bind(name, value):
 
 def wrapped(module, **options):
     return DataParallelWithCallback(module, ["cpu"] * 2, **options)
+
+
+def assert_names(texts, model, *inputs, **options):
+    """Check that the check fails, and says these texts, with "..." for any text and "$" for the end; return all."""
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(model, *inputs, **options)
+    for text in texts:
+        caught.match(re.escape(text).replace(r"\.\.\.", ".*").replace(r"\$", "$"))
+    return str(caught.value)

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from checked import IMAGES, VECTORS, Apply, bind, hide, quietly, wrapped
+from checked import IMAGES, VECTORS, Apply, bind, hide, mix, quietly, wrapped
 from conftest import FREE_THREADED
 from helpers import Net, anatomy
 from torch import nn
@@ -74,10 +74,6 @@ def stochastic_depth():
 
 def in_checkpoint(self, x):
     return checkpoint(lambda y: F.dropout(self.parts[1](self.parts[0](y))).exp(), x, use_reentrant=False)
-
-
-def mix(self, x):
-    return x - x.mean(0)
 
 
 def in_thread(self, x):
