@@ -272,19 +272,19 @@ def assert_like(text: str, expected: str) -> None:
     assert re.fullmatch(pattern, text, re.DOTALL), f"{text}\n\nnot\n\n{expected}"
 
 
-def assert_same_tree(actual: Any, expected: Any, what: str = "output", tolerance: float | None = None) -> None:
+def assert_same_tree(actual: Any, expected: Any, label: str = "output", tolerance: float | None = None) -> None:
     """Compare types, keys, values and attributes of two trees; what both share is not looked into."""
     if actual is expected:
         return
-    assert type(actual) is type(expected), f"{what}: {actual!r}, not {expected!r}"
+    assert type(actual) is type(expected), f"{label}: {actual!r}, not {expected!r}"
     if isinstance(expected, Tensor):
-        return assert_equal(actual, expected, what, tolerance)
+        return assert_equal(actual, expected, label, tolerance)
     ours, theirs = parts_of(actual), parts_of(expected)
-    assert list(ours) == list(theirs), f"{what}: {actual!r}, not {expected!r}"
+    assert list(ours) == list(theirs), f"{label}: {actual!r}, not {expected!r}"
     if not theirs:
-        assert actual == expected, f"{what}: {actual!r}, not {expected!r}"
+        assert actual == expected, f"{label}: {actual!r}, not {expected!r}"
     for key, part in theirs.items():
-        assert_same_tree(ours[key], part, f"{what}{key}", tolerance)
+        assert_same_tree(ours[key], part, f"{label}{key}", tolerance)
 
 
 def parts_of(tree: Any) -> dict[str, Any]:

@@ -135,6 +135,10 @@ class Case(NamedTuple):
     dims: dict[str, Any]
 
 
+def with_two_states(n: int, new: Any) -> dict[str, Any]:
+    return {"x": new(n, 5, 4), "state": (new(2, n, 4), new(2, n, 4))}
+
+
 LSTM = functools.partial(Recurrent, nn.LSTM)
 CASES = {
     "GRU": Case(
@@ -142,16 +146,8 @@ CASES = {
         lambda n, new: {"x": new(n, 5, 4), "state": new(2, n, 4)},
         {"in_dims": {"state": 1}, "out_dims": (0, 1)},
     ),
-    "LSTM": Case(
-        LSTM,
-        lambda n, new: {"x": new(n, 5, 4), "state": (new(2, n, 4), new(2, n, 4))},
-        {"in_dims": {"state": (1, -2)}, "out_dims": (0, (1, 1))},
-    ),
-    "LSTM, one dimension for both": Case(
-        LSTM,
-        lambda n, new: {"x": new(n, 5, 4), "state": (new(2, n, 4), new(2, n, 4))},
-        {"in_dims": {"state": 1}, "out_dims": (0, 1)},
-    ),
+    "LSTM": Case(LSTM, with_two_states, {"in_dims": {"state": (1, -2)}, "out_dims": (0, (1, 1))}),
+    "LSTM, one dimension for both": Case(LSTM, with_two_states, {"in_dims": {"state": 1}, "out_dims": (0, 1)}),
     "time first": Case(
         functools.partial(Recurrent, nn.RNN, batch_first=False),
         lambda n, new: {"x": new(5, n, 4), "state": new(2, n, 4)},
@@ -340,13 +336,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
     "fields": (Two(), {"mask": {"masks": None}}, (X, Batch(X, X)), ValueError, f"{FITS}{{'masks': None}}; {BY_KEYS}"),
     "keys": (Two(), {"mask": (0, None)}, (X, {"a": X, "b": X}), ValueError, f"2 entries, {FITS}(0, None); {BY_KEYS}"),
     "more others": (Rest(), {"others": (None,)}, (X, X, X), ValueError, "others, a dict of 2 entries, does not fit"),
-    "nothing": (
-        Two(),
-        {"x": None, "mask": None},
-        (X, X),
-        TypeError,
-        "got arguments of whole Tensor only, of which ",
-    ),
+    "nothing": (Two(), {"x": None, "mask": None}, (X, X), TypeError, "got arguments of whole Tensor only, of which"),
     "twice": (Two(), {"x": 0}, (X, X, X), TypeError, "takes from 2 to 3 positional arguments but 4 were given"),
 }
 

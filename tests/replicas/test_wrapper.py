@@ -90,23 +90,13 @@ def test_fake_tensors_are_refused_and_leave_nothing_behind():
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6))
 
 
-class Traced(nn.Module):
-    """Holds a wrapper, as a model that is traced may."""
-
-    def __init__(self, parallel):
-        super().__init__()
-        self.parallel = parallel
-
-    def forward(self, input):
-        return self.parallel(input)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("rows", [1, 4])
 def test_tracing_is_refused_before_anything_runs(devices, rows):
     plain, parallel = twins(TwoLayers().double(), devices)
     input = doubles(rows, 3, 6, 6, devices=devices)
-    for module in (parallel, Traced(parallel), patch_replication_callback(Wrapper(parallel.module, devices))):
+    inside = Net(lambda net, input: net.parallel(input), parallel=parallel)
+    for module in (parallel, inside, patch_replication_callback(Wrapper(parallel.module, devices))):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"outside torch.jit.trace.*; trace parallel.module"):
             torch.jit.trace(module, input)
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
