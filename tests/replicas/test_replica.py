@@ -18,27 +18,17 @@ from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, co
 DEVICES = ["cpu"] * R
 
 
-class Looking(nn.Module):
-    """Has a function look at it in its forward, whose result replaces the output if there is one."""
-
-    def __init__(self, look: Callable[[Any, Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.bn, self.look = nn.BatchNorm1d(3), look
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = self.bn(input)
-        if self.look is None:
-            return output
-        other = self.look(self, input)
-        return output if other is None else other
+def looking(look: Callable[[Any, Tensor], Any]) -> Net:
+    """Return a model that has a function look at it, and at its input, after its layer."""
+    return Net(lambda net, input: (net.bn(input), look(net, input))[0], bn=SynchronizedBatchNorm1d(3))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_replica_has_the_class_of_the_module(name):
     seen = []
-    parallel = WRAPPERS[name](convert_model(Looking(lambda self, input: seen.append((type(self), self.__class__)))))
+    parallel = WRAPPERS[name](looking(lambda net, input: seen.append((type(net), net.__class__))))
     parallel(torch.randn(2 * R, 3))
-    assert seen == [(Looking, Looking)] * R
+    assert seen == [(Net, Net)] * R
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -55,9 +45,7 @@ def test_copy_of_a_layer_that_is_made_in_a_forward_is_refused(copied, replica):
 
 def test_replicas_end_without_a_garbage_collection():
     replicas: list[Any] = []
-    parallel = DataParallelWithCallback(
-        convert_model(Looking(lambda self, input: replicas.append(weakref.ref(self)))), DEVICES
-    )
+    parallel = DataParallelWithCallback(looking(lambda net, input: replicas.append(weakref.ref(net))), DEVICES)
     gc.disable()
     try:
         parallel(torch.randn(2 * R, 3)).backward(torch.randn(2 * R, 3))
@@ -66,12 +54,12 @@ def test_replicas_end_without_a_garbage_collection():
         gc.enable()
 
 
-class OwnCall(Looking):
+class OwnCall(Net):
     def __call__(self, input: Tensor) -> Tensor:
         return self.forward(input)
 
 
-class Converting(Looking):
+class Converting(Net):
     def __call__(self, input: Tensor) -> Tensor:
         return nn.Module.__call__(self, input * 2) * 3
 
@@ -79,7 +67,7 @@ class Converting(Looking):
 @pytest.mark.parametrize("cls", [OwnCall, Converting])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_root_with_a_call_of_its_own_is_called_by_it(name, cls):
-    plain = randomize(cls().double())
+    plain = randomize(cls(lambda net, input: net.bn(input), bn=nn.BatchNorm1d(3)).double())
     parallel = WRAPPERS[name](convert_model(copy.deepcopy(plain)))
     data = doubles(2 * R, 3)
     assert_equal(parallel(data), plain(data))
@@ -212,7 +200,7 @@ def test_end_of_an_iterator_in_a_replica_is_an_error_of_the_caller_and_ends_no_l
         if input.max() > 10:
             next(iter([]))
 
-    parallel = WRAPPERS[name](convert_model(Looking(look)))
+    parallel = WRAPPERS[name](looking(look))
     batches = [torch.randn(2 * R, 3), torch.cat([torch.randn(2 * R - 1, 3), torch.full((1, 3), 11.0)])]
     with pytest.raises(RuntimeError, match=rf"^replica {R - 1} on device cpu raised StopIteration") as caught:
         list(map(parallel, batches))
