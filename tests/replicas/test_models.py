@@ -20,13 +20,11 @@ from sync_batchnorm import (
     patch_replication_callback,
 )
 
-# The original of a layer, inside of a replica
-
 
 class Steps(nn.Module):
-    """Keeps its layers in a plain list, beside their registration."""
+    """Keeps its layers in a list of some kind, beside their registration."""
 
-    def __init__(self, kind=list):
+    def __init__(self, kind):
         super().__init__()
         self.linear, self.bn = nn.Linear(4, 4), SynchronizedBatchNorm1d(4)
         self.steps = kind([self.linear, self.bn])
@@ -40,27 +38,25 @@ class Steps(nn.Module):
 ORIGINAL = r"replica [0-9] on device cpu called bn, of the original module instead of its own copy: every replica would"
 
 
-def with_forward_in_a_closure():
-    net = Steps(nn.ModuleList)
+def wrap_forward(net, factor=1):
+    """Set a function on an object that keeps its forward in a closure."""
     forward = net.forward
-    net.forward = functools.wraps(forward)(lambda input: forward(input))
-    return net
+    net.forward = functools.wraps(forward)(lambda input: forward(input) * factor)
 
 
-def compiled_by_itself():
-    net = Steps(nn.ModuleList)
-    net.compile(backend="eager")
-    return net
-
-
-WAYS = {"list": Steps, "closure": with_forward_in_a_closure, "compile": compiled_by_itself}
+REACH = {  # whether the layers are in a plain list, and how else a replica reaches them
+    "list": (list, lambda net: None),
+    "closure": (nn.ModuleList, wrap_forward),
+    "compile": (nn.ModuleList, lambda net: net.compile(backend="eager")),
+}
 
 
 @pytest.mark.watchdog(120.0)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-@pytest.mark.parametrize("way", WAYS)
-def test_original_layer_that_a_replica_reaches_is_refused(wrap, way):
-    net = WAYS[way]().double()
+@pytest.mark.parametrize(("kind", "reach"), REACH.values(), ids=list(REACH))
+def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach):
+    net = Steps(kind).double()
+    reach(net)
     parallel, data = wrap(net), doubles(6, 4)
     with pytest.raises(RuntimeError, match=ORIGINAL):
         parallel(data)
@@ -72,8 +68,7 @@ def test_original_layer_that_a_replica_reaches_is_refused(wrap, way):
 def test_forward_that_is_wrapped_on_the_wrapper_equals_one_device(devs):
     plain, parallel = twins(Steps(nn.ModuleList).double(), devs)
     for module in (plain, parallel):
-        forward = module.forward
-        module.forward = functools.wraps(forward)(lambda input, forward=forward: forward(input) * 2)
+        wrap_forward(module, 2)
     assert_same_step(plain, parallel, doubles(6, 4, devices=devs))
 
 
@@ -178,15 +173,13 @@ def test_inputs_change_in_place_in_replicas_alone_even_if_they_are_leaves_or_the
     net.scale = nn.Parameter(torch.full((4,), 1.5))
     plain, parallel = twins(net.double(), devices)
     data, grad = doubles(7, 4, devices=devices), doubles(7, 4, devices=devices)
-    leaves = [data.clone().requires_grad_() for _ in range(2)]
-    for model, leaf, own in ((plain, leaves[0], torch.clone), (parallel, leaves[1], lambda tensor: tensor)):
-        features = leaf.sigmoid()  # whose gradient needs what it returned
-        (model(own(features)) * grad + features**2).sum().backward()
-    assert_equal(leaves[1].grad, leaves[0].grad)
-    leaves = [data.clone().requires_grad_() for _ in range(2)]
-    plain(leaves[0].clone()).backward(grad)
-    parallel(leaves[1]).backward(grad)
-    assert_equal(leaves[1].grad, leaves[0].grad)
+    for saved in (torch.sigmoid, lambda leaf: leaf):  # whose gradient needs what it returned; or the leaf itself
+        leaves = [data.clone().requires_grad_() for _ in range(2)]
+        for model, leaf in ((plain, leaves[0]), (parallel, leaves[1])):
+            features = saved(leaf)
+            passed = features.clone() if model is plain else features
+            (model(passed) * grad + features**2).sum().backward()
+        assert_equal(leaves[1].grad, leaves[0].grad)
     assert torch.equal(leaves[1].detach(), data)
     assert leaves[1]._version == 0
     assert_same_state(parallel, plain)
