@@ -11,7 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..derived import derived_class
@@ -83,6 +83,8 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
+        if len(devices) == 1 and not self.in_dims and _are_tensors_on(devices[0], (*inputs, *kwargs.values())):
+            return (inputs,), (kwargs,)  # The compiler of torch 2.8 cannot trace what follows.
         arguments = Arguments(self, inputs, kwargs, len(devices))
         if len(devices) > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
@@ -337,6 +339,10 @@ def _runs_of(wrapper: Any, replicas: Sequence[Any]) -> list[Run]:
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
         runs = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout)).runs(originals, devices)
     return [run._sync_calling(function) for run, function in zip(runs, replicas, strict=True)]
+
+
+def _are_tensors_on(device: torch.device, values: Sequence[Any]) -> bool:
+    return all([type(value) is Tensor and value.device == device for value in values])
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, out_dims: Dims) -> dict[str, Any]:
