@@ -86,7 +86,7 @@ class InDouble(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func is border:
             return self._pass_border(*args)
-        if name in _DROPOUTS and _drops(name, args, kwargs):
+        if name in _DROPOUTS and _drops(args, kwargs):
             self.dropped[name] = None
             output = self.converted(args[0] if args else kwargs["input"]).clone()
             return (output, torch.ones_like(output, dtype=torch.bool)) if "native" in name else output
@@ -144,11 +144,11 @@ class InDouble(TorchFunctionMode):
         """Take note that a call ends; return another output, if it shall have one."""
 
 
-def _drops(name: str, args: Any, kwargs: Any) -> bool:
+def _drops(args: Any, kwargs: Any) -> bool:
     """Return whether a call of a dropout function drops anything."""
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    default = kwargs.get("train", "alpha" not in name)
-    return bool(p and (args[2] if len(args) > 2 else kwargs.get("training", default)))
+    # Functions of torch.nn.functional pass all their options on by name.
+    return bool(p and (args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train"))))
 
 
 # The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A
