@@ -584,7 +584,12 @@ ELSEWHERE = {
         "without a loss": (lambda: Apply(lambda self, x: x.square().sum()), "the loss differs:"),
     },
     "the mean weighted by rows is that of one device; weight them by": {
-        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "replicas with [3, 2] rows return", IMAGES)
+        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "replicas with [3, 2] rows return", IMAGES),
+        "uneven means from the second pass on": (
+            lambda: Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0),
+            "in pass 2, while the passes before agree: the loss differs: replicas with [3, 2] rows return",
+            IMAGES,
+        ),
     },
     NO_MEAN: {
         "no mean over samples": (lambda: Apply(lambda self, x: x.std()), "the loss differs:"),

@@ -299,23 +299,25 @@ def test_what_is_no_part_of_a_replica_keeps_its_graph():
     assert all(replica.kept is store for replica in replicas)
 
 
+@pytest.mark.filterwarnings("ignore:forward.. of Net set mean")
 def test_replica_that_is_kept_has_what_it_was_given():
     def forward(net, input):
         net.kept, net.number = net.layer(input), 3
+        net.mean = net.kept[0].mean()
         replicas.append(net)
         return net.kept[0]
 
     replicas: list[Any] = []
-    _, parallel = twins(Net(forward, layer=nn.RNN(3, 3)).double(), ["cpu"] * 2)
+    _, parallel = twins(Net(forward, layer=nn.RNN(3, 3), mean=nn.Buffer(torch.zeros(()))).double(), ["cpu"] * 2)
     parallel.module.prior = torch.ones(3, dtype=torch.float64, requires_grad=True) * 2
     parallel(doubles(4, 3))
     first = replicas[:2]
     parallel.module.prior = None
     parallel(doubles(4, 3))
     for replica in first:
-        assert [tensor.grad_fn for tensor in replica.kept] == [None, None]
+        assert [tensor.grad_fn for tensor in (*replica.kept, replica.mean)] == [None] * 3
         assert replica.prior.grad_fn is not None
         assert all(tensor.grad_fn is not None for tensor in [*replica.parameters(), *replica.layer._flat_weights])
         bound = where_bound(replica, vars(replica)[KEPT].given[parallel.module])
-        assert [name for _, name in bound] == ["kept", "number"]
-    assert all(replica.kept[0].grad_fn is not None for replica in replicas[2:])
+        assert [name for _, name in bound] == ["kept", "number", "mean"]
+    assert all(tensor.grad_fn is not None for replica in replicas[2:] for tensor in (*replica.kept, replica.mean))

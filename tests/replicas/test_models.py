@@ -82,6 +82,15 @@ def test_layer_that_is_no_part_of_the_model_is_refused(wrap):
     wrap(borrowing)(torch.randn(6, 4))
 
 
+@pytest.mark.parametrize("rows", [1, 2])  # a single chunk, which runs in the thread of its caller, and two
+def test_layer_that_is_no_part_of_the_model_is_refused_after_another_wrapper_has_run(wrap, rows):
+    borrowed, frozen = SynchronizedBatchNorm1d(4), DataParallelWithCallback(SynchronizedBatchNorm1d(4), ["cpu"] * 2)
+    frozen.eval()
+    net = Net(lambda net, input: borrowed(frozen(input[:rows])))
+    with pytest.raises(RuntimeError, match=r"called SynchronizedBatchNorm1d, which belongs to no replica"):
+        wrap(net)(torch.randn(6, 4))
+
+
 def calling(wrapper):
     """Return a module that calls a wrapper which is no part of it."""
     return Net(lambda net, input: net.bn(input + net.held[0](input)), bn=nn.BatchNorm1d(4), held=[wrapper])
