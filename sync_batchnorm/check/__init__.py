@@ -42,11 +42,11 @@ def assert_matches_one_device(
     Two copies of the model, in its modes, take three passes on the CPU, in float64, two of them with a backward pass;
     parameters move a little before each. Outputs, the loss, gradients, parameters and persistent buffers may differ by
     a millionth of their largest value, or by what rounding moves. Switched off are dropout of torch, stochastic depth
-    and layer drop of torchvision, timm, transformers, monai and segmentation_models_pytorch, and of classes called
-    DropPath. The model, and the random states of torch, Python and NumPy, stay as they are. A hook that writes
-    elsewhere also does so for the copies. ``2 * replicas - 1`` small images are enough, and make unequal chunks. It
-    compares the model with itself: a loss that is wrong in the same way on one device passes. "What differs from one
-    device" on the page "Diagnosing" explains the messages.
+    and layer drop of torchvision, timm, transformers, monai and segmentation_models_pytorch, and the `drop_prob` of
+    classes called DropPath. The model, and the random states of torch, Python and NumPy, stay as they are. A hook that
+    writes elsewhere also does so for the copies. ``2 * replicas - 1`` small images are enough, and make unequal chunks.
+    It compares the model with itself: what is wrong in the same way on one device passes, as a loss, or a `scatter` of
+    yours that sorts the rows. "What differs from one device" on the page "Diagnosing" explains the messages.
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))

@@ -44,12 +44,12 @@ Wrappers = Mapping[DataParallel[Any], set[nn.Module]]  # and all modules inside
 def assert_synchronized(
     model: nn.Module, *, replicas: int | None = None, ignore: Collection[type[nn.Module] | str] = ()
 ) -> None:
-    """Raise an error unless every batch norm among the modules of `model` would synchronize in its next forward pass.
+    """Raise an error if a batch norm among the modules of `model` is not converted, not connected, or in eval mode.
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. Several replicas that would exchange with other processes are noticed only in the next forward
-    pass.
+    the whole batch. It runs nothing: what a `forward` of yours computes, `assert_matches_one_device` compares. Several
+    replicas that would exchange with other processes are noticed only in the next forward pass.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -234,7 +234,7 @@ def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
         'another formula than that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
     )
     if issubclass(cls, BatchNormBase):
-        return f"has a {method} of its own; {write} and {call}"
+        return f"has a {method} of its own; {write}, in which {kind}.forward computes the norm, and {call}"
     return (
         f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, as "
         f"AdaIN does, leave it as it is; (2) if it normalizes the batch, {write}, whose forward calls "

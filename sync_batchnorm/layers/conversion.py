@@ -66,7 +66,7 @@ def convert_model(
         module: the model, or a single layer.
         classes: for a class of yours, not its subclasses, that computes more than a BatchNorm or has the code of one,
             the synchronized class that replaces it, such as ``class SynchronizedNormAct(NormAct,
-            SynchronizedBatchNorm2d): pass`` if the `forward` of `NormAct` calls ``super().forward(input)``. See
+            SynchronizedBatchNorm2d): pass`` if `NormAct` gets the norm of torch by ``super().forward(input)``. See
             "Classes of your own" on the page "Usage".
         eps_mode, group_size, process_group: options of the converted layers, see `SynchronizedBatchNorm`; without a
             `process_group`, a `torch.nn.SyncBatchNorm` keeps its own.

@@ -435,8 +435,9 @@ SEE = (
 LEFT: list[tuple[Callable[[], nn.Module], str]] = [  # "..." stands for any text
     (
         lambda: NormAbs(2),
-        "NormAbs has a forward of its own; write class SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d) and "
-        f"call convert_model(model, classes={{NormAbs: SynchronizedNormAbs}}), {SEE}",
+        "NormAbs has a forward of its own; write class SynchronizedNormAbs(NormAbs, SynchronizedBatchNorm2d), in which "
+        "SynchronizedBatchNorm2d.forward computes the norm, and call convert_model(model, classes={NormAbs: "
+        f"SynchronizedNormAbs}}), {SEE}",
     ),
     (
         lambda: Called(2),

@@ -493,7 +493,8 @@ IN_MODULES = {
         )
     },
     f"because it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
-    f"SynchronizedBatchNorm1d) and call convert_model(model, classes={{{__name__}.BatchNorm1d: MySynchronizedBatch": {
+    f"SynchronizedBatchNorm1d), in which SynchronizedBatchNorm1d.forward computes the norm, and call "
+    f"convert_model(model, classes={{{__name__}.BatchNorm1d: MySynchronizedBatch": {
         "norm with a name of torch's": (lambda: nn.Sequential(BatchNorm1d(3)), f"0 ({__name__}.BatchNorm1d)")
     },
     "with its group_size of 2, groups of so many of the 4 replicas normalize separately; set it to None, unless": {
