@@ -78,8 +78,8 @@ def convert_model(
             but by `assert_matches_one_device`.
 
     Warns:
-        UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do. See
-            "What is not converted" on the page "Migrating".
+        UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do, see
+            "What is not converted" on the page "Migrating"; and one for each option that layers keep.
     """
     check_module(module)
     modules = list(module.named_modules())
@@ -96,6 +96,7 @@ def convert_model(
     in_lists = [name for name, layer in unregistered(modules) if not isinstance(layer, _SynchronizedBatchNorm)]
     reasons += [(name, IN_A_LIST) for name in in_lists]
     _warn_of(reasons, "convert_model left BatchNorm layers as they are, which do not synchronize")
+    _warn_of_kept_options(layers, options)
     return module
 
 
@@ -158,6 +159,17 @@ def _warn_of(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
             names = [name if number == 1 else f"{name} ({number} layers)" for name, number in counts.items()]
             lines.append(f"\n- {', '.join(names)}: {reason}")
         warn(f"{text}, {sum(map(Counter.total, left.values()))} in all:{''.join(lines)}")
+
+
+def _warn_of_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
+    """Warn of layers that were synchronized before, with other options than those that were passed."""
+    for option, value in options.items():
+        names = [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]
+        if names:
+            warn(
+                f"convert_model left the {option} of {len(names)} layers that are synchronized already, first: "
+                f"{names[0]}; set it on each, as in layer.{option} = {value!r}, or build them with it"
+            )
 
 
 def _check_classes(classes: Classes) -> None:

@@ -183,8 +183,8 @@ def test_nothing_but_classes_and_options_differs_after_conversion_and_back(optio
         assert classes(net) == synchronized
         assert_same_but_for_classes(net, before, options)
         assert (dict(net.state_dict()._metadata), list(net.state_dict())) == (metadata, keys)
-        with unchanged(net):  # Twice is once, whatever the options.
-            convert_model(net, eps_mode="clamp")
+        with unchanged(net):  # Twice is once.
+            convert_model(net, **options)
         assert revert_model(net) is net
     with unchanged(net):
         revert_model(net)
@@ -574,6 +574,18 @@ def test_a_wrapper_of_replicas_that_share_a_device_reverts_to_each_device_once()
     net = DataParallelWithCallback(nn.BatchNorm2d(2), ["cpu"] * 2)
     net.device_ids = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
     assert revert_model(net).device_ids == [1, 0]
+
+
+def test_options_that_synchronized_layers_keep_are_named():
+    net = nn.Sequential(nn.BatchNorm2d(2), SynchronizedBatchNorm2d(2), SynchronizedBatchNorm2d(2, eps_mode="clamp"))
+    text = r"left the eps_mode of 1 layers that are synchronized already, first: 1; .* layer\.eps_mode = 'clamp', or"
+    with pytest.warns(UserWarning, match=text):
+        convert_model(net, eps_mode="clamp")
+    assert [layer.eps_mode for layer in net] == ["clamp", None, "clamp"]
+    net[1].eps_mode = "clamp"  # as the warning says
+    convert_model(net, eps_mode="clamp")
+    with pytest.warns(UserWarning, match="the group_size of 3 layers"):
+        convert_model(net, group_size=2)
 
 
 # Going back

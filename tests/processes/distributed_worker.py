@@ -808,6 +808,7 @@ def ddp_with_losses_over_gathered_features_equals_one_process() -> None:
 
 @check
 def compiled_ddp_equals_one_process() -> None:
+    torch.compiler.reset()  # Tests that ran before in this process may have reached its limit of compilations.
     plain, model = twins(conv_net())
     logging.disable(logging.WARNING)  # what the compiler logs and warns of is its own
     with warnings.catch_warnings():
@@ -823,6 +824,7 @@ def block_of_the_page_compiles_to_two_graphs() -> None:
     exec(code, names)
     plain, model = twins(names["Block"]())
     graphs: list[Any] = []
+    torch.compiler.reset()
 
     def counting(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
