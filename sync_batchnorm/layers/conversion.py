@@ -167,8 +167,8 @@ def _warn_of_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str,
         names = [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]
         if names:
             warn(
-                f"convert_model left the {option} of {len(names)} layers that are synchronized already, first: "
-                f"{names[0]}; set it on each, as in layer.{option} = {value!r}, or build them with it"
+                f"convert_model left the {option} of layers that are synchronized already ({len(names)}, first: "
+                f"{names[0]}); set it on each, as in layer.{option} = {value!r}, or build them with it"
             )
 
 

@@ -578,13 +578,15 @@ def test_a_wrapper_of_replicas_that_share_a_device_reverts_to_each_device_once()
 
 def test_options_that_synchronized_layers_keep_are_named():
     net = nn.Sequential(nn.BatchNorm2d(2), SynchronizedBatchNorm2d(2), SynchronizedBatchNorm2d(2, eps_mode="clamp"))
-    text = r"left the eps_mode of 1 layers that are synchronized already, first: 1; .* layer\.eps_mode = 'clamp', or"
+    text = (
+        r"left the eps_mode of layers that are synchronized already \(1, first: 1\); .* layer\.eps_mode = 'clamp', or"
+    )
     with pytest.warns(UserWarning, match=text):
         convert_model(net, eps_mode="clamp")
     assert [layer.eps_mode for layer in net] == ["clamp", None, "clamp"]
     net[1].eps_mode = "clamp"  # as the warning says
     convert_model(net, eps_mode="clamp")
-    with pytest.warns(UserWarning, match="the group_size of 3 layers"):
+    with pytest.warns(UserWarning, match=r"the group_size of layers .* \(3, first: 0\)"):
         convert_model(net, group_size=2)
 
 

@@ -66,7 +66,7 @@ class Centered(nn.Module):
 def train() -> None:
     """Train a converted net, and turn it back."""
     layer = SynchronizedBatchNorm2d(8, momentum=None, eps_mode="clamp", group_size=2)
-    net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), layer), eps_mode="plus", group_size=None)
+    net = convert_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), layer), eps_mode="clamp", group_size=None)
     assert_type(net, nn.Sequential)
     parallel = DataParallelWithCallback(net, ["cpu"] * 2, output_device="cpu", dim=0, timeout=60.0)
     wrapped: nn.DataParallel[Any] = parallel
