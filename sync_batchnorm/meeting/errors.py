@@ -29,10 +29,11 @@ def _notes_of(error: BaseException) -> list[object]:
     return list(notes) if isinstance(notes, (list, tuple)) else [notes]
 
 
-def without_frames(error: BaseException, who: str) -> BaseException:
+def without_frames(error: BaseException, who: str, fact: str = "") -> BaseException:
     """Return `error`, which the replica `who` raised, without its frames, since they hold activations.
 
-    A note has the traceback as text. It replaces that of an earlier forward pass, which raised the same object.
+    A note has the `fact`, if there is one, and the traceback as text. It replaces that of an earlier forward pass,
+    which raised the same object.
     """
     try:
         shown = TracebackException.from_exception(error)
@@ -42,7 +43,7 @@ def without_frames(error: BaseException, who: str) -> BaseException:
         text = "".join(format_tb(error.__traceback__))
     notes = [note for note in _notes_of(error) if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
     vars(error)["__notes__"] = notes
-    add_note(error, f"Caught {type(error).__name__} in {who}.\n{text.rstrip()}")
+    add_note(error, "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()])))
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
     while ahead:

@@ -74,7 +74,7 @@ class Arguments:
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
         # On one device without `in_dims`, nothing is cut and nothing is named.
-        kinds = parameters_of(wrapper.module) if wrapper.in_dims or most > 1 else {}
+        kinds = parameters_of(wrapper.module) if wrapper._sync_in_dims or most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         # Cut to equal lengths: the compiler of torch 2.8 cannot trace a zip of others.
         arguments: dict[str, Any] = dict(zip(names[: len(inputs)], inputs[: len(names)], strict=True))
@@ -85,8 +85,8 @@ class Arguments:
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
             raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
-        self.tree = Tree(arguments | kwargs, wrapper.in_dims or USUAL)
-        if wrapper.in_dims:
+        self.tree = Tree(arguments | kwargs, wrapper._sync_in_dims or USUAL)
+        if wrapper._sync_in_dims:
             _warn_of_unused_dims(wrapper, kinds, arguments | kwargs)
         self.sizes = self._sizes() if most > 1 else []
 
@@ -100,6 +100,16 @@ class Arguments:
     def dims(self) -> list[int | None]:
         """The dimension along which each leaf is cut, None for what all replicas get as a whole."""
         return list(map(self._dim_of, self.tree.leaves))
+
+    def how_cut(self) -> str:
+        """Return how tensors were cut for which no dimension is named; an empty text if there are none."""
+        cut: list[str] = []
+        for leaf, dim in zip(self.tree.leaves, self.dims, strict=True):
+            if leaf.dim is USUAL and dim is not None:
+                sizes = " + ".join(map(str, chunk_sizes(leaf.value.shape[dim], self._most)))
+                cut.append(f"{written(leaf.path)} of shape {tuple(leaf.value.shape)} into {sizes}")
+        shown = ", ".join([*cut[:4], f"and {len(cut) - 4} more tensors"] if len(cut) > 5 else cut)
+        return f"The wrapper cut along dimension {self._dim}, as in_dims names no other: {shown}." if cut else ""
 
     def _dim_of(self, leaf: Leaf) -> int | None:
         if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is USUAL and not leaf.value.dim()):
@@ -180,9 +190,11 @@ class Arguments:
 
 def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[str, Any]) -> None:
     """Warn once of dimensions that name no argument of a call that passes others without a parameter of their own."""
-    unused = [name for name in wrapper.in_dims if name not in kinds and name not in arguments]
+    unused = [name for name in wrapper._sync_in_dims if name not in kinds and name not in arguments]
     # Those of ``**kwargs`` are no parameters themselves.
-    others = [kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in wrapper.in_dims]
+    others = [
+        kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in wrapper._sync_in_dims
+    ]
     if Parameter.VAR_POSITIONAL in others:
         warn_once(
             f"in_dims names {unused}, but a call passes no such keyword arguments, and forward of "

@@ -39,15 +39,16 @@ NO_ACCELERATOR = (
 
 InDims = Mapping[str, Dims]
 
-# Which of the steps of a forward pass were those of this file; a subclass may have its own.
-_reached: ContextVar[set[str]] = ContextVar("_reached")
+# Which of the steps of a forward pass were those of this file, with what they have worked on; a subclass may have its
+# own. It is emptied at the end: a thread that a replica has started may keep its context.
+_reached: ContextVar[dict[str, Any]] = ContextVar("_reached")
 
 
 class AnyDeviceDataParallel(DataParallel[Any]):
     """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and dimensions."""
 
-    in_dims: InDims | None
-    out_dims: Dims
+    _sync_in_dims: InDims | None
+    _sync_out_dims: Dims
 
     def __init__(
         self,
@@ -78,15 +79,16 @@ class AnyDeviceDataParallel(DataParallel[Any]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
-            _reached.get(set()).add("scatter")
+            _reached.get({})["scatter"] = None
         kwargs = kwargs or {}
         if not inputs and not kwargs:
             return (), ()
         devices = list(map(as_device, device_ids))
-        if len(devices) == 1 and not self.in_dims and _are_tensors_on(devices[0], (*inputs, *kwargs.values())):
+        if len(devices) == 1 and not self._sync_in_dims and _are_tensors_on(devices[0], (*inputs, *kwargs.values())):
             return (inputs,), (kwargs,)  # The compiler of torch 2.8 cannot trace what follows.
         arguments = Arguments(self, inputs, kwargs, len(devices))
         if len(devices) > 1:
+            _reached.get({})["scatter"] = arguments
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
             devices = devices[: len(arguments.sizes)]
         if len(devices) == 1 and is_on(arguments.tree, devices[0]):
@@ -105,9 +107,9 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(runs, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        _reached.get(set()).add("gather")
+        _reached.get({})["gather"] = None
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
-        dims = USUAL if self.out_dims is None else self.out_dims
+        dims = USUAL if self._sync_out_dims is None else self._sync_out_dims
         return join(outputs, as_device(output_device), self.dim, by_torch, dims)
 
 
@@ -120,8 +122,8 @@ class _ReplicationMixin(DataParallel[Any]):
 
     _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
     _sync_timeout: float = DEFAULT_TIMEOUT
-    in_dims: InDims | None = None  # also of wrappers from pickles of older versions
-    out_dims: Dims = None
+    _sync_in_dims: InDims | None = None  # also of wrappers from pickles of older versions
+    _sync_out_dims: Dims = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
@@ -141,8 +143,9 @@ class _ReplicationMixin(DataParallel[Any]):
 
     def extra_repr(self) -> str:
         connected = "" if type(self) is DataParallelWithCallback else "replicas connected by sync_batchnorm"
-        dims = [f"{name}={getattr(self, name)}" for name in ("in_dims", "out_dims") if getattr(self, name) is not None]
-        return ", ".join(filter(None, [super().extra_repr(), connected, *dims]))
+        dims = {"in_dims": self._sync_in_dims, "out_dims": self._sync_out_dims}
+        named = [f"{name}={value}" for name, value in dims.items() if value is not None]
+        return ", ".join(filter(None, [super().extra_repr(), connected, *named]))
 
     @uncompiled
     def _forward_in_replicas(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -151,18 +154,20 @@ class _ReplicationMixin(DataParallel[Any]):
                 "expected replicas outside torch.jit.trace, which does not see what their threads run, but got a call "
                 f"of {type(self).__name__} inside, as add_graph of TensorBoard makes; trace parallel.module instead"
             )
-        token = _reached.set(set())
+        steps: dict[str, Any] = {}
+        token = _reached.set(steps)
         try:
             outputs = super().forward(*inputs, **kwargs)
             self._check_reached("gather", "out_dims")
             return outputs
         finally:
             _reached.reset(token)
+            steps.clear()
 
     def _check_reached(self, step: str, dims: str) -> None:
         """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
         # Nothing is set where somebody calls the steps.
-        if getattr(self, dims) is not None and step not in _reached.get({step}):
+        if getattr(self, f"_sync_{dims}") is not None and step not in _reached.get({step: None}):
             raise RuntimeError(
                 f"{dims} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
                 f"DataParallelWithCallback; call super().{step}, or leave out {dims}"
@@ -208,7 +213,7 @@ class _ReplicationMixin(DataParallel[Any]):
             detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
             raised = error
-        failure = forward_pass.failure(raised)
+        failure = forward_pass.failure(raised, _how_cut)
         if failure is not None:
             try:
                 raise failure
@@ -341,6 +346,12 @@ def _runs_of(wrapper: Any, replicas: Sequence[Any]) -> list[Run]:
     return [run._sync_calling(function) for run, function in zip(runs, replicas, strict=True)]
 
 
+def _how_cut() -> str:
+    """Return how the arguments of the wrapper that runs were cut, as far as `in_dims` does not say it."""
+    arguments = _reached.get({}).get("scatter")
+    return "" if arguments is None else arguments.how_cut()
+
+
 def _are_tensors_on(device: torch.device, values: Sequence[Any]) -> bool:
     return all([type(value) is Tensor and value.device == device for value in values])
 
@@ -355,7 +366,7 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, 
         raise ValueError(
             f"timeout must be more than 0 and at most {TIMEOUT_MAX:g} seconds, got {timeout!r}; pass for example 300.0"
         )
-    return {"_sync_timeout": float(timeout), "in_dims": in_dims, "out_dims": out_dims}
+    return {"_sync_timeout": float(timeout), "_sync_in_dims": in_dims, "_sync_out_dims": out_dims}
 
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
-from ..meeting import PATIENCE, Coordinator, without_frames
+from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
 from ..messages import warn_once
 from ..torch_private import uncompiled
 from .bound import note_run
@@ -93,8 +93,10 @@ class ForwardPass:
         if self.default_device is not None:
             stack.enter_context(device if device.type == self.default_device.type else self.default_device)
 
-    def failure(self, raised: BaseException | None) -> BaseException | None:
+    def failure(self, raised: BaseException | None, fact: Callable[[], str]) -> BaseException | None:
         """End this forward pass; return the error that the caller gets, or None.
+
+        The text of `fact` is added to the note of a replica's own error.
 
         `raised` is what the call of the replicas has raised in the thread of the caller, or None. The error of a
         replica goes before it, which may be a consequence, as where an output is missing. But Ctrl-C in the thread of
@@ -110,7 +112,9 @@ class ForwardPass:
         is_interrupt = raised is not None and raised is not error and not isinstance(raised, Exception)
         if error is None or not who or is_interrupt:
             return raised
-        return error if is_in_replica() else without_frames(error, who)  # The outer wrapper shows the frames of both.
+        if is_in_replica():
+            return error  # The outer wrapper shows the frames of both.
+        return without_frames(error, who, "" if isinstance(error, ReplicaSyncError) else fact())
 
 
 class Run(nn.Module):
@@ -185,8 +189,10 @@ class Run(nn.Module):
 def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
     """Call each `Run` of a forward pass in a thread of its own, or a single one in this thread.
 
-    Return the outputs in order, with None for a replica that has failed; the coordinator knows its error.
+    Return the outputs in order, with None for a replica that has failed; the coordinator knows its error. No `kwargs`
+    mean no keyword arguments.
     """
+    kwargs = kwargs or [{} for _ in inputs]
     calls = [(args if isinstance(args, (list, tuple)) else (args,), kwargs[i]) for i, args in enumerate(inputs)]
     if len(runs) == 1:
         return [runs[0](*calls[0][0], **calls[0][1])]

@@ -8,6 +8,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -78,7 +79,13 @@ def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool 
     joined: list[Any] = []
     for leaf, values in zip(first.leaves, _values_by_leaf(first, others), strict=True):
         if isinstance(leaf.value, Tensor) and leaf.dim is not None:
-            along = leaf.dimension(dim, _OUT_DIMS) if leaf.value.dim() else dim if leaf.dim is USUAL else leaf.dim
+            along = dim if leaf.dim is USUAL else leaf.dim
+            if leaf.value.dim():
+                along = leaf.dimension(dim, _OUT_DIMS)
+            elif along == 0 and not any([value.dim() for value in values]):
+                values = [value.unsqueeze(0) for value in values]
+                if leaf.dim is USUAL:
+                    warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
             joined.append(_join_tensors(values, device, along, by_torch))
         elif leaf.is_list():
             joined.append(_moved(leaf._replace(value=[entry for entries in values for entry in entries]), device))
@@ -102,10 +109,18 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
             if one is None or other is None or not _agree(one, other.value):
                 raise ValueError(
                     f"replica 0 returned {written(path)} = {_shown(one)}, but replica {i} returned {_shown(other)}; "
-                    "return the same keys, lengths and types in every replica, and equal values of what is no tensor "
-                    "or None in out_dims, or name a list with an entry for each sample in out_dims=0"
+                    f"{_remedy(one, other)}"
                 )
     return [[leaf.value, *[of_other[path].value for of_other in of_others]] for path, leaf in of_first.items()]
+
+
+def _remedy(*leaves: Leaf | None) -> str:
+    if all([leaf is not None and isinstance(leaf.value, Number) for leaf in leaves]):
+        return "return a tensor in place of a number that replicas compute, such as loss.detach() for loss.item()"
+    return (
+        "return the same keys, lengths and types in every replica, and equal values of what is no tensor or None in "
+        "out_dims, or name a list with an entry for each sample in out_dims=0"
+    )
 
 
 def _shown(leaf: Leaf | None) -> str:
@@ -142,17 +157,12 @@ def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, by_
             return gather_by_torch(tensors, str(device), dim)  # type: ignore[arg-type, no-any-return]
         # Autocast would concatenate in its own dtype, or refuse tensors of another dtype. Torch gathers plain tensors.
         with torch.autocast(device.type, enabled=False), torch.DisableTorchFunctionSubclass():
-            on_device = [tensor.to(device) for tensor in tensors]
-            if tensors[0].dim() or dim:
-                return torch.cat(on_device, dim)
-            vector = torch.stack(on_device)
+            return torch.cat([tensor.to(device) for tensor in tensors], dim)
     except (RuntimeError, IndexError) as error:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len({(len(shape), *shape[:dim], *shape[dim:][1:]) for shape in shapes}) == 1:
             raise
         raise RuntimeError(f"replicas returned tensors of shapes {shapes}{_why_unequal(shapes, dim)}") from error
-    warn(f"{_SCALARS}; will instead unsqueeze and return a vector.")
-    return vector
 
 
 def _why_unequal(shapes: Sequence[tuple[int, ...]], dim: int) -> str:

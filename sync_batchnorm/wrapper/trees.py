@@ -110,16 +110,17 @@ class Tree:
         return is_by_entries or issubclass(kind, (Tensor, nn.Module)) or (dims is None and moves(kind))
 
     def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
-        """Return what a container with tensors holds; nothing for a leaf."""
+        """Return what a container holds that has tensors, or whose entries are named; nothing for a leaf."""
         items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
-        if not is_plain and not holds_tensors(items):
+        holds = is_plain or holds_tensors(items)
+        if not holds and not isinstance(dims, dict):
             return {}
         children = children_of(items)
         if dims is not None and kind not in _PLAIN:
             attributes = getattr(tree, "__dict__", {}) if is_plain or dataclasses.is_dataclass(kind) else {}
             others = [value for name, value in attributes.items() if value is not children.get(name)]
-            if not (children or is_plain) or holds_tensors(others):
+            if (holds and not children and not is_plain) or holds_tensors(others):
                 self.hidden.append((path, kind.__name__))
         return children
 
@@ -142,7 +143,8 @@ def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dic
 def _is_iterable(kind: type) -> bool:
     """Return whether torch gathers outputs of a class by their items, as the caches of transformers rely on."""
     is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
-    return hasattr(kind, "__iter__") and not hasattr(kind, "__next__") and not is_other
+    # Not by `hasattr`: an Enum can be iterated as a class, by its metaclass.
+    return any(["__iter__" in vars(cls) for cls in kind.__mro__]) and not hasattr(kind, "__next__") and not is_other
 
 
 def children_of(tree: Any) -> dict[Any, Any]:

@@ -123,8 +123,26 @@ def test_errors_name_the_replica_and_show_its_traceback(devices, failing):
         DataParallelWithCallback(Net(forward), devices)(torch.arange(2, device=first))
     (note,) = caught.value.__notes__
     who = f"replica {min(failing)} on device {of_replicas[min(failing)]}"
-    assert note.startswith(f"Caught KeyError in {who}.\nTraceback (most recent call last):\n")
+    cut = "The wrapper cut along dimension 0, as in_dims names no other: args[0] of shape (2,) into 1 + 1."
+    assert note.startswith(f"Caught KeyError in {who}.\n{cut}\nTraceback (most recent call last):\n")
     assert 'raise KeyError("no such key")' in note
+
+
+def test_errors_say_how_tensors_were_cut_that_in_dims_does_not_name():
+    def forward(net, image, **others):
+        return net.linear(image)
+
+    x, more = torch.randn(5, 4), [torch.randn(3, 7)] * 6
+    net = Net(forward, linear=nn.Linear(2, 2))
+    net.forward = lambda image, **others: forward(net, image)
+    notes = []
+    for in_dims in ({"image": 0}, {"image": 0, "more": None}):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            DataParallelWithCallback(net, ["cpu"] * 2, in_dims=in_dims)(x, more=more if "more" in in_dims else [x] * 6)
+        notes += caught.value.__notes__
+    shown = ", ".join([f"more[{i}] of shape (5, 4) into 3 + 2" for i in range(4)])
+    assert f"\nThe wrapper cut along dimension 0, as in_dims names no other: {shown}, and 2 more tensors.\n" in notes[0]
+    assert "The wrapper cut" not in notes[1]
 
 
 @needs_two_gpus

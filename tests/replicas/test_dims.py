@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 import re
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -414,6 +415,81 @@ def test_values_of_what_is_whole_must_be_equal_in_all_replicas(kind):
         parallel(torch.arange(4.0))
 
 
+@dataclass
+class Names:
+    names: list[str]
+    title: str = "all"
+
+
+@pytest.mark.parametrize("make", [Names, lambda names: UserDict(names=names, title="all")], ids=["class", "mapping"])
+def test_entries_of_containers_without_tensors_are_cut_as_named(devices, make):
+    def forward(net, x, meta):
+        names, title = (meta.names, meta.title) if isinstance(meta, Names) else (meta["names"], meta["title"])
+        return x, [f"{title} {name} of {len(names)}" for name in names]
+
+    net = Net(forward)
+    net.forward = lambda x, meta: forward(net, x, meta)
+    dims = {"in_dims": {"meta": {"names": 0}}, "out_dims": (0, 0)}
+    x, names = X.to(as_devices(devices)[0]), ["a", "b", "c", "d"]
+    assert DataParallelWithCallback(net, devices, **dims)(x, make(names))[1] == [f"all {name} of 2" for name in names]
+
+
+def test_mapping_without_the_named_entry_is_shared(devices):
+    net = Net(None)
+    net.forward = lambda x, meta: (x, net.seen.append(meta))
+    net.seen, settings = [], UserDict(title="all")
+    DataParallelWithCallback(net, R, in_dims={"meta": {"names": 0}})(X, UserDict())
+    DataParallelWithCallback(net, R, in_dims={"meta": {"names": 0}})(X, settings)
+    assert net.seen == [{}, {}, settings, settings]
+
+
+def cut_by_hand(self, x):
+    inputs, _ = self.scatter((x,), {}, self.device_ids)
+    replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+    return self.gather(self.parallel_apply(replicas, inputs, None), self.output_device)
+
+
+def test_parallel_apply_takes_none_for_no_keyword_arguments(devices):
+    class ByHand(DataParallelWithCallback):
+        forward = cut_by_hand
+
+    x = X.to(as_devices(devices)[0])
+    assert torch.equal(ByHand(Two(), devices)(x), x)
+
+
+class Sliced(nn.DataParallel):
+    """Has had attributes of these names before the wrapper had such options."""
+
+    in_dims = "those of the user"
+
+    def __init__(self, module, out_dims=2):
+        super().__init__(module)
+        self.out_dims = out_dims
+
+    def forward(self, x):
+        return super().forward(x)[:, : self.out_dims]
+
+
+class SlicedWithCallback(Sliced, DataParallelWithCallback):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")
+@pytest.mark.parametrize("way", ["derived", "patched", "converted", "reverted"])
+def test_attributes_of_the_names_of_options_are_left_to_a_subclass(way):
+    if way == "derived":
+        parallel = SlicedWithCallback(Two())
+    else:
+        parallel = Sliced(Two())
+        parallel = patch_replication_callback(parallel) if way == "patched" else convert_model(parallel)
+    parallel.device_ids, parallel.output_device, parallel.dim = R, torch.device("cpu"), 0
+    if way == "reverted":
+        parallel = revert_model(parallel)
+        parallel.device_ids = []
+    assert torch.equal(parallel(X), X[:, :2])
+    assert (parallel.in_dims, parallel.out_dims) == ("those of the user", 2)
+
+
 class OwnSteps(nn.DataParallel):
     def scatter(self, inputs, kwargs, device_ids):
         return [(chunk,) for chunk in inputs[0].chunk(2)], [{}, {}]
@@ -492,10 +568,10 @@ def test_wrappers_show_keep_and_revert_their_dimensions():
     assert "in_dims={'mask': None}, out_dims=(0, 1)" in repr(parallel)
     assert "dims" not in repr(DataParallelWithCallback(Two(), R))
     converted = convert_model(revert_model(parallel))
-    assert (converted.in_dims, converted.out_dims) == ({"mask": None}, (0, 1))
+    assert repr(converted) == repr(parallel)
 
 
 def test_pickles_of_wrappers_without_dimensions_still_run():
     parallel = DataParallelWithCallback(Two(), R)
-    del parallel.__dict__["in_dims"], parallel.__dict__["out_dims"]
+    del parallel.__dict__["_sync_in_dims"], parallel.__dict__["_sync_out_dims"]
     assert torch.equal(pickle.loads(pickle.dumps(parallel))(X), X)

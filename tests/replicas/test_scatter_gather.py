@@ -2,8 +2,10 @@
 
 import math
 import re
+import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -66,6 +68,15 @@ def test_chunks_keep_the_order_of_dimensions_in_memory(x):
 def test_scalars_have_no_other_dimension_to_be_gathered_along():
     with pytest.raises(RuntimeError, match="zero-dimensional tensor"):
         join([torch.tensor(1.0)] * 2, CPU, 1)
+
+
+def test_scalars_become_a_vector_with_a_warning_unless_dimension_0_is_named(devices):
+    x = torch.arange(4.0, device=as_devices(devices)[0])
+    module = Net(lambda net, x: {"loss": x.sum()})
+    with pytest.warns(UserWarning, match="all input tensors were scalars; will instead unsqueeze and return a vector"):
+        assert DataParallelWithCallback(module, devices)(x)["loss"].tolist() == [1, 5]
+    with warnings.catch_warnings(action="error"):
+        assert DataParallelWithCallback(module, devices, out_dims=0)(x)["loss"].tolist() == [1, 5]
 
 
 def test_outputs_of_another_dtype_are_gathered_under_autocast():
@@ -147,7 +158,8 @@ def returning(first, others, devices):
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     *outputs, found = UNLIKE[kind]
-    with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return the same keys, lengths"):
+    remedy = "a tensor in place of a number" if kind in ("below", "nan", "no nan") else "the same keys, lengths"
+    with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return {remedy}"):
         returning(*outputs, devices)
 
 
@@ -170,11 +182,16 @@ def test_replicas_that_return_no_tensors_are_told(devices, output):
         returning(*[lambda x: (x, output)] * 2, devices)
 
 
+class Mode(Enum):  # whose class can be iterated
+    TRAIN = 1
+
+
 ALIKE: dict[str, Any] = {
     "sequences": (lambda x: (x, None), lambda x: [x, None]),
     "named": (lambda x: Pair(x, -x), lambda x: (x, -x)),
     "order of keys": (lambda x: {"b": x, "a": (-x,)}, lambda x: OrderedDict(a=[-x], b=x)),
     "values": (lambda x: Output(x, ("a", math.nan, -math.inf, None)),) * 2,
+    "enum": (lambda x: {"x": x, "mode": Mode.TRAIN},) * 2,
     "whole mappings": (lambda x: {"x": x, "more": {"a": [1, "b"], "c": {}}},) * 2,
     "nothing": (lambda x: None,) * 2,
 }
