@@ -6,7 +6,7 @@ of the folder keeps.
 
 import sys
 
-__version__ = "2.3.0"
+__version__ = "2.4.0"
 
 # This folder may be a copy that is on the path, imported without the version checks of pip. So the checks here come
 # before the other imports, which would fail with less clear errors. Python 3.6 can still parse this file.
