@@ -190,7 +190,7 @@ class Remote:
         """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)  # on a loaded machine, an interpreter that has torch takes seconds to end
 
 
 def serve(step: Callable[[], float]) -> None:

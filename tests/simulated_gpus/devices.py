@@ -14,6 +14,12 @@ __all__ = ["install"]
 
 CUDA = 1  # the number of the device type in `torch.Stream`, c10::DeviceType::CUDA
 
+# What torch has in the place of some functions below, for `use_streams_of_torch` in docs/benchmarks/host/free.py.
+OF_TORCH = {
+    name: getattr(torch.cuda, name)
+    for name in ("StreamContext", "stream", "current_stream", "default_stream", "set_stream")
+}
+
 
 def index_of(device: Any = None) -> int:
     """Return the index of a device; that of the current one for None and for "cuda"."""
