@@ -9,10 +9,11 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, children_of, closure_of, tensors_in, with_closure
+from ..wrapper import Arguments, DataParallelWithCallback, children_of, tensors_in
 
 __all__: list[str] = []
 
@@ -254,12 +255,22 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     return numbers.to(parameter.dtype).repeat(times)[: parameter.numel()].reshape(parameter.shape)
 
 
+def closure_of(function: Any) -> list[Any]:
+    """Return the values of the variables in the closure of a function; nothing if one is not set yet."""
+    with suppress(ValueError):
+        return [cell.cell_contents for cell in function.__closure__ or ()] if type(function) is FunctionType else []
+    return []
+
+
 def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
     """Return a hook that refers in its closure to modules of a copy, where it has referred to those of the user."""
     closure = closure_of(hook)
     if not copies.keys() & set(map(id, closure)):
         return hook
-    return with_closure(hook, hook.__defaults__, [copies.get(id(value), value) for value in closure])
+    cells = tuple([CellType(copies.get(id(value), value)) for value in closure])
+    result = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+    result.__kwdefaults__ = hook.__kwdefaults__
+    return result
 
 
 class Rows(NamedTuple):

@@ -5,8 +5,6 @@ whether a layer trains, so that it can warn of plain layers and refuse layers th
 """
 
 from .arguments import Arguments as Arguments
-from .bound import closure_of as closure_of
-from .bound import with_closure as with_closure
 from .callbacks import CallbackContext, execute_replication_callbacks
 from .data_parallel import DataParallelWithCallback, patch_replication_callback
 from .data_parallel import _ReplicationMixin as _ReplicationMixin

@@ -6,9 +6,14 @@ its layers to a fixed device runs in them. A replica of this package has paramet
 wrapped when the first replicas are made, and is what it was for all modules that belong to no replica. An attribute of
 the replica's modules in place of the method does not work: a class may override the method, and a copy of the module's
 dictionary would take along what converts the original.
+
+NOTE [hooks of replicas]: Each replica has dictionaries of hooks of its own, so what it registers ends with it. The
+hooks of the model are those of PyTorch: `self` of one that is a method is the model. To bind it to each replica does
+not work: the layer refers to the replica then, and through it the graph to itself, so that replicas stay forever.
 """
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, reduce, wraps
 from itertools import chain
@@ -21,9 +26,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..messages import in_transform_error
-from ..torch_private import compiled_module_type, has_hooks, in_transform, names_of_modules
-from .bound import KEPT, Kept
-from .hooks import bind, copy_hooks
+from ..torch_private import (
+    FLAGS_OF_HOOKS,
+    HOOKS,
+    KIND_OF_BACKWARD_HOOKS,
+    compiled_module_type,
+    has_hooks,
+    in_transform,
+    names_of_modules,
+)
 
 __all__: list[str] = []
 
@@ -119,7 +130,7 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
     if is_enabled:
         gc.disable()
     try:
-        return _build(modules, tensors, not detach)
+        return _build(modules, tensors)
     finally:
         if is_enabled:
             gc.enable()
@@ -165,21 +176,20 @@ def _on_each(devices: Devices, originals: Tensors, broadcast: Callable[..., Any]
     return copies
 
 
-def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors], records: bool) -> list[nn.Module]:
+def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
     """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    given = {module: vars(module).copy() for module in modules}
     bound = [
         (module, name, value) for module in modules for name, value in vars(module).items() if type(value) in _BOUND
     ]
     replicas: list[nn.Module] = []
     for tensor_of in tensors:
-        copy_of = _copies_of(modules, tensor_of, Kept(given, records))
+        copy_of = _copies_of(modules, tensor_of)
         _connect(copy_of, bound)
         replicas.append(copy_of[modules[0]])
     return replicas
 
 
-def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors, kept: Kept) -> Modules:
+def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors) -> Modules:
     """Return copies of modules for one replica, with parameters and buffers of `tensor_of`, not yet connected."""
     copy_of: Modules = {}
     for module in modules:
@@ -187,9 +197,8 @@ def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors, kept: Kept) -> 
         replicate: Any = module._replicate_for_data_parallel
         is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
         copy_of[module] = copy = _shell(module) if is_usual else replicate()
-        vars(copy)[KEPT] = kept
-        kept.modules[module] = ref(copy)
-        copy_hooks(copy, module, kept.modules, kept.records)
+        vars(copy)["_sync_mark"] = _Mark(copy)
+        _copy_hooks(copy, module)
         if type(module).__setattr__ is nn.Module.__setattr__:
             _register_tensors(copy, module, tensor_of)
         else:
@@ -204,7 +213,42 @@ def _connect(copy_of: Modules, bound: Sequence[tuple[nn.Module, str, Any]]) -> N
             if child is not None:
                 copy._modules[name] = copy_of[child]
     for module, name, value in bound:
-        vars(copy_of[module])[name] = bind(value, lambda original: copy_of.get(original, original))
+        vars(copy_of[module])[name] = _bind(value, copy_of)
+
+
+def _bind(value: Any, copy_of: Modules) -> Any:
+    """Return a bound method or a partial with the modules of a replica in place of the originals."""
+    if isinstance(value, nn.Module):
+        return copy_of.get(value, value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _bind(value.__self__, copy_of))
+    if not isinstance(value, partial):
+        return value
+    keywords = {name: _bind(argument, copy_of) for name, argument in value.keywords.items()}
+    result = partial(_bind(value.func, copy_of), *[_bind(argument, copy_of) for argument in value.args], **keywords)
+    result.__dict__.update({name: _bind(item, copy_of) for name, item in value.__dict__.items()})
+    return result
+
+
+def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
+    """Give a copy of a module dictionaries of hooks of its own, see NOTE [hooks of replicas]."""
+    state, original = vars(copy), vars(module)
+    for name in (*HOOKS, *FLAGS_OF_HOOKS):
+        state[name] = original[name].copy()
+    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]  # which the copy of a graph module lacks
+    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
+    if original["_backward_hooks"] and original[KIND_OF_BACKWARD_HOOKS] is False:
+        refuse = partial(_refuse_older_hook, copy)  # which this keeps
+        state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
+
+
+def _refuse_older_hook(module: nn.Module, *args: Any) -> None:
+    """Raise an error in place of a backward hook of the older kind, in the backward pass of a replica."""
+    raise RuntimeError(
+        f"expected full backward hooks in replicas, but got {type(module).__name__} with those of "
+        "register_backward_hook, which PyTorch calls with a replica that has ended; call register_full_backward_hook "
+        "instead"
+    )
 
 
 def _shell(module: nn.Module) -> nn.Module:
@@ -236,6 +280,15 @@ def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
         _register_tensors(copy, module, tensor_of)
 
 
+class _Mark(ref[nn.Module]):
+    """Marks a module of a replica, to which it refers; in a copy of that module, it refers to another one."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def _keep_replicas_on_their_devices() -> None:
     """Let conversions leave modules of replicas on their devices; see NOTE [conversions in replicas]."""
     apply: Any = nn.Module._apply
@@ -244,8 +297,8 @@ def _keep_replicas_on_their_devices() -> None:
 
     @wraps(apply)
     def convert(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        kept = vars(self).get(KEPT)
-        if kept is None or not kept.modules:  # as of a copy of a replica's module
+        mark = vars(self).get("_sync_mark")
+        if mark is None or mark() is not self:  # as of a copy of a replica's module
             return apply(self, fn, *args, **kwargs)
 
         def on_its_device(tensor: Tensor) -> Tensor:

@@ -19,11 +19,10 @@ from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
 from ..torch_private import BatchNormBase, has_attribute, uncompiled
 from .arguments import Arguments, check_dims
-from .bound import detach_what_was_bound_again
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import begin_watching, warn_of_lost_hooks, warn_of_lost_state
+from .lost_state import begin_watching, warn_of_lost_state
 from .run import ForwardPass, Run, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import cut, is_on, join
 from .trees import USUAL, Dims
@@ -177,7 +176,6 @@ class _ReplicationMixin(DataParallel[Any]):
         self._check_reached("scatter", "in_dims")
         if is_in_replica():
             refuse_training(self, module)
-        detach_what_was_bound_again(module)  # in the last backward pass, too
         if len(device_ids) == 1:
             return [module]
         check_replicable(self, module)
@@ -210,7 +208,6 @@ class _ReplicationMixin(DataParallel[Any]):
         raised: BaseException | None = None
         try:
             outputs = super().parallel_apply(runs, *args, **kwargs)
-            detach_what_was_bound_again(forward_pass.original)
         except BaseException as error:
             raised = error
         failure = forward_pass.failure(raised, _how_cut)
@@ -221,7 +218,6 @@ class _ReplicationMixin(DataParallel[Any]):
                 del raised, failure  # Their traceback refers to this frame.
         if watched is not None:
             warn_of_lost_state(runs[0]._sync_replica, watched)
-            warn_of_lost_hooks([run._sync_replica for run in runs])
         return outputs
 
 

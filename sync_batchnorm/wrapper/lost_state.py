@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ..messages import warn_once
-from ..torch_private import HOOKS
-from .bound import is_in_graph
 
 __all__: list[str] = []
 
@@ -93,7 +91,7 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
     if type(value) in _KINDS and type(before) in _KINDS:
         both_nan = value != value and before != before
         return CHANGE_IN_PLACE if value != before and not both_nan and name != "training" else None
-    return RETURN if before is not None and is_in_graph(value) and value.dim() == 0 else None
+    return RETURN if before is not None and _is_in_graph(value) and value.dim() == 0 else None
 
 
 def _has_other_data(parameter: Any, data: Tensor) -> bool:
@@ -103,18 +101,11 @@ def _has_other_data(parameter: Any, data: Tensor) -> bool:
     return parameter.data_ptr() != data.data_ptr() and not torch.equal(parameter, data)
 
 
-def warn_of_lost_hooks(replicas: Sequence[nn.Module]) -> None:
-    """Warn of modules on which some replicas have registered hooks in their run, and others have not."""
-    names = [name or "the model itself" for name, _ in replicas[0].named_modules()]
-    numbers = zip(*[map(_number_of_hooks, replica.modules()) for replica in replicas], strict=False)
-    lost = [name for name, numbers_of_module in zip(names, numbers, strict=False) if len({*numbers_of_module}) > 1]
-    if lost:
-        warn_once(
-            f"forward() of {type(replicas[0]).__name__} registered hooks on {', '.join(lost)} in some replicas and not "
-            "in others. A hook ends with its replica, so what all replicas share, such as a list of handles, must not "
-            "decide whether to register one: keep the handle in an attribute of self, or register outside forward()"
-        )
-
-
-def _number_of_hooks(module: nn.Module) -> int:
-    return sum([len(vars(module).get(name, ())) for name in HOOKS])
+def _is_in_graph(value: object) -> bool:
+    """Return whether a value is a tensor that a node of autograd has made."""
+    if not issubclass(type(value), Tensor):
+        return False
+    try:
+        return value.grad_fn is not None  # type: ignore[attr-defined]
+    except RuntimeError:  # of one of the views of `unbind` or `split` whose base was changed in place
+        return True

@@ -157,17 +157,6 @@ def test_first_forward_passes_are_looked_at_and_no_others(first, expected):
     assert list(vars(copy.deepcopy(parallel))) == before
 
 
-def test_hooks_that_only_one_replica_registers_are_named_once(devices):
-    def register(net: Any, output: Tensor) -> None:
-        if not net.seen:
-            net.seen["handle"] = net.bn.register_forward_hook(lambda *args: None)
-        net.new = net.register_forward_pre_hook(lambda *args: None)  # in all replicas
-
-    model = nn.Sequential(Counting(register)).to(as_devices(devices)[0])
-    (text,) = steps(DataParallelWithCallback(model, devices), devices)
-    assert text.startswith("forward() of Sequential registered hooks on 0.bn in some replicas and not in others.")
-
-
 def test_forward_passes_in_eval_mode_are_not_looked_at():
     parallel = DataParallelWithCallback(Counting(count).eval(), ["cpu"] * 2)
     for _ in range(5):
