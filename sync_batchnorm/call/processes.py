@@ -1,8 +1,7 @@
 """The exchange between processes, over `torch.distributed`: batch statistics and their gradients.
 
 One collective of one packed vector makes the statistics of all processes, and another one in the backward pass makes
-their gradients; `_gather_checked` says when there are two in the forward pass. Timeouts and lost processes are left to
-`torch.distributed`.
+their gradients. Timeouts, lost processes, and vectors of different lengths are left to `torch.distributed`.
 
 All processes of a group must have the same weights, and make the same calls in the same order; in a backward pass, that
 is the order of the autograd engine. `DistributedDataParallel` guarantees the former, and relies on the latter as well.
@@ -15,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.base import Pair, Statistics, as_pair, merge_moments
@@ -28,25 +26,13 @@ ONE_PROCESS_A_DEVICE = (
     "of this wrapper"
 )
 
-_HEAD = 4  # numbers in front of the statistics, see `_head`
-_ROOM = _HEAD + 1 + 2 * 2048  # numbers in the first gather, see `_gather_checked`: enough for 2048 channels
-_TEXT = 512  # bytes that describe a layer
-
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
-
-class _Numbers(WeakKeyDictionary[nn.Module, int]):
-    """The layers that have exchanged in a group, with their numbers: the order of their first exchanges.
-
-    These are equal in all processes that call the same layers in the same order, regardless of how and when each
-    process has made its layers. They are not stored on the layers, because a copy of a layer is another layer.
-    """
-
-    last = 0  # also counts layers that are gone
-
-
-# A group that was destroyed and made anew is another object, and begins at 1; ranks that are threads have groups of
-# their own. Only the thread that exchanges in a group uses its numbers.
+# For each group, the layers that have exchanged in it on the CPU, with their numbers and names. A number is not stored
+# on its layer, because a copy of the layer must have none. A group that was destroyed and made anew is another object,
+# and begins at 1; ranks that are threads have groups of their own. Only the thread that exchanges in a group uses its
+# numbers.
+_Numbers = WeakKeyDictionary[nn.Module, tuple[float, str]]
 _numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 _inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
@@ -65,20 +51,16 @@ class Peers(NamedTuple):
 
     def call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Call a function of `torch.distributed`; an error of it gets a note that names the layer."""
-        self.check(tensors[-1])
+        if type(tensors[-1]) is not Tensor:
+            raise RuntimeError(
+                f"expected a tensor of this process, but got a {type(tensors[-1]).__name__} in the exchange of "
+                f"{self.name}; pass the to_local() of a DTensor, and export or trace in eval mode"
+            )
         try:
             collective(*tensors, group=self.group)
         except Exception as error:
             error.add_note(f"Raised in the exchange of {self.name} between processes.")
             raise
-
-    def check(self, tensor: Tensor) -> None:
-        """Raise an error for a tensor that no process has, or not one alone."""
-        if type(tensor) is not Tensor:
-            raise RuntimeError(
-                f"expected a tensor of this process, but got a {type(tensor).__name__} in the exchange of {self.name}; "
-                "pass the to_local() of a DTensor, and export or trace in eval mode"
-            )
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the vectors of all processes, one a row."""
@@ -94,23 +76,14 @@ class Peers(NamedTuple):
 
 
 def check_group(process_group: Any) -> None:
-    """Raise an error for what is no process group, or for one that was destroyed."""
+    """Raise an error for what is no process group."""
     if process_group is None or not dist.is_available():
         return
-    is_group = isinstance(process_group, dist.ProcessGroup)
-    if not is_group and not _is_of_others(process_group):
+    if not isinstance(process_group, dist.ProcessGroup) and not _is_of_others(process_group):
         raise TypeError(
             f"process_group must be a group of torch.distributed, got {process_group!r}; pass the result of "
             "torch.distributed.new_group(ranks), the get_group() of a DeviceMesh, or None for all processes"
         )
-    if is_group and dist.is_initialized():
-        try:
-            dist.get_rank(process_group)
-        except ValueError as error:
-            raise ValueError(
-                "process_group must be a group that exists, got one that torch.distributed does not know, such as "
-                "one that was destroyed; pass the result of torch.distributed.new_group(ranks) of this program"
-            ) from error
 
 
 def _is_of_others(process_group: Any) -> bool:
@@ -152,64 +125,42 @@ def gather_statistics(
     first, second = (tensor.to(dtype=dtype) for tensor in as_pair(statistics))
     if first.dim() > 1:  # in pieces
         first, second = merge_moments(first, second, None)
-    packed = torch.cat((first.new_full((1,), count), first.flatten(), second.flatten()))
-    gathered = _gather_checked(packed, peers)
+    head = [count, _number_of(peers)] if first.is_cpu else [count]  # Elsewhere, the host would have to wait.
+    gathered = peers.gathered(torch.cat([*[first.new_full((1,), value) for value in head], first, second]))
+    if first.is_cpu:
+        _agree(gathered[:, 1].tolist(), peers)
     counts, total = gathered[:, 0], gathered[:, 0].sum()
-    return [gathered[:, 1:].chunk(2, 1)], counts, total if count > 1 else int(total)
+    return [gathered[:, len(head) :].chunk(2, 1)], counts, total if count > 1 else int(total)
 
 
-def _gather_checked(packed: Tensor, peers: Peers) -> Tensor:
-    """Gather a vector of all processes, after a check that all call one layer, on one kind of device.
+def _number_of(peers: Peers) -> float:
+    """Return the number of a layer; of one without a number, as a negative one, the next that this process has free."""
+    numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
+    known = numbers.get(peers.layer())
+    return known[0] if known else -1 - max([number for number, _ in numbers.values()], default=0)
 
-    The check is a gather of its own, because vectors of different lengths, or on a CPU and on a GPU, cannot be gathered
-    at all. It has the same length for every layer, and takes the vector along where that fits and is on the CPU.
-    Elsewhere the host has to wait for the check, so only the first exchange of a layer in its group has one.
+
+def _agree(numbers: Sequence[float], peers: Peers) -> None:
+    """Let the layer have the number that all processes send, or raise an error in all of them if they send several.
+
+    A layer without a number takes what other processes have, so that one process may go on with a copy of its model. If
+    no process has a number, all take the largest of those that are free, which is free in each of them.
     """
-    peers.check(packed)
-    numbers, layer = _numbers.setdefault(peers.group, _Numbers()), peers.layer()
-    if packed.device.type != "cpu" and layer in numbers:
-        return peers.gathered(packed)
-    device = _device_of_checks(packed, peers)
-    number = numbers.get(layer, numbers.last + 1)
-    head = _head(number, packed)
-    message = torch.tensor(head, dtype=torch.float64, device=device)
-    takes_along = packed.device.type == device.type == "cpu" and _HEAD + len(packed) <= _ROOM
-    if takes_along:
-        message = torch.cat((message, packed))
-    gathered = peers.gathered(F.pad(message, (0, _ROOM - len(message))))
-    if any([other != head for other in gathered[:, :_HEAD].tolist()]):
-        raise _different_layers(number, packed, device, peers)
-    # A new layer keeps its number only now, after an exchange that agreed.
-    numbers[layer], numbers.last = number, max(numbers.last, number)
-    return gathered[:, _HEAD : len(message)] if takes_along else peers.gathered(packed)
+    known = {number for number in numbers if number > 0}
+    if len(known) > 1:
+        raise _different_layers(numbers, peers)
+    _numbers[peers.group][peers.layer()] = known.pop() if known else -min(numbers), peers.name
 
 
-def _device_of_checks(packed: Tensor, peers: Peers) -> torch.device:
-    """Return where all processes of a group can exchange, even if some have their vectors on a CPU, some on a GPU."""
-    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(peers.group).split(",")]  # "cpu:gloo,cuda:nccl"
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return packed.device if packed.device.type in kinds else torch.device(kinds[0])
-
-
-def _head(number: int, packed: Tensor) -> list[int]:
-    """Return what must be equal in all processes: the layer, and the length, dtype and kind of device of its vector."""
-    letters = packed.device.type[:6].encode()  # as many as float64 holds
-    return [number, len(packed), packed.element_size(), int.from_bytes(letters)]
-
-
-def _different_layers(number: int, packed: Tensor, device: Any, peers: Peers) -> RuntimeError:
-    """Return the error that names the layers of all processes, which each process gets from the others."""
-    text = (
-        f"{peers.name} (number {number}, {len(packed) // 2} channels, {packed.dtype} statistics on {packed.device}) "
-        f"in rank {dist.get_rank()}"
-    )
-    written = torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8, device=device)
-    texts = [bytes(row).decode(errors="replace").strip() for row in peers.gathered(written).tolist()]
+def _different_layers(numbers: Sequence[float], peers: Peers) -> RuntimeError:
+    """Return the error that says what each process has called, by the names that this process has for the numbers."""
+    names, layers = dict(_numbers[peers.group].values()), []
+    for rank, number in zip(dist.get_process_group_ranks(peers.group), numbers, strict=True):
+        name = peers.name if rank == dist.get_rank() else names.get(number, "a layer that is not known here")
+        layers.append(f"{name} ({f'number {number:.0f}' if number > 0 else 'not yet numbered'}) in rank {rank}")
     return RuntimeError(
-        f"expected all processes to call the same synchronized batch norm, but got {', '.join(texts)}; make every "
-        "process call the same layers in the same order, on the same kind of device (a copy of a layer is another "
-        "layer: copy a model in all processes)"
+        f"expected all processes to call the same synchronized batch norm, but got {', '.join(layers)}; make every "
+        "process call the same layers in the same order"
     )
 
 

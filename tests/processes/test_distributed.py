@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_worker import CHECKS, SLOW, run_world
+from distributed_worker import CHECKS, CHECKS_OF_ENDS, SLOW, run_world
 from forks import forked, needs_fork
 from helpers import assert_equal, assert_same_step, twins
 from repository import ROOT, blocks_of
@@ -64,14 +64,43 @@ def test_check_holds_in_a_world_of_processes(size, name, tmp_path_factory):
     assert all((folder / f"{name}.{rank}").exists() for rank in range(size)), printed
 
 
+def on_simulated_gpus(folder: Path, *names: str) -> str:
+    """Run checks in a world of two that has simulated GPUs; return what it has printed."""
+    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), folder, *names]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.strip()
+
+
 @pytest.mark.cuda
 @pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.watchdog(SECONDS)
 def test_checks_hold_on_simulated_gpus(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("distributed_worker.py")), tmp_path]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "\n"), run.stdout + run.stderr
+    assert on_simulated_gpus(tmp_path) == ""
+
+
+# What `torch.distributed` does with vectors of different lengths, as the page of processes says.
+def assert_rank_0_is_aborted(printed: str, folder: Path, name: str) -> None:
+    assert re.search(r"rank 0 of 2, which ended with (6|134):", printed), printed
+    assert (folder / f"{name}.1").exists(), printed
+
+
+@needs_fork
+@pytest.mark.watchdog(60.0)
+@pytest.mark.parametrize("name", [name for name in CHECKS_OF_ENDS if "gpu" not in name])
+def test_process_with_fewer_channels_is_aborted(name, tmp_path, capfd):
+    assert_rank_0_is_aborted(run_world(2, tmp_path, [name]), tmp_path, name)
+    assert "Received data size doesn't match expected size" in capfd.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.simulated
+@pytest.mark.slow
+@pytest.mark.watchdog(SECONDS)
+def test_process_on_a_gpu_beside_one_on_the_cpu_is_aborted(tmp_path):
+    name = "a_process_on_a_gpu_beside_one_on_the_cpu_ends"
+    assert_rank_0_is_aborted(on_simulated_gpus(tmp_path, name), tmp_path, name)
 
 
 @pytest.fixture
@@ -168,6 +197,16 @@ def torchrun(processes: int, folder: Path, *program: str) -> str:
     output, errors = run.communicate(timeout=SECONDS)
     assert run.returncode == 0, errors
     return output
+
+
+@pytest.mark.slow
+@pytest.mark.watchdog(SECONDS)
+def test_benchmark_fails_with_a_process_of_it(monkeypatch, capfd, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "benchmarks" / "exchange")
+    (tmp_path / "sync_batchnorm.py").write_text("raise ImportError('as a library that is broken')")
+    with pytest.raises(RuntimeError, match=r"expected processes that end with 0, but got \[1, 1\]"):
+        importlib.import_module("ddp").block(tmp_path, synchronized=True)
+    assert "ImportError: as a library that is broken" in capfd.readouterr().err
 
 
 EXAMPLE = ["--epochs", "1", "--batch", "96"]
