@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,6 +117,20 @@ class _ShareOnCpu:
     @staticmethod
     def apply(devices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors * len(devices)
+
+
+def library_at(folder: Path) -> ModuleType:
+    """Import the library that lies in a folder, beside one that is there already."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]
+    hidden = {name: sys.modules.pop(name) for name in names}
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("sync_batchnorm")
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def import_existing(folder: str) -> tuple[Any, Callable[[Sequence[nn.Module]], None]]:

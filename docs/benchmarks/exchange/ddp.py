@@ -60,6 +60,8 @@ def block(path: Path, synchronized: bool) -> list[float]:
             for rank in range(2)
         ]
         texts = [process.communicate()[0] for process in ranks]
+    if any(process.returncode for process in ranks):
+        raise RuntimeError(f"expected processes that end with 0, but got {[process.returncode for process in ranks]}")
     return list(map(float, texts[0].split()))
 
 

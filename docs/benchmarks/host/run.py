@@ -8,7 +8,6 @@ nothing. ``--other`` names the folder of another version of this library, such a
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ simulated_gpus.simulate(8)  # before torch is imported, and so before what is im
 import torch
 from common import import_torchvision
 from free import costing_nothing, use_streams_of_torch
-from harness import environment, take_core
+from harness import environment, library_at, take_core
 from simulated_gpus import recording
 from torch import Tensor, nn
 from torch.nn.parallel import comm
@@ -41,20 +40,6 @@ OURS, PLAIN, OTHER, EXISTING = "ours", "nn.BatchNorm2d", "the other version", "t
 WAYS = ("forward", "backward")
 
 Times = dict[str, dict[str, list[float]]]  # by row and column, one for each number of GPUs
-
-
-def library_at(folder: Path) -> ModuleType:
-    """Import the library that lies in a folder, beside one that is there already."""
-    names = [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]
-    hidden = {name: sys.modules.pop(name) for name in names}
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module("sync_batchnorm")
-    finally:
-        sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sync_batchnorm"]:
-            del sys.modules[name]
-        sys.modules.update(hidden)
 
 
 def libraries_at(other: Path | None, existing: Path | None) -> dict[str, ModuleType | None]:
