@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
 from ..torch_private import original_module
+from .scatter_gather import cut
 from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
@@ -67,30 +69,50 @@ def _shares(rows: int, most: int) -> list[float]:
 
 
 class Arguments:
-    """The arguments of a call of a wrapper, as one tree: a dict by the names that `forward` has for them.
-
-    `sizes` has the number of rows of each chunk, of which there is at most one for each of several devices.
-    """
+    """The arguments of a call of a wrapper, which are cut into at most as many chunks as there are devices."""
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
+        self._inputs, self._kwargs, self._most = inputs, kwargs, most
+        self._module, self._dim, self._in_dims = wrapper.module, wrapper.dim, wrapper._sync_in_dims
+        self.sizes = self._sizes() if most > 1 else []  # the number of rows of each chunk
+
+    def chunks(self, devices: tuple[torch.device, ...]) -> Sequence[Sequence[Any]]:
+        """Return the positional arguments of all chunks, and their keyword arguments.
+
+        A single chunk whose tensors are on its device has the arguments themselves.
+        """
+        if self._most > 1:
+            # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
+            devices = devices[: len(self.sizes)]
+        if len(devices) == 1 and self._are_on(devices[0]):
+            return (self._inputs,), (self._kwargs,)
+        return tuple(zip(*map(self._split, cut(self.tree, self.dims, devices)), strict=True))
+
+    def _are_on(self, device: torch.device) -> bool:
+        """Return whether nothing must be moved to a device, or copied for a single replica."""
+        values = (*self._inputs, *self._kwargs.values())
+        if not self._in_dims and all([type(value) is Tensor and value.device == device for value in values]):
+            return True  # The compiler of torch 2.8 cannot trace what follows.
+        return not any([leaf.must_move(device) for leaf in self.tree.leaves])
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """The arguments as one tree: a dict by the names that `forward` has for them."""
+        inputs, kwargs = self._inputs, self._kwargs
         # On one device without `in_dims`, nothing is cut and nothing is named.
-        kinds = parameters_of(wrapper.module) if wrapper._sync_in_dims or most > 1 else {}
+        kinds = parameters_of(self._module) if self._in_dims or self._most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
-        # Cut to equal lengths: the compiler of torch 2.8 cannot trace a zip of others.
-        arguments: dict[str, Any] = dict(zip(names[: len(inputs)], inputs[: len(names)], strict=True))
-        self._number, self._dim, self._most, self._rest = len(arguments), wrapper.dim, most, ""
+        arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
+        self._number, self._rest = len(arguments), ""
         if len(inputs) > len(names):  # A dict of the others is cut as they are, not by its entries.
             self._rest = next((name for name, kind in kinds.items() if kind is Parameter.VAR_POSITIONAL), "inputs")
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
-            raise TypeError(f"forward of {type(wrapper.module).__name__} got multiple values for argument {name!r}")
-        self.tree = Tree(arguments | kwargs, wrapper._sync_in_dims or USUAL)
-        if wrapper._sync_in_dims:
-            _warn_of_unused_dims(wrapper, kinds, arguments | kwargs)
-        self.sizes = self._sizes() if most > 1 else []
+            raise TypeError(f"forward of {type(self._module).__name__} got multiple values for argument {name!r}")
+        return Tree(arguments | kwargs, self._in_dims or USUAL)
 
-    def split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the keyword arguments of a chunk."""
         others = chunk.pop(self._rest).values() if self._rest else ()
         names = list(chunk)
@@ -118,6 +140,8 @@ class Arguments:
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
+        if not self._inputs and not self._kwargs:
+            return [0]
         for path, kind in self.tree.hidden:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))
@@ -186,20 +210,6 @@ class Arguments:
                     "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
                     f"pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
                 )
-
-
-def _warn_of_unused_dims(wrapper: Any, kinds: dict[str, int], arguments: dict[str, Any]) -> None:
-    """Warn once of dimensions that name no argument of a call that passes others without a parameter of their own."""
-    unused = [name for name in wrapper._sync_in_dims if name not in kinds and name not in arguments]
-    # Those of ``**kwargs`` are no parameters themselves.
-    others = [
-        kinds.get(name, Parameter.VAR_POSITIONAL) for name in arguments if unused and name not in wrapper._sync_in_dims
-    ]
-    if Parameter.VAR_POSITIONAL in others:
-        warn_once(
-            f"in_dims names {unused}, but a call passes no such keyword arguments, and forward of "
-            f"{type(wrapper.module).__name__} takes {list(kinds)}; pass them by keyword, by the names in in_dims"
-        )
 
 
 def _in_dims(path: Path, dims: Dims) -> str:

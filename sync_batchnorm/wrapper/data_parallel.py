@@ -11,7 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ..derived import derived_class
@@ -24,7 +24,7 @@ from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching, warn_of_lost_state
 from .run import ForwardPass, Run, call_replicas, is_in_replica, new_coordinator, prepared_runs
-from .scatter_gather import cut, is_on, join
+from .scatter_gather import join
 from .trees import USUAL, Dims
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
@@ -77,23 +77,10 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         self.__dict__.update(options)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
+        arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
-            _reached.get({})["scatter"] = None
-        kwargs = kwargs or {}
-        if not inputs and not kwargs:
-            return (), ()
-        devices = list(map(as_device, device_ids))
-        if len(devices) == 1 and not self._sync_in_dims and _are_tensors_on(devices[0], (*inputs, *kwargs.values())):
-            return (inputs,), (kwargs,)  # The compiler of torch 2.8 cannot trace what follows.
-        arguments = Arguments(self, inputs, kwargs, len(devices))
-        if len(devices) > 1:
             _reached.get({})["scatter"] = arguments
-            # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
-            devices = devices[: len(arguments.sizes)]
-        if len(devices) == 1 and is_on(arguments.tree, devices[0]):
-            return (inputs,), (kwargs,)  # There is nothing to cut into chunks.
-        chunks = cut(arguments.tree, arguments.dims, devices, not unsupported_by_torch(tuple(devices)))
-        return tuple(zip(*map(arguments.split, chunks), strict=True))
+        return arguments.chunks(tuple(map(as_device, device_ids)))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
@@ -346,10 +333,6 @@ def _how_cut() -> str:
     """Return how the arguments of the wrapper that runs were cut, as far as `in_dims` does not say it."""
     arguments = _reached.get({}).get("scatter")
     return "" if arguments is None else arguments.how_cut()
-
-
-def _are_tensors_on(device: torch.device, values: Sequence[Any]) -> bool:
-    return all([type(value) is Tensor and value.device == device for value in values])
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, out_dims: Dims) -> dict[str, Any]:

@@ -60,6 +60,12 @@ class Leaf(NamedTuple):
         """Return whether this is a list that is cut or put together by its entries."""
         return bool(self.dim == 0) and is_list(type(self.value))
 
+    def must_move(self, device: torch.device) -> bool:
+        """Return whether a single replica on a device cannot take this as it is."""
+        if isinstance(self.value, Tensor):
+            return self.value.device != device
+        return self.is_list() or (self.dim is None and moves(type(self.value)))
+
     def dimension(self, usual: int, remedy: str) -> int:
         """Return the dimension of a tensor that is named for it, or else the usual one."""
         dim, number = usual if self.dim is USUAL else self.dim, self.value.dim()

@@ -542,27 +542,6 @@ def test_objects_that_move_in_place_are_copied(devices):
     assert all(box.corners.device == device for box in made)
 
 
-class Decorated(nn.Module):
-    """Has a decorator that hides the names of its arguments."""
-
-    def forward(self, *args, **kwargs):
-        return (lambda x, mask=None: x)(*args, **kwargs)
-
-
-def test_names_that_a_call_does_not_pass_are_told_if_it_passes_others():
-    text = r"in_dims names \['mask'\], but a call passes no such keyword .* of Decorated takes \['args', 'kwargs'\]; p"
-    with pytest.warns(UserWarning, match=text):
-        DataParallelWithCallback(Decorated(), R, in_dims={"mask": None})(X, X)
-    with pytest.warns(UserWarning, match=r"in_dims names \['msk'\], but a call passes no such"):
-        DataParallelWithCallback(Rest(), R, in_dims={"msk": None})(X, mask=X)
-
-
-def test_names_that_a_call_does_not_pass_are_not_told_if_all_it_passes_has_names():
-    DataParallelWithCallback(Decorated(), R, in_dims={"mask": None, "args": 0})(X)
-    DataParallelWithCallback(Decorated(), R, in_dims={"mask": None})(X, mask=X[0])
-    DataParallelWithCallback(Rest(), R, in_dims={"mask": None})(X)
-
-
 def test_wrappers_show_keep_and_revert_their_dimensions():
     parallel = DataParallelWithCallback(Two(), R, in_dims={"mask": None}, out_dims=(0, 1))
     assert "in_dims={'mask': None}, out_dims=(0, 1)" in repr(parallel)
