@@ -22,7 +22,7 @@ from .arguments import Arguments, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import begin_watching, warn_of_lost_state
+from .lost_state import begin_watching, warn_of_lost_state, warn_of_replicas_that_stay, warn_of_set_on_model
 from .run import ForwardPass, Run, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import join
 from .trees import USUAL, Dims
@@ -190,7 +190,9 @@ class _ReplicationMixin(DataParallel[Any]):
         if len(runs) == 1:
             forward_pass.context = None  # It runs in this thread, as on one device.
         forward_pass.coordinator.expect([run._sync_number for run in runs])
-        watched = begin_watching(self, runs[0]._sync_replica) if len(runs) > 1 else None
+        replica = runs[0]._sync_replica
+        warn_of_replicas_that_stay(self, replica)
+        of_replica, of_model = begin_watching(self, forward_pass.original, replica)
         outputs: list[Any] = []
         raised: BaseException | None = None
         try:
@@ -203,8 +205,8 @@ class _ReplicationMixin(DataParallel[Any]):
                 raise failure
             finally:
                 del raised, failure  # Their traceback refers to this frame.
-        if watched is not None:
-            warn_of_lost_state(runs[0]._sync_replica, watched)
+        warn_of_lost_state(replica, of_replica)
+        warn_of_set_on_model(forward_pass.original, of_model)
         return outputs
 
 

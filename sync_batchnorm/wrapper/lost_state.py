@@ -1,8 +1,10 @@
-"""Warnings of what `forward` sets or registers, and what ends with the replica; in the first forward passes."""
+"""Warnings of what `forward` sets and loses with its replica, of what hooks set on the model, of replicas that stay."""
 
-from collections.abc import Sequence
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from ..messages import warn_once
 __all__: list[str] = []
 
 LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
+PASSES = 32  # Arbitrary: more forward passes than one backward pass usually has.
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = (
     "Make numbers and averages buffers that are changed in place, as in self.step.add_(1), or set it outside forward"
@@ -19,26 +22,36 @@ CHANGE_IN_PLACE = (
 MAKE_BEFORE = "Make modules, parameters and buffers in __init__()"
 RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 
-# How many forward passes were looked at, by wrapper. Not an attribute: a copy or pickle of a wrapper begins at zero.
-_looks: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+# How many forward passes were looked at, by wrapper, in training mode and in eval mode. Not an attribute: a copy or
+# pickle of a wrapper begins at zero.
+_looks: "WeakKeyDictionary[nn.Module, Counter[bool]]" = WeakKeyDictionary()
+
+# Replica 0 of each forward pass that is alive, by wrapper; None once there were many.
+_alive: "WeakKeyDictionary[nn.Module, list[ref[nn.Module]] | None]" = WeakKeyDictionary()
 
 
-# A module of a replica, the prefix of its attributes' names in the model, and what it had before the replica ran: its
+# Modules, each with the prefix of its attributes' names in the model, and with what it had before the replicas ran: its
 # attributes, parameters, buffers and submodules, and the data of its parameters.
-Watched = tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]
+Watched = Sequence[tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]]
 
 
-def begin_watching(wrapper: nn.Module, replica: nn.Module) -> list[Watched] | None:
-    """Count a look at a wrapper, and return the modules of a replica that has not run yet.
+def begin_watching(wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> tuple[Watched, Watched]:
+    """Count a look at a wrapper; return the modules of a replica that has not run yet, and those of the original.
 
-    None, uncounted, after the first training steps of a wrapper, and for a module that is no replica.
+    Nothing, uncounted, after the first forward passes of a wrapper in the mode of the replica, and for a module that is
+    no replica. In eval mode, only the modules of the original.
     """
-    looks = _looks.get(wrapper, 0)
-    if looks >= LOOKS or not replica.training or not vars(replica).get("_is_replica"):
-        return None
-    _looks[wrapper] = looks + 1
-    watched: list[Watched] = []
-    for name, module in replica.named_modules():
+    looks, mode = _looks.setdefault(wrapper, Counter()), replica.training
+    if looks[mode] >= LOOKS or not vars(replica).get("_is_replica"):
+        return (), ()
+    looks[mode] += 1
+    # Replicas that somebody else has made are their own originals.
+    return _watched(replica) if mode else (), () if original is replica else _watched(original)
+
+
+def _watched(root: nn.Module) -> Watched:
+    watched = []
+    for name, module in root.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which makes new objects of its buffers at each look
             data = {key: tensor.detach() for key, tensor in module._parameters.items() if tensor is not None}
             watched.append((module, f"{name}." if name else "", _members(module), data))
@@ -49,7 +62,7 @@ def _members(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
 
-def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
+def warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
     remedies: dict[str, str] = {}
@@ -63,13 +76,52 @@ def warn_of_lost_state(replica: nn.Module, state: Sequence[Watched]) -> None:
             if remedy is not None:
                 remedies[prefix + name] = remedy
     if remedies:
-        *others, last = remedies
-        names = f"{', '.join(others)} and {last}" if others else last
         warn_once(
-            f"forward() of {type(replica).__name__} set {names} of replica 0, which ends with the forward pass: the "
-            f"model keeps its former values. {'. '.join(dict.fromkeys(remedies.values()))}. Ignore this if each "
-            "forward pass sets it anew"
+            f"forward() of {type(replica).__name__} set {_listed(remedies)} of replica 0, which ends with the forward "
+            f"pass: the model keeps its former values. {'. '.join(dict.fromkeys(remedies.values()))}. Ignore this if "
+            "each forward pass sets it anew"
         )
+
+
+def warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
+    """Warn of what was bound anew on the original itself while its replicas ran."""
+    names = [
+        prefix + name
+        for module, prefix, members, _ in state
+        for name, value in _members(module).items()
+        if name not in members or members[name] is not value
+    ]
+    if names:
+        warn_once(
+            f"while replicas of {type(original).__name__} ran, something set {_listed(names)} of the model itself, as "
+            "a hook or closure does that refers to the model: the last replica wins, and a forward() that reads this "
+            "from self gets an older value. Register a forward hook in forward(), where self is the replica, and "
+            "remove it there, or return what it collects"
+        )
+
+
+def warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
+    """Note a replica of a forward pass; warn once if those of many earlier passes of this wrapper are alive."""
+    noted = _alive.setdefault(wrapper, [])
+    if noted is None or not vars(replica).get("_is_replica"):
+        return
+    alive = [reference for reference in noted if reference() is not None]
+    _alive[wrapper] = [*alive, ref(replica)]
+    if len(alive) > PASSES:
+        _alive[wrapper] = None
+        gc.collect()  # once, since it takes long
+        if sum(reference() is not None for reference in alive) > PASSES:
+            warn_once(
+                f"replicas of more than {PASSES} earlier forward passes of {type(replica).__name__} are alive, with "
+                "all that they keep. If no backward pass of these is to come, the usual cause is a backward or tensor "
+                "hook that forward() registers and that refers to self, on which forward() keeps an activation: write "
+                "self.kept = y.detach(), or remove the hook"
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: bool) -> str | None:

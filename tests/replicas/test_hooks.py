@@ -1,14 +1,18 @@
-"""Hooks that a replica registers on itself or its submodules in `forward`: they act there, as on one device."""
+"""Hooks that a replica registers in `forward` act there, as on one device; those of the model are the model's."""
 
 import copy
+import gc
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from helpers import Net, as_devices, assert_equal, assert_same_step, assert_trains_as_one_device, doubles, twins
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import convert_model
+from sync_batchnorm import DataParallelWithCallback, convert_model
 
 LAYERS = {
     "linear": lambda: nn.Linear(3, 3),
@@ -112,6 +116,88 @@ NETS = {
 @pytest.mark.parametrize("kind", NETS)
 def test_hooks_are_those_of_the_replica(devices, kind):
     assert_trains_as_one_device(NETS[kind](), devices, 7, 3)
+
+
+class Calling(nn.Module):
+    """Has a hook that is a method of the model, or refers to it, and notes on which module it was called."""
+
+    def __init__(self, kind: str, is_method: bool) -> None:
+        super().__init__()
+        self.bn, self.layer, self.calls = nn.BatchNorm1d(3), nn.Linear(3, 3), []
+        getattr(self.layer, REGISTER_METHOD[kind])(self.note if is_method else lambda *args: self.note(*args))
+
+    def note(self, module: nn.Module, *args: Any) -> None:
+        self.calls.append((self, module))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(self.bn(input))
+
+
+REGISTER_METHOD = {"forward": "register_forward_hook", "backward": "register_full_backward_hook"}
+
+
+@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize("kind", REGISTER_METHOD)
+def test_hook_of_the_model_is_called_once_for_each_replica_and_belongs_to_the_model(devices, kind, is_method):
+    model = convert_model(Calling(kind, is_method)).to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(model, devices)
+    parallel(torch.randn(7, 3, device=as_devices(devices)[0])).square().sum().backward()
+    assert [net is model for net, _ in model.calls] == [True] * len(devices)
+    assert len({id(layer) for _, layer in model.calls} - {id(model.layer)}) == len(devices)
+
+
+class Keeping(nn.Module):
+    """Reads what a hook, which is a method that `forward` registers, keeps of its layer; or keeps an activation."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.bn, self.layer, self.way, self.kept = nn.BatchNorm1d(3), nn.Linear(3, 3), way, None
+        if way == "hook of the model":
+            self.layer.register_forward_hook(self.keep)
+        if way == "backward hook":
+            self.layer.register_full_backward_hook(self.look)
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.alive[0].add(self)
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def look(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        self.looked = grad_output
+
+    def body(self, input: Tensor) -> Tensor:
+        return self.layer(input).tanh()
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = self.bn(input)
+        if self.way == "hook of the replica":
+            with self.layer.register_forward_hook(self.keep):
+                return self.layer(input) + self.kept.square()
+        output = checkpoint(self.body, input, use_reentrant=False) if "checkpoint" in self.way else self.body(input)
+        if self.way not in ("hook of the model", "checkpoint"):
+            self.kept = output
+        return output
+
+
+WAYS = ["in forward", "hook of the replica", "hook of the model", "backward hook", "checkpoint", "beside a checkpoint"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:while replicas of Keeping ran")
+def test_replicas_end_with_their_pass_whatever_keeps_an_activation(devices, way):
+    parallel = DataParallelWithCallback(convert_model(Keeping(way)).to(as_devices(devices)[0]), devices)
+    parallel.module.alive = [WeakSet[nn.Module]()]
+    for _ in range(4):
+        parallel(torch.randn(7, 3, device=as_devices(devices)[0])).square().sum().backward()
+    gc.collect()
+    assert len(parallel.module.alive[0]) <= len(devices)
+
+
+def test_hook_that_a_replica_registers_may_be_its_method(devices):
+    model = Keeping("hook of the replica")
+    model.alive = [WeakSet[nn.Module]()]
+    assert_trains_as_one_device(model, devices, 7, 3)
 
 
 def test_hook_that_is_a_submodule_which_synchronizes_is_refused():

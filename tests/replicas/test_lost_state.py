@@ -1,6 +1,7 @@
 """What `forward` assigns to `self`, and loses with the replica, is named in one warning; activations are not."""
 
 import copy
+import gc
 import math
 import warnings
 from typing import Any
@@ -33,11 +34,13 @@ class Counting(nn.Module):
         return output
 
 
-def steps(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]:
+def steps(parallel: nn.DataParallel, devices: Any, number: int = 3, backward: bool = True) -> list[str]:
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         for _ in range(number):
-            parallel(torch.randn(8 * len(devices), 3, device=as_devices(devices)[0])).square().sum().backward()
+            output = parallel(torch.randn(8 * len(devices), 3, device=as_devices(devices)[0]))
+            if backward:
+                output.square().sum().backward()
     return [str(warning.message) for warning in issued]
 
 
@@ -165,6 +168,124 @@ def test_forward_passes_in_eval_mode_are_not_looked_at():
     parallel.module.train()
     (text,) = steps(parallel, ["cpu"] * 2)
     assert "step" in text
+
+
+class Hooked(nn.Module):
+    """Has a hook of a layer that sets what is in `values` of the model, and a forward that reads the first of it."""
+
+    def __init__(self, kind: str, values: Any) -> None:
+        super().__init__()
+        self.bn, self.kept, self.count, self.seen, self.calls = SynchronizedBatchNorm1d(3), None, 0, {}, []
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("norm", None)
+        self.values, hook = values, self.method if "method" in kind else lambda *args: self.method(*args)
+        register = self.bn.register_full_backward_hook if "backward" in kind else self.bn.register_forward_hook
+        register(hook)
+
+    def method(self, module: nn.Module, before: Any, after: Any) -> None:
+        self.values(self, after[0] if isinstance(after, tuple) else after)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.bn(self.scale * input)  # PyTorch warns of a backward hook where no input requires a gradient.
+
+
+def keep_on_model(net: Any, output: Tensor) -> None:
+    net.calls.append(1)
+    net.kept, net.count, net.bn.rows = output, net.count + 1, [len(output)]
+    net.norm = output.detach().norm().to(net.scale.device)  # The wrapper refuses a buffer of the model elsewhere.
+
+
+ON_MODEL = "while replicas of Hooked ran, something set kept, count, norm and bn.rows of the model itself, as a hook or"
+
+
+def evaluate(parallel: nn.DataParallel, devices: Any, number: int = 3) -> list[str]:
+    with torch.no_grad():
+        return steps(parallel.eval(), devices, number, backward=False)
+
+
+@pytest.mark.parametrize("kind", ["method", "closure"])
+@pytest.mark.parametrize("run", [steps, evaluate])
+def test_what_a_hook_sets_on_the_model_is_named_once(devices, run, kind):
+    model = Hooked(kind, keep_on_model).to(as_devices(devices)[0])
+    (text,) = run(DataParallelWithCallback(model, devices), devices)
+    assert text.startswith(ON_MODEL)
+    assert "Register a forward hook in forward(), where self is the replica" in text
+    assert len(model.calls) == 3 * len(devices)  # one in each replica
+
+
+@pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
+def test_what_a_hook_sets_on_the_model_is_named_in_every_wrapper(way):
+    (text,) = steps(WRAPPERS[way](Hooked("method", keep_on_model)), ["cpu"] * R)
+    assert text.startswith(ON_MODEL)
+
+
+@pytest.mark.parametrize(("first", "second"), [(steps, evaluate), (evaluate, steps)])
+def test_training_and_evaluation_have_looks_of_their_own(first, second):
+    parallel = DataParallelWithCallback(Hooked("method", lambda net, output: None), ["cpu"] * 2)
+    assert first(parallel, ["cpu"] * 2) == []
+    parallel.module.values = keep_on_model
+    assert first(parallel, ["cpu"] * 2) == []
+    assert len(second(parallel.train(), ["cpu"] * 2, 1)) == 1
+
+
+NOT_NAMED = {  # hooks, and what they do
+    "nothing is bound": ("method", lambda net, output: net.seen.setdefault(output.device, output)),
+    "the same object": ("closure", lambda net, output: setattr(net, "seen", net.seen)),
+    "after the replicas": ("backward method", keep_on_model),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_NAMED)
+def test_what_binds_nothing_on_the_model_while_replicas_run_is_not_named(devices, kind):
+    hook, values = NOT_NAMED[kind]
+    model = Hooked(hook, values).to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(model, devices)
+    for step in range(3):
+        model.step = step
+        assert steps(parallel, devices, 1) == []
+    assert len(model.calls) == (3 * len(devices) if "backward" in hook else 0)
+
+
+class Staying(nn.Module):
+    """Has a hook, registered in forward, that refers to the replica, and keeps an activation in a way of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.bn, self.way, self.kept = SynchronizedBatchNorm1d(3), way, None
+
+    def save(self, grad: Tensor) -> None:
+        self.grad = grad
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.bn(input)
+        if self.way == "removed":
+            output.register_hook(self.save).remove()
+        elif self.way != "cycle":
+            output.register_hook(self.save)
+        self.kept = output.detach() if self.way == "detached" else output
+        if self.way == "cycle":
+            self.itself = self
+        return output
+
+
+STAYS = "replicas of more than 32 earlier forward passes of Staying are alive, with all that they keep. If no backward"
+
+
+@pytest.mark.parametrize(("number", "expected"), [(33, 0), (34, 1), (40, 1)])
+def test_replicas_that_stay_are_told_once(devices, number, expected):
+    model = Staying("kept").to(as_devices(devices)[0])
+    texts = steps(DataParallelWithCallback(model, devices), devices, number)
+    assert [text.startswith(STAYS) for text in texts] == [True] * expected
+
+
+@pytest.mark.parametrize("way", ["detached", "removed", "cycle"])
+def test_replicas_that_end_are_not_told(devices, way):
+    parallel = DataParallelWithCallback(Staying(way).to(as_devices(devices)[0]), devices)
+    gc.disable()  # Then those in a cycle stay, until they are looked for.
+    try:
+        assert steps(parallel, devices, 40) == []
+    finally:
+        gc.enable()
 
 
 def test_single_chunk_keeps_what_it_assigns():
