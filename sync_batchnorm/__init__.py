@@ -2,6 +2,23 @@
 
 This folder is all of the distribution `synchronized-batchnorm`, under the MIT licence in the file LICENSE, which a copy
 of the folder keeps.
+
+NOTE [without the interpreter lock]: Nothing here relies on the lock of the interpreter; free-threaded Python has none.
+
+What two threads share is guarded in one of four ways. The lock of a `Coordinator` guards all records of its forward
+pass; `_lock` in `random_states.py` guards the generators. What travels in a mailbox belongs to one thread at a time: a
+`Part` to its replica until it is sent, to the master until it is answered, and to its replica again; what a backward
+pass reads is complete before the answers are sent. What a replica is made of, its modules and their dictionaries
+included, is made by the caller, and belongs to the thread of the replica. Tables of the process (`_made`, `_issued`,
+`_looks`, `_alive`, `_numbers`, the cached functions) are changed by single operations, `setdefault` where only one
+thread may win; two threads may compute the same entry, and either of the two is right.
+
+Two things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it has
+disabled it itself; and the frames of other threads, which `Record.stack` reads for the error of a timeout, and which
+Python 3.13 without the lock does not promise to be safe.
+
+A free-threaded Python counts references by thread, even if it runs with the lock: an object that the caller has made
+and a replica drops is freed when the caller's thread runs again, which is at most a second later (`_run_threads`).
 """
 
 import sys

@@ -14,7 +14,7 @@ from ..call.part import ALONE, Connection, Part
 from ..meeting import SyncMaster
 from ..messages import check_number, in_transform_error, warn_once
 from ..torch_private import BatchNormBase, in_transform, uncompiled
-from ..wrapper.run import raise_foreign_layer
+from ..wrapper.callbacks import raise_foreign_layer
 
 __all__ = [
     "SynchronizedBatchNorm",

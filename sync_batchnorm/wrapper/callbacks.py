@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..meeting import DEFAULT_TIMEOUT, Coordinator, RunningCallback, SlavePipe, SyncMaster, running_callback
-from ..torch_private import names_of_modules
-from .run import is_in_replica, new_coordinator, raise_foreign_layer
+from ..torch_private import names_of_modules, uncompiled
+from .run import current_run, is_in_replica, new_coordinator
 
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
@@ -85,6 +85,29 @@ def refuse_training(wrapper: nn.Module, module: nn.Module) -> None:
     for child in module.modules():
         if hasattr(type(child), _CALLBACK) and _uses_batch(child):
             raise_foreign_layer(wrapper)
+
+
+def raise_foreign_layer(foreign: nn.Module) -> None:
+    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
+    if is_in_replica():
+        _refuse_unless_its_own(foreign)
+
+
+@uncompiled  # The compiler knows no threads.
+def _refuse_unless_its_own(foreign: nn.Module) -> None:
+    run = current_run()
+    if run is None or any(module is foreign for module in run.replica.modules()):
+        return
+    forward_pass = run.forward_pass
+    who = forward_pass.coordinator.who(run.number)
+    name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
+    which = name or type(foreign).__name__
+    whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
+    raise RuntimeError(
+        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
+        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
+        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
+    )
 
 
 def refuse_other_packages(module: nn.Module, contexts: Mapping[str, object]) -> None:

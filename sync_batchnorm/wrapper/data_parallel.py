@@ -7,6 +7,7 @@ pass belongs to its replicas and ends with them.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ from .arguments import Arguments, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import begin_watching, warn_of_lost_state, warn_of_replicas_that_stay, warn_of_set_on_model
-from .run import ForwardPass, Run, call_replicas, is_in_replica, new_coordinator, prepared_runs
+from .lost_state import begin_watching
+from .run import ForwardPass, Handle, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import join
 from .trees import USUAL, Dims
 
@@ -86,11 +87,11 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        runs = _runs_of(self, replicas)
-        if len({run._sync_device for run in runs}) < len(runs):  # They take turns.
-            forward_pass = runs[0]._sync_pass
+        handles = _handles_of(self, replicas)
+        if len({handle._sync_run.device for handle in handles}) < len(handles):  # They take turns.
+            forward_pass = handles[0]._sync_run.forward_pass
             refuse_other_packages(forward_pass.original, forward_pass.contexts)
-        return call_replicas(runs, inputs, kwargs)
+        return call_replicas(handles, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _reached.get({})["gather"] = None
@@ -177,36 +178,16 @@ class _ReplicationMixin(DataParallel[Any]):
             raise
         if not contexts:
             _warn_of_plain_layers(self, module)
-        forward_pass = ForwardPass(module, coordinator, contexts)
-        runs = forward_pass.runs(replicas, devices)
-        forward_pass.inherit(runs)  # for replicas that are not called by `parallel_apply`
-        return runs
+        return ForwardPass(module, coordinator, contexts).prepare(replicas, devices)
 
     def parallel_apply(self, replicas: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
-        runs = _runs_of(self, replicas)
-        forward_pass = runs[0]._sync_pass
-        forward_pass.inherit(runs)
-        if len(runs) == 1:
-            forward_pass.context = None  # It runs in this thread, as on one device.
-        forward_pass.coordinator.expect([run._sync_number for run in runs])
-        replica = runs[0]._sync_replica
-        warn_of_replicas_that_stay(self, replica)
-        of_replica, of_model = begin_watching(self, forward_pass.original, replica)
-        outputs: list[Any] = []
-        raised: BaseException | None = None
-        try:
-            outputs = super().parallel_apply(runs, *args, **kwargs)
-        except BaseException as error:
-            raised = error
-        failure = forward_pass.failure(raised, _how_cut)
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del raised, failure  # Their traceback refers to this frame.
-        warn_of_lost_state(replica, of_replica)
-        warn_of_set_on_model(forward_pass.original, of_model)
+        handles = _handles_of(self, replicas)
+        run = handles[0]._sync_run
+        warn_of_state = begin_watching(self, run.forward_pass.original, run.replica)
+        call = partial(super().parallel_apply, handles, *args, **kwargs)
+        outputs: list[Any] = run.forward_pass.apply(call, handles, _how_cut)
+        warn_of_state()
         return outputs
 
 
@@ -316,19 +297,20 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
         data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
 
 
-def _runs_of(wrapper: Any, replicas: Sequence[Any]) -> list[Run]:
-    """Return a `Run` for each of `replicas`, all of one `ForwardPass`.
+def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[Handle]:
+    """Return a `Handle` for each of `replicas`, all of one `ForwardPass`.
 
-    A `parallel_apply` of the user's may have put modules or functions in place of the runs, which these call.
+    A `parallel_apply` of the user's may have put modules or functions in place of the handles, which these call.
     """
-    if all([isinstance(replica, Run) for replica in replicas]):
+    if all([isinstance(replica, Handle) for replica in replicas]):
         return list(replicas)
     runs = prepared_runs()
     if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
-        runs = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout)).runs(originals, devices)
-    return [run._sync_calling(function) for run, function in zip(runs, replicas, strict=True)]
+        forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
+        runs = [handle._sync_run for handle in forward_pass.prepare(originals, devices)]
+    return list(map(Handle, runs, replicas))
 
 
 def _how_cut() -> str:

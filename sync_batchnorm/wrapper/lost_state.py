@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -35,18 +35,27 @@ _alive: "WeakKeyDictionary[nn.Module, list[ref[nn.Module]] | None]" = WeakKeyDic
 Watched = Sequence[tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]]
 
 
-def begin_watching(wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> tuple[Watched, Watched]:
-    """Count a look at a wrapper; return the modules of a replica that has not run yet, and those of the original.
+def begin_watching(wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> Callable[[], None]:
+    """Count a look at a wrapper; return what warns after the forward pass of a replica that has not run yet.
 
-    Nothing, uncounted, after the first forward passes of a wrapper in the mode of the replica, and for a module that is
-    no replica. In eval mode, only the modules of the original.
+    Nothing is looked at, or counted, after the first forward passes of a wrapper in the mode of the replica, and for a
+    module that is no replica. In eval mode, only the modules of the original are looked at.
     """
+    if not vars(replica).get("_is_replica"):
+        return lambda: None
+    _warn_of_replicas_that_stay(wrapper, replica)
     looks, mode = _looks.setdefault(wrapper, Counter()), replica.training
-    if looks[mode] >= LOOKS or not vars(replica).get("_is_replica"):
-        return (), ()
+    if looks[mode] >= LOOKS:
+        return lambda: None
     looks[mode] += 1
-    # Replicas that somebody else has made are their own originals.
-    return _watched(replica) if mode else (), () if original is replica else _watched(original)
+    of_replica = _watched(replica) if mode else ()
+    of_model = () if original is replica else _watched(original)  # Replicas of somebody else's are their own originals.
+
+    def warn() -> None:
+        _warn_of_lost_state(replica, of_replica)
+        _warn_of_set_on_model(original, of_model)
+
+    return warn
 
 
 def _watched(root: nn.Module) -> Watched:
@@ -62,7 +71,7 @@ def _members(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
 
-def warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
+def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
     remedies: dict[str, str] = {}
@@ -83,7 +92,7 @@ def warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
         )
 
 
-def warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
+def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
     """Warn of what was bound anew on the original itself while its replicas ran."""
     names = [
         prefix + name
@@ -100,10 +109,10 @@ def warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
         )
 
 
-def warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
+def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
     """Note a replica of a forward pass; warn once if those of many earlier passes of this wrapper are alive."""
     noted = _alive.setdefault(wrapper, [])
-    if noted is None or not vars(replica).get("_is_replica"):
+    if noted is None:
         return
     alive = [reference for reference in noted if reference() is not None]
     _alive[wrapper] = [*alive, ref(replica)]

@@ -5,23 +5,6 @@ Whoever waits for a replica learns how it ends.
 NOTE [whose thread]: A replica runs in a copy of the context of its caller, which may itself be a replica of another
 wrapper, and a thread that a replica starts may inherit its context, as by default in free-threaded Python 3.14. So a
 `ContextVar` alone does not say which replica a thread runs: the number of the thread must be that of the replica, too.
-
-NOTE [without the interpreter lock]: Nothing here relies on the lock of the interpreter; free-threaded Python has none.
-
-What two threads share is guarded in one of four ways. The lock of a `Coordinator` guards all records of its forward
-pass; `_lock` in `random_states.py` guards the generators. What travels in a mailbox belongs to one thread at a time: a
-`Part` to its replica until it is sent, to the master until it is answered, and to its replica again; what a backward
-pass reads is complete before the answers are sent. What a replica is made of, its modules and their dictionaries
-included, is made by the caller, and belongs to the thread of the replica. Tables of the process (`_made`, `_issued`,
-`_looks`, `_alive`, `_numbers`, the cached functions) are changed by single operations, `setdefault` where only one
-thread may win; two threads may compute the same entry, and either of the two is right.
-
-Two things belong to the process and cannot be guarded here: the collector, which a thread only enables again if it has
-disabled it itself; and the frames of other threads, which `Record.stack` reads for the error of a timeout, and which
-Python 3.13 without the lock does not promise to be safe.
-
-A free-threaded Python counts references by thread, even if it runs with the lock: an object that the caller has made
-and a replica drops is freed when the caller's thread runs again, which is at most a second later (`_run_threads`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +23,6 @@ from torch.autograd import profiler
 from ..backends.streams import current_stream
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
 from ..messages import warn_once
-from ..torch_private import uncompiled
 from .random_states import RandomStates
 
 __all__: list[str] = []
@@ -62,40 +44,57 @@ class ForwardPass:
     original: nn.Module  # the wrapped module
     coordinator: Coordinator
     contexts: Mapping[str, object] = field(default_factory=dict)  # those of the callbacks, by submodule
-    modes: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # those of the caller
-    default_device: torch.device | None = None  # that of the caller, where it is not the CPU
+    modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()  # of the caller, for a replica's device
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
 
-    def runs(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Run"]:
-        """Return a `Run` for each of all replicas."""
-        return [Run(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
+    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Handle"]:
+        """Return what is called in place of each of all replicas; note the modes of this thread."""
+        handles = [Handle(Run(replica, self, i, devices[i])) for i, replica in enumerate(replicas)]
+        self._inherit(handles)  # for replicas that are not called by `parallel_apply`
+        return handles
 
-    def inherit(self, runs: Sequence["Run"]) -> None:
-        """Note the modes, the default device and the context of this thread, as those of the caller of these runs."""
-        grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
-        modes: list[Any] = [torch.inference_mode if torch.is_inference_mode_enabled() else grad]
+    def apply(self, function: Callable[[], list[Any]], handles: Sequence["Handle"], fact: Callable[[], str]) -> Any:
+        """Return the outputs of `function`, which calls these handles; raise the error of a replica that has failed.
+
+        The text of `fact` is added to the note of such an error.
+        """
+        self._inherit(handles)
+        if len(handles) == 1:
+            self.context = None  # It runs in this thread, as on one device.
+        self.coordinator.expect([handle._sync_run.number for handle in handles])
+        outputs: list[Any] = []
+        raised: BaseException | None = None
+        try:
+            outputs = function()
+        except BaseException as error:
+            raised = error
+        failure = self._failure(raised, fact)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del raised, failure  # Their traceback refers to this frame.
+        return outputs
+
+    def _inherit(self, handles: Sequence["Handle"]) -> None:
+        """Note the modes and the context of this thread, as those of the caller of these handles."""
+        is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
         accelerator = torch.accelerator.current_accelerator()
-        for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-            if torch.is_autocast_enabled(device_type):
-                dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-                modes.append(partial(torch.autocast, device_type, dtype=dtype, cache_enabled=cache))
-        default_device = torch.get_default_device()
+        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            if torch.is_autocast_enabled(kind):
+                dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+                autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
+                modes.append(lambda _, autocast=autocast: autocast())
+        default = torch.get_default_device()
+        if default.type != "cpu":  # The replica's device replaces a default device of its type.
+            modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()
-        self.default_device = None if default_device.type == "cpu" else default_device
-        _prepared.set(list(map(ref, runs)))
+        _prepared.set([ref(handle._sync_run) for handle in handles])
 
-    def enter_modes(self, stack: ExitStack, device: torch.device) -> None:
-        """Enter the modes of the caller, in a replica on `device`, which replaces a default device of its type."""
-        for mode in self.modes:
-            stack.enter_context(mode())
-        if self.default_device is not None:
-            stack.enter_context(device if device.type == self.default_device.type else self.default_device)
-
-    def failure(self, raised: BaseException | None, fact: Callable[[], str]) -> BaseException | None:
+    def _failure(self, raised: BaseException | None, fact: Callable[[], str]) -> BaseException | None:
         """End this forward pass; return the error that the caller gets, or None.
-
-        The text of `fact` is added to the note of a replica's own error.
 
         `raised` is what the call of the replicas has raised in the thread of the caller, or None. The error of a
         replica goes before it, which may be a consequence, as where an output is missing. But Ctrl-C in the thread of
@@ -116,60 +115,34 @@ class ForwardPass:
         return without_frames(error, who, "" if isinstance(error, ReplicaSyncError) else fact())
 
 
-class Run(nn.Module):
-    """The run of one replica: whoever calls replicas calls this, once. Its attributes are those of the replica.
-
-    It tells the coordinator how the replica ends, whatever its thread does with an error.
-    """
-
-    _sync_replica: nn.Module
-    _sync_pass: ForwardPass
-    _sync_number: int
-    _sync_device: torch.device
-    _sync_called: Callable[..., Any]  # the replica, or what the `parallel_apply` of a subclass calls in its place
-    _sync_stream: torch.cuda.Stream | None = None  # on which it computes, instead of that of its thread
+class Run:
+    """The run of one replica. It tells the coordinator how the replica ends, whatever its thread does with an error."""
 
     def __init__(self, replica: nn.Module, forward_pass: ForwardPass, number: int, device: torch.device) -> None:
-        # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
-        self.__dict__.update(_sync_replica=replica, _sync_pass=forward_pass, _sync_number=number, _sync_device=device)
-        self.__dict__["_sync_called"] = replica
+        self.replica, self.forward_pass, self.number, self.device = replica, forward_pass, number, device
+        self.stream: torch.cuda.Stream | None = None  # on which it computes, instead of that of its thread
 
-    def _sync_calling(self, function: Callable[..., Any]) -> "Run":
-        """Return a run in place of this one that calls `function`, which may call this one, in place of the replica."""
-        run = Run(self._sync_replica, self._sync_pass, self._sync_number, self._sync_device)
-        run.__dict__["_sync_called"] = function
-        return run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sync_replica, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._sync_replica, name, value)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sync_replica.named_modules(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sync_pass.coordinator.runs_here(self._sync_number):  # in what is called in its place
-            return self._sync_replica(*args, **kwargs)
-        context = self._sync_pass.context
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the replica, or what the `parallel_apply` of a subclass calls in its place, which calls the replica."""
+        if self.forward_pass.coordinator.runs_here(self.number):
+            return function(*args, **kwargs)
+        context = self.forward_pass.context
         if context is None:
-            return self._sync_call(*args, **kwargs)
-        return context.copy().run(self._sync_call, *args, **kwargs)  # Two threads cannot run in one context.
+            return self._begin(function, args, kwargs)
+        return context.copy().run(self._begin, function, args, kwargs)  # Two threads cannot run in one context.
 
-    forward = __call__
-
-    def _sync_call(self, *args: Any, **kwargs: Any) -> Any:
-        coordinator, number = self._sync_pass.coordinator, self._sync_number
+    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        coordinator, number = self.forward_pass.coordinator, self.number
         _prepared.set(())
         token = _current.set(ref(self))
         try:
             with coordinator.begin(number), ExitStack() as stack:
-                if self._sync_stream is not None:
-                    stack.enter_context(torch.cuda.stream(self._sync_stream))
-                self._sync_pass.enter_modes(stack, self._sync_device)
+                if self.stream is not None:
+                    stack.enter_context(torch.cuda.stream(self.stream))
+                for mode in self.forward_pass.modes:
+                    stack.enter_context(mode(self.device))
                 try:
-                    output = self._sync_called(*args, **kwargs)
+                    output = function(*args, **kwargs)
                 except StopIteration as error:  # It would end a loop of the caller as if that were at its end: PEP 479.
                     raise RuntimeError(
                         f"{coordinator.who(number)} raised StopIteration, as next() does at the end of an "
@@ -184,26 +157,52 @@ class Run(nn.Module):
             _current.reset(token)
 
 
-def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
-    """Call each `Run` of a forward pass in a thread of its own, or a single one in this thread.
+class Handle(nn.Module):
+    """What `replicate` returns for a replica: it looks like the replica, and a call of it runs the replica, once."""
+
+    _sync_run: Run
+    _sync_called: Callable[..., Any]  # the replica, or what the `parallel_apply` of a subclass calls in its place
+
+    def __init__(self, run: Run, called: Callable[..., Any] | None = None) -> None:
+        # Not that of `nn.Module`: parameters, submodules and hooks are the replica's too.
+        self.__dict__.update(_sync_run=run, _sync_called=called or run.replica)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sync_run.replica, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._sync_run.replica, name, value)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sync_run.replica.named_modules(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sync_run.call(self._sync_called, args, kwargs)
+
+    forward = __call__
+
+
+def call_replicas(handles: Sequence[Handle], inputs: Any, kwargs: Any) -> list[Any]:
+    """Call each `Handle` of a forward pass in a thread of its own, or a single one in this thread.
 
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error. No `kwargs`
     mean no keyword arguments.
     """
     kwargs = kwargs or [{} for _ in inputs]
     calls = [(args if isinstance(args, (list, tuple)) else (args,), kwargs[i]) for i, args in enumerate(inputs)]
-    if len(runs) == 1:
-        return [runs[0](*calls[0][0], **calls[0][1])]
-    outputs: list[Any] = [None] * len(runs)
+    if len(handles) == 1:
+        return [handles[0](*calls[0][0], **calls[0][1])]
+    outputs: list[Any] = [None] * len(handles)
 
     def work(i: int) -> None:
         with suppress(BaseException):  # The run has told the coordinator.
             args, kwargs_of_run = calls[i]
-            outputs[i] = runs[i](*args, **kwargs_of_run)
+            outputs[i] = handles[i](*args, **kwargs_of_run)
 
-    streams = {device: current_stream(device) for device in {run._sync_device for run in runs}}
+    runs = [handle._sync_run for handle in handles]
+    streams = {device: current_stream(device) for device in {run.device for run in runs}}
     for run in runs:
-        vars(run)["_sync_stream"] = streams[run._sync_device]
+        run.stream = streams[run.device]
     if len(streams) == len(runs):
         _run_threads(work, runs)
     else:
@@ -213,7 +212,7 @@ def call_replicas(runs: Sequence[Run], inputs: Any, kwargs: Any) -> list[Any]:
 
 def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
-    coordinator = runs[0]._sync_pass.coordinator
+    coordinator = runs[0].forward_pass.coordinator
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
     threads = [Thread(target=work, args=(i,), daemon=True) for i in range(len(runs))]
     for thread in threads:
@@ -225,9 +224,9 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
 
 def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
-    forward_pass = runs[0]._sync_pass
+    forward_pass = runs[0].forward_pass
     before = _versions(forward_pass.original)
-    devices = {run._sync_number: run._sync_device for run in runs}
+    devices = {run.number: run.device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
     forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
     _run_threads(work, runs)
@@ -257,14 +256,14 @@ _prepared: ContextVar[Sequence["ref[Run]"]] = ContextVar("sync_batchnorm_prepare
 def prepared_runs() -> list[Run]:
     """Return the runs of the forward pass that was made or called last in this context, unless it has ended."""
     runs = [run for reference in _prepared.get() if (run := reference()) is not None]
-    return [run for run in runs if not run._sync_pass.coordinator.is_over]
+    return [run for run in runs if not run.forward_pass.coordinator.is_over]
 
 
 def current_run() -> Run | None:
     """Return the run of the replica that this thread runs, or None; see NOTE [whose thread]."""
     reference = _current.get()
     run = None if reference is None else reference()
-    is_here = run is not None and run._sync_pass.coordinator.runs_here(run._sync_number)
+    is_here = run is not None and run.forward_pass.coordinator.runs_here(run.number)
     return run if is_here else None
 
 
@@ -276,26 +275,3 @@ def is_in_replica() -> bool:
 # As `torch.compiler.assume_constant_result` does, which would import the compiler. It cannot trace a `ContextVar`, and
 # so keeps the answer of the first call: what it has compiled outside of replicas does not ask again inside.
 vars(is_in_replica).update(_dynamo_marked_constant=True)
-
-
-def raise_foreign_layer(foreign: nn.Module) -> None:
-    """Raise an error if this is the thread of a replica to which a layer or wrapper that trains does not belong."""
-    if is_in_replica():
-        _refuse_unless_its_own(foreign)
-
-
-@uncompiled  # The compiler knows no threads.
-def _refuse_unless_its_own(foreign: nn.Module) -> None:
-    run = current_run()
-    if run is None or any(module is foreign for module in run.modules()):
-        return
-    forward_pass = run._sync_pass
-    who = forward_pass.coordinator.who(run._sync_number)
-    name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
-    which = name or type(foreign).__name__
-    whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
-    raise RuntimeError(
-        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
-        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
-        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
-    )

@@ -331,7 +331,7 @@ def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
         release.wait()
 
     def goes_on(model: Scripted, x: Tensor) -> None:
-        current_run()._sync_pass.coordinator.timeout = 0.5  # not before, as threads may take that long to start
+        current_run().forward_pass.coordinator.timeout = 0.5  # not before, as threads may take that long to start
 
     steps = [(0, "between", goes_on), (1, "between", is_stuck)]
     parallel = WRAPPERS[name](scripted(*steps), timeout=60.0)
@@ -354,7 +354,7 @@ def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error()
     release, rows = threading.Event(), torch.tensor([[1.0], [2.0], [0.0], [0.0]])
 
     def forward(net: Net, x: Tensor) -> Tensor:
-        current_run()._sync_pass.coordinator.timeout = 0.2  # not before, as threads may take that long to start
+        current_run().forward_pass.coordinator.timeout = 0.2  # not before, as threads may take that long to start
         try:
             return net.bn(x) if x.sum() else release.wait()
         finally:

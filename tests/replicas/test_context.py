@@ -209,7 +209,7 @@ def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(s
             thread.join()
 
     def is_waiting() -> bool:
-        return bool(current_run()._sync_pass.coordinator._waiting)
+        return bool(current_run().forward_pass.coordinator._waiting)
 
     one_waits, other_called = threading.Event(), threading.Event()
     parallel = DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)

@@ -127,7 +127,7 @@ def test_what_is_made_in_a_forward_pass_is_named_once_with_its_remedies(devices,
 @pytest.mark.parametrize(("replica", "number"), [(0, 1), (1, 0)])
 def test_what_replica_0_sets_is_named_alone(devices, replica, number):
     def assign(net: Any, output: Tensor) -> None:
-        net.step += current_run()._sync_number == replica
+        net.step += current_run().number == replica
 
     assert len(warned(assign, devices)) == number
 
