@@ -1,4 +1,4 @@
-"""What is private in torch and used here: names, without which a torch is refused, and the marks of its compiler.
+"""What is private in torch and used here: names, with what is lost without them, and the marks of its compiler.
 
 NOTE [private names]: Torch may rename or drop these in any version. Other files use them by the names that this
 file gives them, except for attributes of public objects, such as `_version`.
@@ -7,35 +7,18 @@ file gives them, except for attributes of public objects, such as `_version`.
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from pkgutil import resolve_name
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 __all__: list[str] = []
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_REQUIRED = {
-    "torch.nn.BatchNorm1d._check_input_dim": "the error for an input with a wrong number of dimensions",
-    "torch.nn.Module._replicate_for_data_parallel": "the copy of a module in a replica",
-    "torch.Tensor._version": "notice of a parameter that is changed in place",
-    "torch.Tensor._backward_hooks": "whether a parameter has hooks",
-    "torch.Tensor._post_accumulate_grad_hooks": "whether a parameter has hooks that follow its gradient",
-    "torch._C._is_any_autocast_enabled": "whether autocast is enabled for any kind of device",
-    "torch._C._set_grad_enabled": "what `torch.no_grad` does, in a tenth of its time",
-    "torch._C._current_graph_task_id": "whether a backward runs in this thread",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "whether a thread has hooks on saved tensors",
-    "torch._C._autograd._get_current_graph_task_keep_graph": "whether the running backward retains the graph",
-    "torch._C._will_engine_execute_node": "which gradients the running backward needs",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether this thread compiles what it runs",
-    "torch._C._are_functorch_transforms_active": "whether this thread is inside of a transform of torch.func",
-    "torch.utils._python_dispatch._disable_current_modes": "operators that a selective checkpoint does not count",
-    "torch.autograd.profiler._is_profiler_enabled": "whether a profiler runs, in any thread",
-}
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 # The names of the dictionaries in which a module has the hooks of its calls. Their keys are the numbers of hooks: some
@@ -47,32 +30,30 @@ HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
 # deprecated: `torch.nn.Module.register_backward_hook`.
 KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"
 
-_names: dict[str, Any] = {}
-for _name in _REQUIRED:
-    with suppress(AttributeError, ImportError):
-        _names[_name] = resolve_name(_name)
-_missing = [name for name in _REQUIRED if name not in _names]
-_missing += [f"torch.nn.Module.{name}" for name in _ATTRIBUTES if not hasattr(nn.Module(), name)]
-if _missing:
-    raise ImportError(
-        f"expected a torch that has {_missing}, but got torch {torch.__version__}; use a torch that this version of "
-        "sync_batchnorm was tested with"
-    )
-
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     BatchNormBase = _BatchNorm
 else:
     BatchNormBase = nn.BatchNorm1d.__base__  # the class of all batch norm layers
-without_modes: Callable[[], AbstractContextManager[Any]] = _names["torch.utils._python_dispatch._disable_current_modes"]
-in_transform: Callable[[], bool] = _names["torch._C._are_functorch_transforms_active"]
-graph_task_id: Callable[[], int] = _names["torch._C._current_graph_task_id"]  # of this thread; -1 outside of a backward
-any_autocast: Callable[[], bool] = _names["torch._C._is_any_autocast_enabled"]
-set_grad_enabled: Callable[[bool], None] = _names["torch._C._set_grad_enabled"]  # of this thread
-keeps_graph: Callable[[], bool] = _names["torch._C._autograd._get_current_graph_task_keep_graph"]
-hooks_of_thread: Callable[[bool], Any] = _names["torch._C._autograd._top_saved_tensors_default_hooks"]
-will_run: Callable[[Any], bool] = _names["torch._C._will_engine_execute_node"]  # a node that is not a leaf
+# Without it, a selective checkpoint counts the operators of a merge, which its recomputation does not repeat.
+without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+# Without it, replicas inside a transform of torch.func are wrong, with no error.
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# The number of the backward pass in this thread, or -1. Without it, a recomputation would be taken for a new call.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# Whether autocast is on for any kind of device. Without it, every call would have to switch it off.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# For this thread. Without it, every call would pay ten times as much for `torch.no_grad`.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether the running backward pass retains the graph. Without it, every one would have to keep what it could drop.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# The hooks on saved tensors of this thread. Without it, checkpoints in replicas would not see what a layer saves.
+hooks_of_thread: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# Whether the running backward pass needs a node that is not a leaf. Without it, all gradients would be computed.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# What compiles in this thread, or None. Without it, every call would pay for `torch.compiler.disable`.
+compiler_of_thread: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:
@@ -124,7 +105,6 @@ REASON = (  # which the compiler shows with `fullgraph=True`
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function` as one that is never compiled: `torch.compiler.disable`, which takes time only if needed."""
     disabled: Callable[P, R] | None = None
-    compiler_of_thread: Callable[[], Any] = _names["torch._C._dynamo.eval_frame.get_eval_frame_callback"]
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -59,21 +59,14 @@ def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], wher
     if len(remembered) == 1:
         return remembered[0]
     same = [call for call in remembered if _have_equal_values(call.statistics, statistics)]
-    if not same:
+    if not same or not all(_have_equal_values(call.mean_invstd, same[0].mean_invstd) for call in same):
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
-            f"with bitwise equal inputs, but got another call of {where}; call the same layers in both. If the "
-            "checkpointed function is made in a loop, bind the loop variable: lambda input, layer=layer: layer(input). "
-            f"{FUNCTIONS}"
+            f"with bitwise equal inputs, but got {len(same)} calls of {where} that this may repeat; call the same "
+            "layers in both, and a separate layer for each input. If the checkpointed function is made in a loop, bind "
+            f"the loop variable: lambda input, layer=layer: layer(input). {FUNCTIONS}"
         )
-    first = same[0]
-    if not all(_have_equal_values(call.mean_invstd, first.mean_invstd) for call in same):
-        raise RuntimeError(
-            f"expected one answer for the recomputed input of {where}, but got {len(same)} calls whose inputs had the "
-            "same statistics in this replica and different ones in its peers; leave one of these calls out of the "
-            "checkpoint, or use a separate layer for each"
-        )
-    return first
+    return same[0]
 
 
 def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -30,9 +30,8 @@ for each replica. These are not better:
 - greenlets in place of threads: these would bring most, but then nothing of two replicas overlaps any more.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from math import inf
 from queue import Empty, SimpleQueue
@@ -129,7 +128,6 @@ class Coordinator:
             record.thread = get_ident()
             takes_turns = self._turns is not None
         if takes_turns:
-            _taking_turns.set((self, record))
             self._wait(record)
         return NO_SPAN if self.span is None else self.span(str(record))
 
@@ -218,14 +216,7 @@ class Coordinator:
                 )
                 self._raise_broken(record)
             self._begin_wait(record, rendezvous, identifier, message)
-        turn, pause = _taking_turns.get(), None
-        # A replica that waits in a pipe of another forward pass gives up its turn while it waits there. The thread must
-        # be that of the replica: one that has inherited its context has no turn.
-        if turn is not None and turn[0] is not self and turn[1].thread == get_ident():
-            pause = turn[0]._pause(turn[1])
-        if self.span is None and pause is None:
-            return self._wait(record)
-        with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"), pause or nullcontext():
+        with NO_SPAN if self.span is None else self.span(f"{rendezvous.name}, waiting"):
             return self._wait(record)
 
     def answer(self, rendezvous: Rendezvous, answers: dict[Hashable, Any]) -> None:
@@ -238,22 +229,6 @@ class Coordinator:
             for member, number in rendezvous.members.items():
                 if member != MASTER:
                     self._deliver(self._records[number], answers[member])
-
-    @contextmanager
-    def _pause(self, record: Record) -> Iterator[None]:
-        """Let others have their turns inside the block."""
-        with self._lock:
-            if self._turns is not None:
-                self._turns.pass_on(record)
-        try:
-            yield
-        finally:
-            with self._lock:
-                turns = self._turns
-                if turns is not None:
-                    turns.resume(record, None)
-            if turns is not None:
-                self._wait(record)
 
     def _wait(self, record: Record) -> Any:
         mailbox, since = record.mailbox, monotonic()
@@ -387,7 +362,3 @@ class Coordinator:
             ReplicaTimeoutError,
             [peer.stack() for peer in peers if peer.activity(self._turns) == RUNS],
         )
-
-
-# Which replica of which forward pass this thread runs, if replicas take turns there.
-_taking_turns: ContextVar[tuple[Coordinator, Record] | None] = ContextVar("sync_batchnorm_turn", default=None)

@@ -1,6 +1,7 @@
 """The errors of replicas that cannot exchange, and how the error of a replica is handed to the caller."""
 
 import re
+from contextlib import suppress
 from traceback import TracebackException, format_tb
 
 __all__ = ["ReplicaSyncError"]
@@ -19,14 +20,9 @@ class ReplicaTimeoutError(ReplicaSyncError, TimeoutError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, even one that refuses attributes, as a frozen dataclass does, or notes."""
-    vars(error)["__notes__"] = [*_notes_of(error), note]
-
-
-def _notes_of(error: BaseException) -> list[object]:
-    """Return the notes of an exception as a list, even where a user has set them to something else."""
-    notes = vars(error).get("__notes__", [])
-    return list(notes) if isinstance(notes, (list, tuple)) else [notes]
+    """Add a note to an exception, unless it refuses notes, as one does that is a frozen dataclass."""
+    with suppress(Exception):
+        error.add_note(note)
 
 
 def without_frames(error: BaseException, who: str, fact: str = "") -> BaseException:
@@ -41,9 +37,11 @@ def without_frames(error: BaseException, who: str, fact: str = "") -> BaseExcept
         text = "".join(shown.format())
     except Exception:  # as for a SyntaxError that has no line
         text = "".join(format_tb(error.__traceback__))
-    notes = [note for note in _notes_of(error) if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
-    vars(error)["__notes__"] = notes
-    add_note(error, "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()])))
+    notes = vars(error).get("__notes__", [])
+    if isinstance(notes, list):  # A user may have set something else.
+        others = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
+        caught = "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()]))
+        vars(error)["__notes__"] = [*others, caught]
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
     while ahead:

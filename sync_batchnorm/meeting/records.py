@@ -99,11 +99,11 @@ class Turns:
 
     Each of them is in one of three states. Whenever no replica is running, the lowest that is ready runs.
 
-                      pass_on                 pass_on: it waits, pauses, or has ended
+                      pass_on                 pass_on: it waits, or has ended
         --> READY ---------------> RUNNING -------------------------------------------> AWAY
               ^                                                                          |
               +--------------------------------------------------------------------------+
-                           resume: what it waits for is there, or its pause is over
+                           resume: what it waits for is there
 
     A ready replica waits on its mailbox until its turn begins, even if it has its answer. The turns end when the
     forward pass breaks: the coordinator then drops this object, and all who wait get the error and run at once.

@@ -5,8 +5,7 @@ whether a layer trains, so that it can warn of plain layers and refuse layers th
 """
 
 from .arguments import Arguments as Arguments
-from .callbacks import CallbackContext, execute_replication_callbacks
-from .data_parallel import DataParallelWithCallback, patch_replication_callback
+from .data_parallel import DataParallelWithCallback as DataParallelWithCallback
 from .data_parallel import _ReplicationMixin as _ReplicationMixin
 from .data_parallel import patch as patch
 from .data_parallel import use_devices_of_torch as use_devices_of_torch
@@ -18,4 +17,4 @@ from .trees import named_leaves as named_leaves
 from .trees import tensors_in as tensors_in
 from .trees import with_leaves as with_leaves
 
-__all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]
+__all__: list[str] = []

@@ -53,20 +53,13 @@ def check_copies(devices: frozenset[torch.device]) -> None:
     """
     if len(devices) < 2 or not torch.accelerator.is_available():  # as in tests that replace the steps
         return
-    mode = torch.cuda.get_sync_debug_mode() if next(iter(devices)).type == "cuda" else 0
-    if mode:
-        torch.cuda.set_sync_debug_mode("default")  # The host waits for these copies.
-    try:
-        for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
-            # Not the numbers of the last pair, which memory may still hold.
-            numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
-            there = numbers.to(source)
-            if torch.equal(there.cpu(), numbers) and not torch.equal(there.to(target).cpu(), numbers):
-                raise RuntimeError(
-                    f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
-                    "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
-                    "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
-                )
-    finally:
-        if mode:
-            torch.cuda.set_sync_debug_mode(mode)
+    for i, (source, target) in enumerate(itertools.permutations(devices, 2)):
+        # Not the numbers of the last pair, which memory may still hold.
+        numbers = torch.arange(i, 65536 + i, dtype=torch.int32, device="cpu")
+        there = numbers.to(source)
+        if torch.equal(there.cpu(), numbers) and not torch.equal(there.to(target).cpu(), numbers):
+            raise RuntimeError(
+                f"a copy from {source} to {target} does not arrive, though it does by way of the CPU: training on "
+                "both would go wrong without an error. Make peer-to-peer copies work, for example with the kernel "
+                "parameter iommu=pt, or by disabling the IOMMU and PCI ACS; or use one of these devices"
+            )

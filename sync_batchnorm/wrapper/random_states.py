@@ -5,7 +5,6 @@ collector runs there, it may hand the interpreter lock to another thread, and if
 generator, neither goes on (torch 2.13).
 """
 
-import os
 from collections.abc import Mapping
 from itertools import chain
 from threading import RLock
@@ -17,16 +16,6 @@ from torch import Tensor
 __all__: list[str] = []
 
 _lock = RLock()  # see NOTE [one state at a time]
-
-
-def _renew_lock() -> None:
-    """Make a new lock: in a child that is forked while another thread holds it, nobody would release it."""
-    global _lock
-    _lock = RLock()
-
-
-if hasattr(os, "register_at_fork"):  # which Windows does not have
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RandomStates:

@@ -241,9 +241,14 @@ def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
-    """Return the version of each parameter, a number that grows with every change in place of the same memory."""
-    parameters = module.named_parameters()
-    return {name: 0 if parameter.is_inference() else parameter._version for name, parameter in parameters}
+    """Return the version of each parameter, a number that grows with every change in place of the same memory.
+
+    Those that a layer keeps below a `max_norm` are left out, since to repeat that changes nothing.
+    """
+    embeddings = [child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
+    bounded = {child._parameters.get("weight") for child in embeddings if child.max_norm is not None}
+    others = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in bounded]
+    return {name: 0 if parameter.is_inference() else parameter._version for name, parameter in others}
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.

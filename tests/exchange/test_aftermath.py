@@ -26,7 +26,6 @@ from sync_batchnorm import (
 )
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.meeting.errors import ReplicaTimeoutError
-from sync_batchnorm.wrapper import random_states
 
 
 def _live_tensors() -> int:
@@ -283,26 +282,6 @@ def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
 
 def _raise(number: int, frame: Any) -> None:
     raise TimeoutError("an alarm")
-
-
-@needs_fork
-def test_child_that_is_forked_while_a_forward_holds_the_lock_of_random_states_does_not_hang():
-    parallel = DataParallelWithCallback(Drops(), ["cpu"] * R)
-    x, holds, forks = torch.randn(2 * R, 4, dtype=torch.float64), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with random_states._lock:
-            holds.set()
-            forks.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    holds.wait()
-    try:
-        assert forked(lambda: parallel(x)) == (0, "")
-    finally:
-        forks.set()
-        holder.join()
 
 
 @needs_fork

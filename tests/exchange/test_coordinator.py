@@ -300,14 +300,6 @@ def give_answer(coordinator):
     assert waiting.outcome() == "the answer"
 
 
-def give_way(coordinator):
-    coordinator.take_turns([0, 1], lambda replica: None)
-    coordinator.begin(0)
-    with coordinator._pause(coordinator._records[0]):
-        assert not coordinator._records[1].mailbox.empty()
-        coordinator.leave(1)
-
-
 def wait_in_vain(coordinator):
     with pytest.raises(TimeoutError):
         call(coordinator, layer_of(), 0)
@@ -321,10 +313,9 @@ def wait_in_vain(coordinator):
         lambda coordinator: coordinator.interrupt(0, OSError()),
         lambda coordinator: coordinator.abort(OSError(), 0.0),
         give_answer,
-        give_way,
         wait_in_vain,
     ],
-    ids=["take_turns", "leave", "interrupt", "abort", "answer", "pause", "timeout"],
+    ids=["take_turns", "leave", "interrupt", "abort", "answer", "timeout"],
 )
 def test_records_change_only_with_the_lock_held(monkeypatch, act):
     coordinator, changes = Coordinator(["cpu"] * 2, timeout=0.01 if act is wait_in_vain else 5.0), []

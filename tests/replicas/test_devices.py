@@ -44,17 +44,6 @@ def losing_copies(source, target):
 
 
 @needs_two_gpus
-@pytest.mark.parametrize(("mode", "modes"), [(0, []), (2, ["default", 2])])
-def test_copies_are_checked_outside_of_the_debug_mode_that_refuses_waits(mode, modes, monkeypatch):
-    called = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", called.append)
-    monkeypatch.setattr(torch.Tensor, "to", losing_copies(None, 0))  # which says nothing of copies between GPUs
-    check_copies(devices_of([0, 1]))
-    assert called == modes
-
-
-@needs_two_gpus
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=str)
 def test_copies_that_lose_data_are_refused_before_the_first_forward(pair, monkeypatch):
     parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])

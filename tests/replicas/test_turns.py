@@ -20,7 +20,7 @@ from helpers import Net, TwoLayers, as_devices, assert_equal, assert_same_step, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SyncMaster
+from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.random_states import RandomStates
 
@@ -195,24 +195,6 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout(monkeyp
         parallel(*inputs)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
     release.set()
-
-
-def test_pipes_of_no_forward_pass_let_others_have_their_turns():
-    def exchange(net: nn.Module, x: Tensor, replica: Tensor) -> Tensor:
-        for _ in range(3):
-            x = x + pipes[int(replica[0])].run(x.mean())
-            turns.runs(int(replica[0]), 0)
-        return x
-
-    turns = Logging()
-    turns.steps = dict.fromkeys([(0, 0), (1, 0), (2, 0)], lambda: threading.Event().wait(0.01))
-    master = SyncMaster(lambda messages: [(i, sum(message for _, message in messages)) for i, _ in messages])
-    pipes, x = [master, *(master.register_slave(i) for i in (1, 2))], torch.randn(6, 2)
-    parallel = DataParallelWithCallback(Net(exchange), ["cpu"] * 3, timeout=5.0)
-    output, expected = parallel(x, torch.arange(3).repeat_interleave(2)), x
-    for _ in range(3):
-        expected = expected + expected.mean() * 3
-    assert_equal(output, expected)
 
 
 @needs_fork
