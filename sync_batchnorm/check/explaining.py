@@ -6,6 +6,7 @@ A pass is recorded, and run once more with one thing as it is on one device; a c
 import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -291,14 +292,16 @@ def text_of_hooks(model: nn.Module) -> str:
     texts = []
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
-            for other in [value for value in closure_of(hook) if isinstance(value, nn.Module)]:
-                words = [*hook.__code__.co_names, *hook.__code__.co_consts]  # the latter for setattr
+            function = getattr(hook, "__func__", hook)
+            held = [getattr(hook, "__self__", None), *closure_of(function)] if type(function) is FunctionType else []
+            for other in [value for value in held if isinstance(value, nn.Module)]:
+                words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
     hooks = (
-        "; hooks that refer to the model by a closure read and write attributes of the original, not of the replica: "
-        f"{'; '.join(texts[:3])}. Make the hook a method of the module, see "
-        '"Hooks that close over the model" on the page "Troubleshooting"'
+        "; hooks that refer to the model read and write attributes of the original, not of the replica: "
+        f"{'; '.join(texts[:3])}. Register them in forward(), see "
+        '"Hooks that refer to the model" on the page "Troubleshooting"'
     )
     return hooks if texts else ""
 

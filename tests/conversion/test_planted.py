@@ -123,6 +123,21 @@ class ClosedHook(nn.Module):
         return output + self.features
 
 
+class MethodHook(nn.Module):
+    """Has a hook that is a method, and reads what it has set on the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 0
+        self.net[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.features = output.detach().mean()
+
+    def forward(self, x):
+        return self.net(x) + self.features
+
+
 class SettingHook(nn.Module):
     def __init__(self):
         super().__init__()
@@ -414,8 +429,9 @@ FAULTS = {
     "compared with dropout switched off: 1.drop_prob, dropout": {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
-    "hooks that refer to the model by a closure": {
+    "hooks that refer to the model": {
         "hook": (ClosedHook, "...keep of net.0 (features)"),
+        "hook, a method": (MethodHook, "...keep of net.0 (features)"),
         "hook, by name": (SettingHook, "not in replicas: AttributeError...(features)"),
     },
 }
