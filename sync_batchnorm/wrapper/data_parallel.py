@@ -233,8 +233,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
     Warns:
         UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
             layer or other module that exchanges; of some lists that `in_dims` does not name, see "Arguments that are
-            not cut by rows" on the page "Usage"; and of what `forward` loses, see "State that is lost" on the page
-            "Troubleshooting".
+            not cut by rows" on the page "Usage"; and of what `forward` loses, what hooks set on the model, and replicas
+            that stay, see "Gradients and parameters" on the page "Troubleshooting".
     """
 
 
