@@ -10,9 +10,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..call.processes import active_group
 from ..messages import check_module, check_number
 from ..torch_private import BatchNormBase
-from ..wrapper import _ReplicationMixin
+from ..wrapper import DataParallelWithCallback, _ReplicationMixin
 from .layer import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -48,8 +49,9 @@ def assert_synchronized(
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. It runs nothing: what a `forward` of yours computes, `assert_matches_one_device` compares. Several
-    replicas that would exchange with other processes are noticed only in the next forward pass.
+    the whole batch. So has a norm outside every wrapper, which need not be converted unless processes exchange. It runs
+    nothing: what a `forward` of yours computes, `assert_matches_one_device` compares. Several replicas that would
+    exchange with other processes are noticed only in the next forward pass.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -112,8 +114,7 @@ def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas:
     """Yield the name of each layer that would not synchronize, and of attributes with such layers, with the reason."""
     wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
     for name, layer in layers.items():
-        around = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
-        why = _why_unsynchronized(layer, around, modules, replicas)
+        why = _why_unsynchronized(layer, wrappers, modules, replicas)
         if why is not None:
             yield f"{name or 'the model itself'} ({type(layer).__name__})", why
     for name, number in Counter(name for name, _ in unregistered(modules)).items():
@@ -121,9 +122,13 @@ def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas:
 
 
 def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, replicas: int) -> str | None:
-    """Return why a layer in these wrappers would not synchronize, and what to do; None if it would."""
+    """Return why a layer of a model with these wrappers would not synchronize, and what to do; None if it would."""
+    around = {wrapper: inside for wrapper, inside in wrappers.items() if layer in inside}
+    is_outside = bool(wrappers) and not around
     if isinstance(layer, _SynchronizedBatchNorm):
-        return _why_in_eval(layer, wrappers, modules) or _why_alone(layer, wrappers, replicas)
+        return _why_in_eval(layer, around, modules) or _why_alone(layer, around, is_outside, replicas)
+    if is_outside and active_group(None) is None:
+        return None  # It gets the whole batch, since only wrappers make replicas.
     reason = why_left(layer, {})
     if reason is not None:
         alone = f"; if it is right alone, pass ignore=[{type(layer).__name__}]"
@@ -146,22 +151,28 @@ def _why_in_eval(layer: _SynchronizedBatchNorm, wrappers: Wrappers, modules: Mod
     return f"it is in eval mode; call model.train(), or, {purpose}"
 
 
-def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, replicas: int) -> str | None:
+def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bool, replicas: int) -> str | None:
     for wrapper in wrappers:
         if not isinstance(wrapper, _ReplicationMixin):
             return f"its {type(wrapper).__name__} does not connect replicas; call patch_replication_callback on it"
     among_processes = layer.group_size is None and layer._active_group() is not None
     if not wrappers and not among_processes:
+        if is_outside:
+            return (
+                "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, "
+                "wrap the model with DataParallelWithCallback"
+            )
         return "no wrapper is around it; wrap the model with DataParallelWithCallback"
     # Of nested wrappers, the outermost makes the replicas. A layer may also be in several wrappers that are not nested.
     inside = [modules - {wrapper} for wrapper, modules in wrappers.items()]
     outermost = [wrapper for wrapper in wrappers if not any(wrapper in modules for modules in inside)]
-    numbers = [len(wrapper.device_ids) or 1 for wrapper in outermost] or [1]
-    if min(numbers) < replicas:
-        return (
-            f"its wrapper makes {min(numbers)} of {replicas} replicas; name more devices, CPUs only in a "
-            "DataParallelWithCallback"
-        )
+    numbers: dict[int, Any] = {len(wrapper.device_ids) or 1: wrapper for wrapper in outermost} or {1: None}
+    number = min(numbers)
+    if number < replicas:
+        how = "CPUs only in a DataParallelWithCallback"
+        if isinstance(numbers[number], DataParallelWithCallback):
+            how = f'as in DataParallelWithCallback(wrapper.module, ["cpu"] * {replicas})'
+        return f"its wrapper makes {number} of {replicas} replicas; name more devices, {how}"
     return _why_in_groups(layer.group_size, max(numbers))
 
 

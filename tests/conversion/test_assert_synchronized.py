@@ -35,7 +35,19 @@ def _alone(net: nn.Module) -> DataParallelWithCallback:
     return DataParallelWithCallback(net, ["cpu"])
 
 
+def _without_devices() -> nn.Module:
+    """Return what `convert_model` makes of a wrapper where torch finds no GPU."""
+    parallel = nn.DataParallel(_net())
+    parallel.device_ids = []
+    return convert_model(parallel)
+
+
 NET = _net()
+
+
+class Norm(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 def _in_a_list() -> Net:
@@ -54,6 +66,11 @@ SYNCHRONIZED: dict[str, tuple[nn.Module, int | None]] = {  # with the number of 
     "two ways": (nn.ModuleDict({"net": NET, "wrapped": _ours(NET)}), 2),
     "two wrappers": (nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))), None),
     "group of all": (_ours(SynchronizedBatchNorm1d(4, group_size=2)), 2),
+    "plain ones outside": (nn.Sequential(_ours(_net()), nn.BatchNorm1d(4), nn.SyncBatchNorm(4), Norm(4), AdaIN(4)), 2),
+    "plain ones outside of what torch wraps": (
+        nn.Sequential(nn.DataParallel(nn.Linear(4, 4)), nn.BatchNorm1d(4)),
+        None,
+    ),
 }
 
 
@@ -97,11 +114,6 @@ def test_devices_that_torch_drops_are_told_and_fail_where_replicas_are_asked_for
         assert_synchronized(model, replicas=2)
 
 
-class Norm(nn.BatchNorm1d):
-    def forward(self, input):
-        return super().forward(input) * 2
-
-
 UNCONNECTED = "its DataParallel does not connect replicas; call patch_replication_callback on it"
 EVAL = (
     "it is in eval mode; call model.train(), or, if it is frozen on purpose, call assert_synchronized before you "
@@ -109,6 +121,10 @@ EVAL = (
 )
 IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 NO_WRAPPER = "no wrapper is around it; wrap the model with DataParallelWithCallback"
+OUTSIDE = (
+    "it stands outside every wrapper; on a gathered output that is right, so name it in ignore; elsewhere, "
+    "wrap the model with DataParallelWithCallback"
+)
 OF_PROCESSES = "it synchronizes processes, not the replicas of one; call convert_model(model)"
 OWN_FORWARD = (
     "convert_model leaves it as it is, because Norm has a forward of its own; write class ... for another formula than "
@@ -119,7 +135,8 @@ IN_ITS_ATTRIBUTES = (
     "(1) ... if it is right alone, pass ignore=[AdaIN]"
 )
 FREEZES = "it is in eval mode, and module has a train() of its own (Freezes); if that freezes it on ..."
-FEWER = "its wrapper makes {} replicas; name ..."
+FEWER = 'its wrapper makes {} replicas; name more devices, as in DataParallelWithCallback(wrapper.module, ["cpu"] * {})'
+FEWER_PATCHED = "its wrapper makes 2 of 3 replicas; name more devices, CPUs only in a DataParallelWithCallback"
 GROUPS = "its group_size of {} makes groups {} of replicas; set it to None, ..."
 ALONE = "the model itself (SynchronizedBatchNorm1d)"
 
@@ -148,16 +165,18 @@ LEFT: list[tuple[nn.Module, int | None, str, str]] = [
     (WITHOUT_STATISTICS, None, ALONE, EVAL),
     (FROZEN, None, "module.0 (SynchronizedBatchNorm1d)", FREEZES),
     (_net()[1], None, ALONE, NO_WRAPPER),
-    (nn.ModuleDict({"net": _ours(_net()), "network": _net()}), None, _two("network"), NO_WRAPPER),
+    (nn.ModuleDict({"net": _ours(_net()), "network": _net()}), None, _two("network"), OUTSIDE),
+    (nn.Sequential(nn.DataParallel(nn.Linear(4, 4)), _net()), 2, _two("1"), OUTSIDE),
     (nn.DataParallel(_net()), None, _two("module"), UNCONNECTED),
     (_ours(nn.Sequential(nn.DataParallel(_net()))), None, _two("module.0.module"), UNCONNECTED),
     (nn.DataParallel(nn.Sequential(_ours(_net()))), None, _two("module.0.module"), UNCONNECTED),
     (nn.DataParallel(_ours(_ours(_net()))), None, _two("module.module.module"), UNCONNECTED),
     (nn.Sequential(_ours(NET), nn.DataParallel(NET)), None, _two("0.module"), UNCONNECTED),
-    (_ours(_net()), 3, _two("module"), FEWER.format("2 of 3")),
-    (patch_replication_callback(TorchStyle(_net(), 2)), 3, _two("module"), FEWER.format("2 of 3")),
-    (_alone(_net()), 2, _two("module"), FEWER.format("1 of 2")),
-    (nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))), 2, _two("0.module"), FEWER.format("1 of 2")),
+    (_ours(_net()), 3, _two("module"), FEWER.format("2 of 3", 3)),
+    (patch_replication_callback(TorchStyle(_net(), 2)), 3, _two("module"), FEWER_PATCHED),
+    (_alone(_net()), 2, _two("module"), FEWER.format("1 of 2", 2)),
+    (_without_devices(), 2, _two("module"), FEWER.format("1 of 2", 2)),
+    (nn.Sequential(_ours(NET), _alone(nn.Sequential(_ours(NET)))), 2, _two("0.module"), FEWER.format("1 of 2", 2)),
     (_three(1), None, "module.0 (SynchronizedBatchNorm1d)", GROUPS.format(1, "[[0], [1], [2]]")),
     (_three(2), None, "module.0 (SynchronizedBatchNorm1d)", GROUPS.format(2, "[[0, 1], [2]]")),
 ]
@@ -281,6 +300,7 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
     with pytest.raises(RuntimeError, match=r"1 that would not:\n  module.2 \(AdaIN\): "):
         assert_synchronized(parallel, ignore=["module.0"])
     assert_synchronized(FROZEN, ignore=["module.0"])
+    assert_synchronized(nn.Sequential(_ours(_net()), SynchronizedBatchNorm1d(4)), ignore=["1"])
 
 
 @pytest.mark.parametrize(

@@ -449,6 +449,8 @@ def checks_of_one_process_are_refused_or_name_what_is_in_eval_mode() -> None:
     with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
         assert_synchronized(SynchronizedBatchNorm2d(3, track_running_stats=False).eval())
     assert_synchronized(SynchronizedBatchNorm2d(3))  # The processes are connected, without a wrapper.
+    with pytest.raises(RuntimeError, match=r"1 \(BatchNorm2d\): it is not synchronized; call convert_model"):
+        assert_synchronized(nn.Sequential(DataParallelWithCallback(nn.Linear(3, 3), ["cpu"]), nn.BatchNorm2d(3)))
 
 
 @check
