@@ -1,6 +1,6 @@
 """The synchronized layers, conversion to them and back, `assert_synchronized`, and what norms of one's own need."""
 
-from .check import why_left as why_left
+from .conversion import why_left as why_left
 from .layer import SynchronizedBatchNorm, SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d  # noqa: F401 - for pickles
 from .layer import _SynchronizedBatchNorm as _SynchronizedBatchNorm
 

@@ -1,43 +1,55 @@
 """Converts a model to synchronized layers, and back.
 
 A layer stays the same object; only its class changes, which `object.__setattr__` sets, since a layer may redirect its
-own. So every reference to the layer, or to its parameters and buffers, stays valid.
+own. So every reference to the layer, or to its parameters and buffers, stays valid. What cannot be converted is left as
+it is, and `why_left` says why.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..derived import derived_class
 from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
-from .check import (
-    IN_A_LIST,
-    RESERVED,
-    SYNCHRONIZED,
-    Classes,
-    Modules,
-    is_left_to_convert,
-    is_of_timm,
-    kind_of,
-    unregistered,
-    why_left,
+from .layer import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    _SynchronizedBatchNorm,
+    sync_options,
 )
-from .layer import SynchronizedBatchNorm2d, _SynchronizedBatchNorm, sync_options
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Modules = Sequence[tuple[str, nn.Module]]  # all of a model, with their names
+Classes = Mapping[type[nn.Module], type[nn.Module]]  # synchronized classes, by the classes that they replace
 
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
+_SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
+}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in _SYNCHRONIZED.items()}
 _PLAIN[DataParallelWithCallback] = nn.DataParallel
+# What a synchronized layer has beyond a plain one: methods, options, and what conversion and callbacks set on it.
+_RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
+# A class that has its own version of one of these cannot be swapped for another one.
+_COMPUTES = ("forward", "__call__", "__getstate__", "__reduce__", "__reduce_ex__")
+_InstanceNorm: Any = nn.InstanceNorm1d.__base__  # the class of all instance norms, which has no public name
+IN_A_LIST = "in a plain list or dict, which torch does not register; use nn.ModuleList or nn.ModuleDict"
 
 
 def convert_model(
@@ -189,7 +201,7 @@ def _check_classes(classes: Classes) -> None:
             advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             raise TypeError(
                 f"expected a synchronized subclass that does what {plain_name} does, but got {synced_name}; "
-                f"{'leave it out, as convert_model has one' if plain in SYNCHRONIZED else advice}"
+                f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
             )
 
 
@@ -199,10 +211,10 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     if isinstance(layer, nn.DataParallel):
         patch(layer)
     reason = why_left(layer, classes)
-    if reason is not None or not is_left_to_convert(layer, classes):
+    if reason is not None or not _is_left_to_convert(layer, classes):
         return reason
-    base: Any = _SynchronizedAct if is_of_timm(cls) else kind_of(cls) or _SynchronizedBatchNorm
-    synced = classes.get(cls) or SYNCHRONIZED.get(cls) or derived_class(cls, base)
+    base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
+    synced = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", synced)
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
@@ -234,7 +246,7 @@ def _revert(module: nn.Module) -> str | None:
         use_devices_of_torch(module)
         return None
     group = state.get("_former_process_group", state.get("process_group"))
-    for name in RESERVED:
+    for name in _RESERVED:
         state.pop(name, None)
     if plain is nn.SyncBatchNorm:
         state["process_group"] = group
@@ -275,3 +287,106 @@ def patch_sync_batchnorm() -> Iterator[None]:
         yield
     finally:
         BatchNormBase.__init__, is_open = init, False  # type: ignore[method-assign]
+
+
+def why_left(layer: nn.Module, classes: Classes) -> str | None:
+    """Return why a batch norm that does not synchronize cannot be converted, and what to do; None for all others."""
+    cls = type(layer)
+    if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+        return f"{layer.original_name} is compiled by TorchScript; convert the model that was compiled instead"
+    if not _is_left_to_convert(layer, classes):
+        return None
+    reason = _reason_to_leave(layer, cls in classes or _is_of_timm(cls))
+    return None if reason is None else f"{cls.__name__} {reason}"
+
+
+def _is_left_to_convert(layer: nn.Module, classes: Classes) -> bool:
+    """Return whether a module is to be converted: of one of these classes, or a batch norm that does not synchronize.
+
+    A batch norm is one of torch, or looks like one by its attributes and is not frozen.
+    """
+    names = layer._buffers.keys() | vars(layer).keys()
+    has_attributes = {"num_features", "running_mean", "running_var"} <= names and "weight" not in layer._buffers
+    looks_like_one = has_attributes and not isinstance(layer, _InstanceNorm)
+    is_batch_norm = isinstance(layer, BatchNormBase) or looks_like_one
+    return type(layer) in classes or (is_batch_norm and not isinstance(layer, _SynchronizedBatchNorm))
+
+
+def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
+    """Return why a layer cannot be converted, or None; `has_class`: whether a synchronized class replaces its class."""
+    cls = type(layer)
+    if isinstance(layer, LazyModuleMixin):
+        # Even if a state dict has given it its parameters: its first forward changes its class.
+        return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
+    if is_parametrized(layer):
+        return "is parametrized; convert the model before its layers are parametrized"
+    method = next((name for name in _COMPUTES if name in vars(layer)), None)
+    if method is not None:
+        return (
+            f"has a {method} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
+        )
+    base = nn.SyncBatchNorm if cls is nn.SyncBatchNorm else BatchNormBase
+    method = next((name for name in _COMPUTES if getattr(cls, name) is not getattr(base, name)), None)
+    if method is not None and not has_class:
+        return _reason_to_leave_class(cls, method)
+    expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
+    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
+    if clashes:
+        return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
+    return None
+
+
+def _reason_to_leave_class(cls: type[nn.Module], method: str) -> str:
+    """Return why the layers of a class with that method of its own cannot be converted, and what to do about it."""
+    if issubclass(cls, nn.SyncBatchNorm):
+        return "is derived from torch.nn.SyncBatchNorm; derive it from SynchronizedBatchNorm"
+    name, kind = cls.__name__, (_kind_of(cls) or SynchronizedBatchNorm).__name__
+    synced = f"Synchronized{name}"
+    if synced == kind:  # a class of the user that has the name of torch's
+        name, synced = f"{cls.__module__}.{name}", f"My{kind}"
+    write = f"write class {synced}({name}, {kind})"
+    call = (
+        f'call convert_model(model, classes={{{name}: {synced}}}), see "Classes of your own" on the page "Usage"; for '
+        'another formula than that of batch norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+    )
+    if issubclass(cls, BatchNormBase):
+        return f"has a {method} of its own; {write}, in which {kind}.forward computes the norm, and {call}"
+    return (
+        f"has the attributes of a batch norm and a {method} of its own; (1) if it normalizes each sample alone, as "
+        f"AdaIN does, leave it as it is; (2) if it normalizes the batch, {write}, whose forward calls "
+        f"{kind}.forward(self, input), and {call}"
+    )
+
+
+def _is_of_timm(cls: type[nn.Module]) -> bool:
+    """Return whether a class is timm's batch norm with an activation, which has a synchronized class here."""
+    return (cls.__module__, cls.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
+
+
+def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
+    """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
+    return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
+
+
+def unregistered(modules: Modules) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the batch norms in lists, tuples and dicts, which torch does not register, by the names of attributes."""
+    registered = {child for _, child in modules}
+    for name, child in modules:
+        for attribute, value in vars(child).items():
+            if attribute == "_modules" or not isinstance(value, (list, tuple, dict)):
+                continue
+            for layer in {layer for held in _held(value) for layer in held.modules()} - registered:
+                if isinstance(layer, BatchNormBase):
+                    yield f"{name}.{attribute}".strip("."), layer
+
+
+def _held(container: Any) -> Iterator[nn.Module]:
+    """Yield the modules in a list, tuple or dict, and in those inside."""
+    containers, known = [container], {id(container)}
+    for held in containers:  # which grows
+        for item in held.values() if isinstance(held, dict) else held:
+            if isinstance(item, nn.Module):
+                yield item
+            elif isinstance(item, (list, tuple, dict)) and id(item) not in known:
+                known.add(id(item))
+                containers.append(item)
