@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..wrapper import children_of, leaves_of, named_leaves, with_leaves
+from ..trees import children_of, leaves_of, named_leaves, with_leaves
 from .copies import Call, InDouble, Rows
 
 __all__: list[str] = []

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from ..layers import _SynchronizedBatchNorm
 from ..torch_private import HOOKS, in_transform
-from ..wrapper import Arguments, DataParallelWithCallback, children_of, tensors_in
+from ..trees import children_of, tensors_in
+from ..wrapper import Arguments, DataParallelWithCallback
 
 __all__: list[str] = []
 

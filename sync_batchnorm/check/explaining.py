@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..torch_private import HOOKS, BatchNormBase
-from ..wrapper import built, children_of, holds_tensors, tensors_in
+from ..trees import built, children_of, holds_tensors, tensors_in
 from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, suspects_in
 from .copies import Call, InDouble, Rows, border, closure_of, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars

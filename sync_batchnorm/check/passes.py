@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..call.processes import active_group
 from ..layers import _SynchronizedBatchNorm
-from ..wrapper import leaves_of, named_leaves, tensors_in, with_leaves
+from ..trees import leaves_of, named_leaves, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
 from ..torch_private import original_module
+from ..trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 from .scatter_gather import cut
-from .trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 
 __all__: list[str] = []
 

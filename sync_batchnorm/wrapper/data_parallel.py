@@ -19,6 +19,7 @@ from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
 from ..torch_private import BatchNormBase, has_attribute, uncompiled
+from ..trees import USUAL, Dims
 from .arguments import Arguments, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
@@ -26,7 +27,6 @@ from .devices import DeviceId, as_device, check_copies, checked_devices, unsuppo
 from .lost_state import begin_watching
 from .run import ForwardPass, Handle, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import join
-from .trees import USUAL, Dims
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
 

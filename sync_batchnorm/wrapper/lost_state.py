@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -67,6 +67,14 @@ def _watched(root: nn.Module) -> Watched:
     return watched
 
 
+def _bound_anew(state: Watched) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
+    """Yield for each member that is bound anew: the module, the prefix, the name, what was there or None, what is."""
+    for module, prefix, members, _ in state:
+        for name, value in _members(module).items():
+            if name not in members or members[name] is not value:
+                yield module, prefix, name, members.get(name), value
+
+
 def _members(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
@@ -74,16 +82,15 @@ def _members(module: nn.Module) -> dict[str, Any]:
 def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
-    remedies: dict[str, str] = {}
+    remedies = {
+        prefix + name: remedy
+        for module, prefix, name, before, value in _bound_anew(state)
+        if (remedy := _remedy(module, name, before, value, id(value) in known)) is not None
+    }
     for module, prefix, members, data in state:
-        for name, value in _members(module).items():
-            before, remedy = members.get(name), None
-            if value is not before:
-                remedy = _remedy(module, name, before, value, id(value) in known)
-            elif name in data and _has_other_data(value, data[name]):
-                remedy = CHANGE_IN_PLACE
-            if remedy is not None:
-                remedies[prefix + name] = remedy
+        for name, tensor in data.items():
+            if module._parameters.get(name) is members[name] and _has_other_data(members[name], tensor):
+                remedies[prefix + name] = CHANGE_IN_PLACE
     if remedies:
         warn_once(
             f"forward() of {type(replica).__name__} set {_listed(remedies)} of replica 0, which ends with the forward "
@@ -94,12 +101,7 @@ def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
 
 def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
     """Warn of what was bound anew on the original itself while its replicas ran."""
-    names = [
-        prefix + name
-        for module, prefix, members, _ in state
-        for name, value in _members(module).items()
-        if name not in members or members[name] is not value
-    ]
+    names = [prefix + name for _, prefix, name, _, _ in _bound_anew(state)]
     if names:
         warn_once(
             f"while replicas of {type(original).__name__} ran, something set {_listed(names)} of the model itself, as "
@@ -122,9 +124,9 @@ def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
         if sum(reference() is not None for reference in alive) > PASSES:
             warn_once(
                 f"replicas of more than {PASSES} earlier forward passes of {type(replica).__name__} are alive, with "
-                "all that they keep. If no backward pass of these is to come, the usual cause is a backward or tensor "
-                "hook that forward() registers and that refers to self, on which forward() keeps an activation: write "
-                "self.kept = y.detach(), or remove the hook"
+                "all that they keep. A backward or tensor hook that forward() registers and that refers to self keeps "
+                "its replica, if forward() keeps an activation on self, too: write self.kept = y.detach(), or remove "
+                "the hook, unless a backward pass of these forward passes is still to come"
             )
 
 

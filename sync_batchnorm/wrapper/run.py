@@ -17,7 +17,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
@@ -225,30 +225,34 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
 def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
-    before = _versions(forward_pass.original)
+    original = forward_pass.original
+    named = list(original.named_parameters())
+    before = _versions(named)
     devices = {run.number: run.device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
     forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
     _run_threads(work, runs)
     states.restore_caller()
-    after = _versions(forward_pass.original)  # may have other names: forward() can add parameters to the module
-    changed = [name for name, version in before.items() if after.get(name, version) != version]
+    changed = [item for item, *versions in zip(named, before, _versions(named), strict=True) if len({*versions}) > 1]
     if changed:
-        warn_once(
-            f"forward() modified parameters {changed} in place; each of the {len(runs)} replicas, which share "
-            "their memory, repeated the change; make it a buffer, or change it outside forward()"
-        )
+        _warn_of_repeated_changes(original, changed, len(runs))
 
 
-def _versions(module: nn.Module) -> dict[str, int]:
-    """Return the version of each parameter, a number that grows with every change in place of the same memory.
+def _versions(named: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Return for each parameter a number that grows with every change in place of its memory."""
+    return [0 if parameter.is_inference() else parameter._version for _, parameter in named]
 
-    Those that a layer keeps below a `max_norm` are left out, since to repeat that changes nothing.
-    """
+
+def _warn_of_repeated_changes(module: nn.Module, changed: Sequence[tuple[str, Tensor]], times: int) -> None:
+    """Warn of parameters that each replica has changed, unless they have a `max_norm`: to repeat that does nothing."""
     embeddings = [child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
-    bounded = {child._parameters.get("weight") for child in embeddings if child.max_norm is not None}
-    others = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in bounded]
-    return {name: 0 if parameter.is_inference() else parameter._version for name, parameter in others}
+    bounded = [child._parameters.get("weight") for child in embeddings if child.max_norm is not None]
+    names = [name for name, parameter in changed if not any([parameter is weight for weight in bounded])]
+    if names:
+        warn_once(
+            f"forward() modified parameters {names} in place; each of the {times} replicas, which share their memory, "
+            "repeated the change; make it a buffer, or change it outside forward()"
+        )
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.

@@ -17,8 +17,8 @@ from torch.nn.parallel import gather as gather_by_torch
 from torch.nn.parallel import scatter as scatter_by_torch
 
 from ..messages import warn
+from ..trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 from .devices import unsupported_by_torch
-from .trees import USUAL, Dims, Index, Leaf, Tree, moves, written
 
 __all__: list[str] = []
 

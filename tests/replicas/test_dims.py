@@ -23,7 +23,7 @@ from sync_batchnorm import (
     patch_replication_callback,
     revert_model,
 )
-from sync_batchnorm.wrapper import tensors_in
+from sync_batchnorm.trees import tensors_in
 
 R = ["cpu"] * 2
 

@@ -268,7 +268,7 @@ class Staying(nn.Module):
         return output
 
 
-STAYS = "replicas of more than 32 earlier forward passes of Staying are alive, with all that they keep. If no backward"
+STAYS = "replicas of more than 32 earlier forward passes of Staying are alive, with all that they keep. A backward"
 
 
 @pytest.mark.parametrize(("number", "expected"), [(33, 0), (34, 1), (40, 1)])

@@ -15,7 +15,7 @@ from helpers import Cache, Net, as_devices, assert_same_tree, count_calls, doubl
 from torch import Tensor, nn
 
 from sync_batchnorm import DataParallelWithCallback
-from sync_batchnorm.wrapper import tensors_in
+from sync_batchnorm.trees import tensors_in
 
 on_devices = pytest.mark.parametrize("devices", [*device_lists(2, 3), *INTERLEAVED])
 
