@@ -8,10 +8,11 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _python_dispatch
 
 __all__: list[str] = []
@@ -21,21 +22,10 @@ R = TypeVar("R")
 
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
-# The names of the dictionaries in which a module has the hooks of its calls. Their keys are the numbers of hooks: some
-# hold the hooks, and some hold a flag of those hooks that have it, under the name of the former and what the flag says.
-_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name]
-FLAGS_OF_HOOKS = tuple(name for name in _HOOKS if any(name.startswith(f"{other}_") for other in _HOOKS))
-HOOKS = tuple(name for name in _HOOKS if name not in FLAGS_OF_HOOKS)
-# An attribute of every module: None without backward hooks, False with those of the older kind, which PyTorch has
-# deprecated: `torch.nn.Module.register_backward_hook`.
-KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"
-
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    BatchNormBase = _BatchNorm
-else:
-    BatchNormBase = nn.BatchNorm1d.__base__  # the class of all batch norm layers
+# The dictionaries in which a module has the hooks of its calls, and flags of those that have one, by their numbers.
+HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+# Without it, batch norms are known by their five public classes alone, and not by those that users derive from it.
+BatchNormBase = _BatchNorm
 # Without it, a selective checkpoint counts the operators of a merge, which its recomputation does not repeat.
 without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 # Without it, replicas inside a transform of torch.func are wrong, with no error.

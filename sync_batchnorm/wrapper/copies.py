@@ -26,15 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..messages import in_transform_error
-from ..torch_private import (
-    FLAGS_OF_HOOKS,
-    HOOKS,
-    KIND_OF_BACKWARD_HOOKS,
-    compiled_module_type,
-    has_hooks,
-    in_transform,
-    names_of_modules,
-)
+from ..torch_private import HOOKS, compiled_module_type, has_hooks, in_transform, names_of_modules
 
 __all__: list[str] = []
 
@@ -233,11 +225,13 @@ def _bind(value: Any, copy_of: Modules) -> Any:
 def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
     """Give a copy of a module dictionaries of hooks of its own, see NOTE [hooks of replicas]."""
     state, original = vars(copy), vars(module)
-    for name in (*HOOKS, *FLAGS_OF_HOOKS):
+    for name in HOOKS:
         state[name] = original[name].copy()
-    state[KIND_OF_BACKWARD_HOOKS] = original[KIND_OF_BACKWARD_HOOKS]  # which the copy of a graph module lacks
-    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
-    if original["_backward_hooks"] and original[KIND_OF_BACKWARD_HOOKS] is False:
+    kind = state["_is_full_backward_hook"] = original[
+        "_is_full_backward_hook"
+    ]  # which the copy of a graph module lacks
+    # False: of the older kind, which refers to the replica weakly. In the backward pass, PyTorch would say that it is dead.
+    if original["_backward_hooks"] and kind is False:
         refuse = partial(_refuse_older_hook, copy)  # which this keeps
         state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
 
