@@ -19,7 +19,6 @@ from functools import partial, reduce, wraps
 from itertools import chain
 from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,16 @@ Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
 Modules = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
+
+
+class _Mark:
+    """What marks the modules of replicas; a `deepcopy` or pickle of one belongs to no replica, and has None."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+_MARK = _Mark()
 
 
 def _two_aliases(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +198,7 @@ def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors) -> Modules:
         replicate: Any = module._replicate_for_data_parallel
         is_usual = getattr(replicate, "__func__", None) is nn.Module._replicate_for_data_parallel
         copy_of[module] = copy = _shell(module) if is_usual else replicate()
-        vars(copy)["_sync_mark"] = _Mark(copy)
+        vars(copy)["_sync_mark"] = _MARK
         _copy_hooks(copy, module)
         if type(module).__setattr__ is nn.Module.__setattr__:
             _register_tensors(copy, module, tensor_of)
@@ -227,11 +236,10 @@ def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
     state, original = vars(copy), vars(module)
     for name in HOOKS:
         state[name] = original[name].copy()
-    kind = state["_is_full_backward_hook"] = original[
-        "_is_full_backward_hook"
-    ]  # which the copy of a graph module lacks
-    # False: of the older kind, which refers to the replica weakly. In the backward pass, PyTorch would say that it is dead.
-    if original["_backward_hooks"] and kind is False:
+    is_full = original["_is_full_backward_hook"]
+    state["_is_full_backward_hook"] = is_full  # which the copy of a graph module lacks
+    # Hooks of the older kind refer to the replica weakly: in the backward pass, PyTorch would say that it is dead.
+    if original["_backward_hooks"] and is_full is False:
         refuse = partial(_refuse_older_hook, copy)  # which this keeps
         state["_backward_hooks"] = OrderedDict.fromkeys(original["_backward_hooks"], refuse)
 
@@ -274,15 +282,6 @@ def _set_tensors(copy: Any, module: nn.Module, tensor_of: Tensors) -> None:
         _register_tensors(copy, module, tensor_of)
 
 
-class _Mark(ref[nn.Module]):
-    """Marks a module of a replica, to which it refers; in a copy of that module, it refers to another one."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
 def _keep_replicas_on_their_devices() -> None:
     """Let conversions leave modules of replicas on their devices; see NOTE [conversions in replicas]."""
     apply: Any = nn.Module._apply
@@ -291,8 +290,7 @@ def _keep_replicas_on_their_devices() -> None:
 
     @wraps(apply)
     def convert(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        mark = vars(self).get("_sync_mark")
-        if mark is None or mark() is not self:  # as of a copy of a replica's module
+        if vars(self).get("_sync_mark") is None:
             return apply(self, fn, *args, **kwargs)
 
         def on_its_device(tensor: Tensor) -> Tensor:

@@ -168,36 +168,42 @@ def test_conversion_of_a_class_is_asked_first(devices, refuses):
     assert parallel(doubles(6, 3, devices=devices)).shape == (6, 3)
 
 
-def from_dictionary(layer):
-    """As meta learning makes clones: with the dictionary, and parameters of its own."""
-    clone = layer.__new__(type(layer))
-    clone.__dict__ = {**vars(layer), "_parameters": dict(layer._parameters)}
-    return clone
+def test_clones_of_a_layer_of_a_replica_are_what_is_converted():
+    """As clones of meta learning make them: with a copy of the dictionary, and other parameters."""
 
-
-CLONES = {
-    "dictionary": from_dictionary,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
-}
-
-
-@pytest.mark.parametrize("way", CLONES)
-def test_clones_of_a_layer_of_a_replica_are_what_is_converted(devices, way):
     def forward(net, input):
-        clone = CLONES[way](net.layer)
+        clone = net.layer.__new__(type(net.layer))
+        clone.__dict__ = {**vars(net.layer), "_parameters": {}}
+        for name, parameter in net.layer._parameters.items():
+            clone._parameters[name] = parameter * 2
         assert clone._apply(lambda tensor: tensor + 1) is clone
-        assert clone.to(torch.float32) is clone
-        return clone(input.float()) + net.original(input)
+        shallow = copy.copy(net.layer)
+        assert shallow.to(input.device) is shallow
+        return clone(input)
 
-    model = Net(forward, layer=nn.Linear(3, 3), original=nn.Linear(3, 3)).double()
-    _, parallel = twins(model.requires_grad_(False), devices)
+    plain, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
+    data = doubles(4, 3)
+    weight, bias = (2 * parameter + 1 for parameter in (plain.layer.weight, plain.layer.bias))
+    assert_equal(parallel(data), data @ weight.t() + bias)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda layer: pickle.loads(pickle.dumps(layer))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_a_layer_of_a_replica_belong_to_no_replica(devices, way):
+    def forward(net, input):
+        copied = COPIES[way](net.norm)
+        assert copied.to("meta") is copied
+        assert copied.running_mean.is_meta
+        assert net.norm.to("meta").running_mean.device == input.device
+        return net.norm(input)
+
+    norm = nn.BatchNorm1d(3, affine=False)
+    plain, parallel = twins(Net(lambda net, input: net.norm(input), norm=norm).double(), devices)
+    parallel.module.function = forward
     data = doubles(4, 3, devices=devices)
-    layer = parallel.module.layer
-    expected = data @ (layer.weight + 1).t() + layer.bias + 1 + parallel.module.original(data)
-    assert torch.allclose(parallel(data), expected, rtol=1e-5)
-    assert layer.weight.dtype == torch.float64
+    assert_equal(parallel(data), plain(data))
 
 
 def test_modules_that_belong_to_no_replica_are_converted_as_by_torch():
