@@ -139,16 +139,20 @@ def all_mutants() -> list[Mutant]:
 # The tests.
 
 
-def tests_for(file: str) -> tuple[list[str], list[str]]:
+def all_tests() -> list[str]:
+    """Return all files of tests but the one that compares texts, so that it would notice every mutant."""
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    return [file for file in files if not file.endswith("test_cited_code.py")]
+
+
+def tests_for(file: str, tests: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the files of tests that are, or whose folder is, named like a file of the package; and the others."""
     names = {part.strip("_") for part in Path(file).with_suffix("").parts}
     near: list[str] = []
     far: list[str] = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if path.name == "test_cited_code.py":  # which compares texts, so that it would notice every mutant
-            continue
+    for path in map(Path, tests):
         is_near = names & {path.parent.name, path.stem.removeprefix("test_")}
-        (near if is_near else far).append(str(path.relative_to(ROOT)))
+        (near if is_near else far).append(str(path))
     return near, far
 
 
@@ -168,9 +172,9 @@ def run_pytest(root: Path, *arguments: str) -> str:
     return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"status {process.returncode}")
 
 
-def end_of(mutant: Mutant, base: Path) -> tuple[str, str]:
+def end_of(mutant: Mutant, base: Path, tests: Sequence[str]) -> tuple[str, str]:
     """Try a mutant; return how it ended, and why."""
-    near, far = tests_for(mutant.file)
+    near, far = tests_for(mutant.file, tests)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         root = Path(folder) / "copy"
         shutil.copytree(base, root)
@@ -188,7 +192,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=100, metavar="N", help="how many mutants to try (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the choice (default: 1)")
     parser.add_argument("--file", default="", help="only mutants whose file, function or change contains this")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="instead of all tests")
     options = parser.parse_args()
+    tests = options.tests or all_tests()
     mutants = [mutant for mutant in all_mutants() if options.file in str(mutant)]
     chosen = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
     print(f"{len(mutants)} mutants, of which {len(chosen)} are tried, with seed {options.seed}", flush=True)
@@ -197,9 +203,10 @@ def main() -> int:
         base = Path(folder)
         shutil.copytree(ROOT, base, ignore=IGNORED, dirs_exist_ok=True)
         for place in PLACES.values():
-            if failure := run_pytest(base, *place):
+            if failure := run_pytest(base, *place, *tests):
                 sys.exit(f"The tests fail without a mutant: {failure}")
-        for mutant, (end, detail) in zip(chosen, pool.map(lambda mutant: end_of(mutant, base), chosen), strict=True):
+        ends = pool.map(lambda mutant: end_of(mutant, base, tests), chosen)
+        for mutant, (end, detail) in zip(chosen, ends, strict=True):
             counts[end] += 1
             print(f"{end:11} {mutant}\n            {detail}", flush=True)
     print(f"{counts['killed']} of {len(chosen)} died: {dict(counts)}")

@@ -13,6 +13,12 @@ import sync_batchnorm
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGE = Path(sync_batchnorm.__file__).parent  # wherever it was imported from
+TINY = {  # what lets the examples run for seconds
+    "train_digits": "--epochs 1 --batch 96 --replicas 3",
+    "segment_digits": "--steps 8 --replicas 2",
+    "train_gan": "--steps 9 --compared 8 --replicas 3",
+    "caption_digits": "--steps 8 --replicas 3",
+}
 
 
 def copy_without_caches(folder: Path, target: Path) -> None:

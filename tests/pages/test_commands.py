@@ -1,4 +1,4 @@
-"""Every program that a page runs with Python does so, with small numbers; others run elsewhere, or say why not here."""
+"""Every command of a page runs with its smallest arguments, here or where it says; what cannot run says why not."""
 
 from __future__ import annotations
 
@@ -10,60 +10,112 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import PAGES, ROOT, blocks_of, copy_without_caches, output_of
+from repository import PAGES, ROOT, TINY, blocks_of, copy_without_caches, output_of
+from simulated_gpus.build import NotPossible, built_extension
 
-BENCHMARKS = "python docs/benchmarks"
+BENCHMARKS, EXAMPLES = "python docs/benchmarks", "python docs/examples"
+EXISTING = ROOT / "out" / "existing"  # where the commands of the pages install the older library
+# Twenty mutants of a file, as a page has it, take long; this one dies, whatever the seed chooses.
+MUTANT = "--sample 1 --tests tests/exchange/test_pipes.py --file 'SyncMaster.run_master: `len(rendezvous'"
 
-# What is appended to a command so that it takes seconds.
+# What is appended to a command so that it takes seconds: of an option that is given twice, the last one counts.
+# Commands that become equal run once.
 RUN = {
     "python -m sync_batchnorm": "",
     "python -m sphinx --fail-on-warning -c docs . out/site": "",
+    "python docs/make_api.py": "",
+    "python .ci/mutants.py --sample 20 --file meeting/coordinator.py": MUTANT,
+    f"{EXAMPLES}/train_digits.py": f"--seed S --batch B {TINY['train_digits']}",
+    f"{EXAMPLES}/train_digits.py --seed S --batch B": TINY["train_digits"],
+    f"{EXAMPLES}/segment_digits.py": f"--seed S {TINY['segment_digits']}",
+    f"{EXAMPLES}/segment_digits.py --seed S": TINY["segment_digits"],
+    **{f"{EXAMPLES}/{name}.py": TINY[name] for name in ("train_gan", "caption_digits")},
     f"{BENCHMARKS}/plot.py": "",
-    f"{BENCHMARKS}/exchange/replicas.py --rounds 5": "--rounds 2 --replicas 2 --exchanges 20",
-    f"{BENCHMARKS}/exchange/processes.py": "--processes 2 --channels 64",
     f"{BENCHMARKS}/check/run.py": "--images 2 --pixels 64 --net resnet18",
     f"{BENCHMARKS}/check/run.py --images 2 --pixels 64": "--net resnet18",
+    f"{BENCHMARKS}/conversion/run.py": "--at-most 1",
+    f"{BENCHMARKS}/exchange/ddp.py --other /tmp/version_1_2": "--blocks 1",
+    f"{BENCHMARKS}/exchange/processes.py": "--processes 2 --channels 64",
+    f"{BENCHMARKS}/exchange/replicas.py --rounds 5": "--rounds 2 --replicas 2 --exchanges 20",
+    f'{BENCHMARKS}/host/step.py --other /tmp/version_2_1 --nets resnet50 "a layer"': "--steps 2 --numbers 2",
+    f"{BENCHMARKS}/host/run.py --other /tmp/version_1_2 --existing out/existing --rounds 30 --one-core": "--rounds 1",
     f"{BENCHMARKS}/layer/kernels.py": "",
+    f"{BENCHMARKS}/layer/run.py --existing out/existing --rounds 12": "--rounds 1 --layers 1 --replicas 2",
     f"{BENCHMARKS}/memory/run.py": "",
     f"{BENCHMARKS}/network/run.py --rounds 8": "--rounds 2 --networks mobilenet_v3_large --batch 4 --size 64",
+    f"{BENCHMARKS}/network/turns.py /tmp/version_2_0": "--blocks 1 --steps 1",
+    f"{BENCHMARKS}/precision/run.py --existing out/existing": "",
     f"{BENCHMARKS}/wrapper/run.py --rounds 30": "--rounds 2 --replicas 2",
 }
-NEEDS = {"sphinx": "myst_parser", "plot.py": "matplotlib", "network": "torchvision", "check/run.py": "torchvision"}
-PROFILE = "python docs/examples/profile_waits.py --profile out/profile.json"  # in a test of its own
-# Programs that other tests run, those that compare with an older version, and what takes hours or is pytest itself.
-ELSEWHERE = r"python (docs/examples/train_digits_ddp|.* --(other|existing) |.*/turns\.py |-m pytest|\.ci/mutants\.py)"
+NEEDS = {
+    **{"sphinx": "myst_parser", "examples": "matplotlib", "digits": "sklearn", "plot.py": "matplotlib"},
+    **{"network/run": "torchvision", "check/run": "torchvision", "host": "torchvision", "segment": "torchvision"},
+    "conversion": "timm",
+}
+PROFILE = f"{EXAMPLES}/profile_waits.py --profile out/profile.json"
+ELSEWHERE = {  # by whom or why not
+    re.escape(PROFILE): "test_profile_that_a_page_records_is_summarized_by_its_command",
+    r"(torchrun --nproc-per-node 2|python) docs/examples/train_digits_ddp\.py": "processes/test_distributed.py",
+    r"torchrun .*train\.py": "processes/test_distributed.py",
+    r"(torchrun --nproc-per-node 2|python) program\.py": "libraries/test_frameworks.py",
+    r"diff .*|rm .*|cp .*": "conversion/test_copied_folder.py has a folder of this package in the place of another",
+    r"grep .*": "conversion/test_import_lines.py",
+    r"python -m pytest( .*)?": "they are these tests",
+    r"(pip|git|pipx) .*|python3 -m venv .*|\. .*/activate": "installs, or fetches what others need",
+}
 
 
-def programs() -> set[str]:
-    """Return the commands of all pages that begin with Python."""
-    blocks = [block.code for page in PAGES for block in blocks_of(page) if block.language == "bash"]
-    lines = [line for code in blocks for line in re.sub(r"\\\n *", "", code).splitlines()]
-    return {line for line in lines if line.startswith("python ")}
+def commands() -> set[str]:
+    """Return the commands of all pages: the lines of blocks of bash, and programs in other blocks and in backquotes."""
+    found = []
+    for page in PAGES:
+        for block in blocks_of(page):
+            lines = re.split(r"\n| && ", re.sub(r"\\\n *|(?<=&&|.\|)\n *", " ", block.code))
+            pattern = "" if block.language == "bash" else r"python (-m |\S+\.py)"
+            found += [line for line in lines if re.match(pattern, line)]
+        found += re.findall(r"`((?:python|torchrun) [^`]+)`", page.read_text(encoding="utf-8"))
+    return {" ".join(command.removeprefix(".venv/bin/").split()) for command in found} - {""}
 
 
 def run_in_copy(folder: Path, *arguments: str) -> None:
     """Run Python in a copy of the repository, as some programs write beside themselves."""
-    for name in ("README.md", "LICENSE", "CITATION.cff"):
+    for name in ("README.md", "LICENSE", "CITATION.cff", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("docs", "tests", "sync_batchnorm"):
+    for name in ("docs", "tests", "sync_batchnorm", ".ci"):
         copy_without_caches(ROOT / name, folder / name)
     environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     output_of([sys.executable, *arguments], folder, **environment)
 
 
-def test_programs_of_pages_are_those_that_run_here_or_elsewhere():
-    assert {line for line in programs() if not re.match(ELSEWHERE, line)} == {*RUN, PROFILE}
+def test_every_command_of_a_page_runs_here_or_elsewhere():
+    elsewhere = {c for c in commands() for pattern in ELSEWHERE if re.fullmatch(pattern, c) and c not in RUN}
+    assert commands() - elsewhere == set(RUN)
+
+
+def skip_without_what_it_needs(command: str) -> None:
+    for word, package in NEEDS.items():
+        if word in command and importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    if "--existing" in command and not EXISTING.exists():
+        pytest.skip("needs the older library: pip install --no-deps --target out/existing sync-batchnorm==0.0.1")
+    if "host" in command or "mutants" in command:
+        try:
+            built_extension()
+        except NotPossible as reason:
+            pytest.skip(str(reason))
 
 
 @pytest.mark.slow
 @pytest.mark.watchdog(180)
 @pytest.mark.parametrize("command", dict.fromkeys(f"{command} {small}".rstrip() for command, small in RUN.items()))
 def test_command_of_a_page_runs(command: str, tmp_path: Path):
-    for word, package in NEEDS.items():
-        if word in command and importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}")
+    skip_without_what_it_needs(command)
+    copy_without_caches(ROOT / "sync_batchnorm", tmp_path / "other" / "sync_batchnorm")
+    places = {r"/tmp/version_\w+": str(tmp_path / "other"), "out/existing": str(EXISTING), r"\b[SB]\b": "1"}
+    for pattern, place in places.items():
+        command = re.sub(pattern, lambda _, place=place: place, command)
     _, *arguments = shlex.split(command)
-    run_in_copy(tmp_path, *arguments)
+    run_in_copy(tmp_path, *(["-W", "error"] if command.startswith("python docs") else []), *arguments)
 
 
 @pytest.mark.slow
@@ -74,5 +126,7 @@ def test_profile_that_a_page_records_is_summarized_by_its_command(tmp_path: Path
     (code,) = [block.code for block in blocks_of(ROOT / "docs/diagnosing.md") if "export_chrome_trace" in block.code]
     importable = "import sys; sys.path.append('docs/examples'); import common; common.import_torchvision()\n"
     run_in_copy(tmp_path, "-c", importable + code)
-    run_in_copy(tmp_path, *shlex.split(PROFILE)[1:])
-    assert (tmp_path / "out" / "profile_waits.png").exists()
+    for command in (PROFILE, PROFILE.partition(" --")[0]):
+        (tmp_path / "out" / "profile_waits.png").unlink(missing_ok=True)
+        run_in_copy(tmp_path, *shlex.split(command)[1:])
+        assert (tmp_path / "out" / "profile_waits.png").exists()

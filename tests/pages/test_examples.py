@@ -1,30 +1,23 @@
-"""The examples do what their page says: they run from a shell, show what they promise, and fail when that is not so."""
+"""The examples do what their page says: they show what they promise, and fail when that is not so."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import re
-import sys
 import types
 from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers import skip_module_without
-from repository import PACKAGE, ROOT, output_of
+from repository import ROOT, TINY
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 
 skip_module_without("matplotlib", "sklearn", "tqdm")
 
 EXAMPLES = ROOT / "docs" / "examples"
-TINY = {
-    "train_digits": ["--epochs", "1", "--batch", "96", "--replicas", "3"],
-    "segment_digits": ["--steps", "8", "--replicas", "2"],
-    "train_gan": ["--steps", "9", "--compared", "8", "--replicas", "3"],
-    "profile_waits": [],  # as it is: who is slow is not who comes last
-}
 COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the difference from the run on one device
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
 NAMES = [pytest.param(name, marks=needs_torchvision if name == "segment_digits" else ()) for name in COLUMN]
@@ -48,7 +41,7 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_example_in_float64_equals_one_device_only_when_synchronized(example: types.ModuleType, tmp_path, capsys):
     name, folder = example.__name__, tmp_path / "new" / "folder"
-    assert example.main([*TINY[name], "--output", str(folder)]) == 0
+    assert example.main([*TINY[name].split(), "--output", str(folder)]) == 0
     rows = re.findall(r"^(one device|unsynchronized|synchronized) +(.+)$", capsys.readouterr().out, re.MULTILINE)
     differences = {run: columns.split()[COLUMN[name]] for run, columns in rows}
     assert differences["one device"] == "-"
@@ -57,21 +50,14 @@ def test_example_in_float64_equals_one_device_only_when_synchronized(example: ty
     assert (folder / f"{name}.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, "profile_waits"])
-def test_example_runs_from_a_shell_without_a_warning(name: str, tmp_path):
-    command = [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", *TINY[name], "--output", tmp_path / "new"]
-    output_of(command, tmp_path, PYTHONPATH=str(PACKAGE.parent))
-
-
 @pytest.mark.filterwarnings(r"ignore:\d+ BatchNorm")
 @pytest.mark.parametrize("example", ["caption_digits"], indirect=True)
 @pytest.mark.parametrize("devices", [[], ["--devices", "0,1"]][: 1 + (torch.cuda.device_count() > 1)], ids=str)
 def test_captions_and_states_named_by_dimension_train_as_on_one_device(example, devices, monkeypatch, capsys):
-    assert example.main(["--steps", "8", "--replicas", "3", *devices]) == 0
+    assert example.main([*TINY["caption_digits"].split(), *devices]) == 0
     assert len(re.findall("^As expected: ", capsys.readouterr().out, re.MULTILINE)) == 2
     monkeypatch.setattr(example, "convert_model", lambda model: model)
-    assert example.main(["--steps", "8", "--replicas", "3", *devices]) == 1
+    assert example.main([*TINY["caption_digits"].split(), *devices]) == 1
     assert re.search(r"NOT as expected: .* the synchronized .* differ", capsys.readouterr().out)
 
 
