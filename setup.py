@@ -103,6 +103,7 @@ setup(
             *EXAMPLES,
             "timm==1.0.31",
             "pytest==9.2.0",
+            "pytest-timeout==2.4.0",
             "pytest-xdist==3.8.0",
             "onnx==1.23.2",
             "onnxscript==0.7.2",

@@ -158,7 +158,7 @@ def tests_for(file: str, tests: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run_pytest(root: Path, *arguments: str) -> str:
     """Run pytest in a copy up to the first failure; return its line, or an empty text if there is none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout", "60", *arguments]
     env = os.environ | {"PYTHONPATH": str(root)}
     with (root / "output").open("w") as file:
         process = subprocess.Popen(command, cwd=root, env=env, stdout=file, stderr=file, start_new_session=True)

@@ -1,5 +1,6 @@
 """What every test runs under: no thread left behind, seeds, a torchvision that imports without its kernels."""
 
+import faulthandler
 import gc
 import os
 import random
@@ -16,7 +17,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
 from common import import_torchvision
-from hangs import SECONDS, WATCHED
 from pairwise import mark_the_rest_slow, needless
 from scripted import WRAPPERS
 
@@ -54,11 +54,32 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or cores == 1 else min(cores, 4)
 
 
+STDERR = pytest.StashKey[int]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Import torchvision, in a process that runs tests: one that hands them to others starts without it."""
+    config.stash[STDERR] = os.dup(2)  # as pytest captures what tests write to the usual one
     if hasattr(config, "workerinput") or not config.getoption("tx", None):
         with suppress(ImportError):  # the tests that need it skip by themselves
             import_torchvision()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Let a test that hangs end its process with all stacks, even if it holds the GIL or is in a worker.
+
+    Its threads cannot be stopped, and would draw random numbers in the tests after it. Of what pytest-timeout does by
+    itself, an exception in the test would wait for the replicas, and what a worker of pytest-xdist prints is lost.
+    """
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
+    return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_cancel_timer() -> bool:
+    faulthandler.cancel_dump_traceback_later()
+    return True
 
 
 def is_repetition(item: pytest.Item) -> bool:
@@ -97,10 +118,8 @@ def _no_thread_left() -> Iterator[None]:
     before = threads_of_python()
     yield
     left = threads_of_python() - before
-    if any(thread.name == WATCHED for thread in left):  # The test was given up, and has been reported.
-        return
     for thread in left:
-        thread.join(SECONDS)
+        thread.join(60.0)
     assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
 
 

@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["Ended", "fork", "forked", "let_python_swallow", "needs_fork"]
 
-# Seconds after which the system ends a child that hangs, with its stacks: later than the watchdog gives up its test, as
-# this follows the load and an alarm does not. Then nobody waits for the child any more.
+# Seconds after which the system ends a child that hangs: later than the process of its test has ended, which prints the
+# stacks. Then nobody waits for the child any more.
 LONGEST = 1200
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")

@@ -611,7 +611,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("convert", [convert_model, lambda net: revert_model(convert_model(net))], ids=["ours", "back"])
 @pytest.mark.parametrize("way", WAYS)

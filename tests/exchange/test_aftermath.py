@@ -158,7 +158,7 @@ def test_error_of_the_caller_reaches_it_once_the_replicas_were_released_and_have
 
     def abort_patiently(coordinator: Coordinator, error: BaseException, seconds: float) -> None:
         aborts.set()
-        abort(coordinator, error, 1000.0)  # Much longer than the watchdog waits.
+        abort(coordinator, error, 1000.0)  # much longer than a test may take
 
     def is_busy(model: Scripted, x: Tensor) -> None:
         begun.set()
@@ -216,8 +216,6 @@ def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(monk
     join, abort = threading.Thread.join, Coordinator.abort
 
     def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        if "work" not in thread.name:  # The watchdog waits for the thread of this test.
-            return join(thread, timeout)
         drawn.wait()
         monkeypatch.setattr(threading.Thread, "join", join)
         raise error
@@ -249,7 +247,6 @@ def test_exception_in_the_caller_leaves_its_generator_and_the_buffers_alone(monk
 
 
 @needs_fork
-@pytest.mark.watchdog(60)
 def test_alarms_at_any_moment_leave_the_next_step_as_it_is():
     def alarmed() -> None:
         let_python_swallow(TimeoutError)

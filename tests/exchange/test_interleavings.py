@@ -4,7 +4,7 @@ import pytest
 from interleavings import CHAIN, RING, Scenario, everything, explore_all, in_turns, interrupted
 
 
-@pytest.mark.watchdog(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("scenarios", "number", "least"),
     [

@@ -32,7 +32,7 @@ def test_race():
 
 @pytest.mark.cuda
 @pytest.mark.simulated
-@pytest.mark.watchdog(120)
+@pytest.mark.timeout(900)
 def test_option_selects_tests_of_gpus_and_fails_them_on_a_report(tmp_path):
     (tmp_path / "test_of_its_own.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text(

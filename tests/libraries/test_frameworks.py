@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "frameworks.md"
 PROGRAMS = ROOT / "docs" / "examples" / "frameworks"
 
 pytestmark = [
-    pytest.mark.watchdog(120.0),
+    pytest.mark.timeout(900),
     # What frameworks use of others, and do with their default options.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

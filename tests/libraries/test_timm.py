@@ -24,7 +24,7 @@ from sync_batchnorm import (
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 skip_module_without("timm")  # Some Python has no wheel of what it needs.
 
-pytestmark = pytest.mark.watchdog(120.0)
+pytestmark = pytest.mark.timeout(900)
 NAME = "mobilenetv3_small_050"
 QUICK = {"efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"}
 

@@ -10,7 +10,7 @@ from sync_batchnorm import assert_matches_one_device, convert_model
 zoo = pytest.importorskip("zoo")  # which needs torchvision
 
 
-@pytest.mark.watchdog(240.0)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -40,7 +40,7 @@ TRAINED = ["mobilenet_v3_small", "resnet18", "densenet121", "shufflenet_v2_x0_5"
 TRAINED += ["deeplabv3_mobilenet_v3_large"]
 
 
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", [TRAINED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in TRAINED[1:])])
 def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
     largest = zoo.train_both(*zoo.FAMILIES[family]())
@@ -48,7 +48,7 @@ def test_a_family_trains_on_three_uneven_replicas_as_on_one_device(family):
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", TRAINED[3:5])
 def test_a_family_matches_one_device(family):
     model, input = zoo.FAMILIES[family]()

@@ -106,7 +106,7 @@ def skip_without_what_it_needs(command: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(180)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", dict.fromkeys(f"{command} {small}".rstrip() for command, small in RUN.items()))
 def test_command_of_a_page_runs(command: str, tmp_path: Path):
     skip_without_what_it_needs(command)
@@ -119,7 +119,7 @@ def test_command_of_a_page_runs(command: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(180)
+@pytest.mark.timeout(900)
 def test_profile_that_a_page_records_is_summarized_by_its_command(tmp_path: Path):
     for package in ("matplotlib", "torchvision"):
         pytest.importorskip(package)

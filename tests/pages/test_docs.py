@@ -51,7 +51,6 @@ OPTIONAL = {"matplotlib", "sklearn", "timm", "torchvision", "tqdm"}  # what a pa
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("_clean_room")
-@pytest.mark.watchdog(60)
 @pytest.mark.filterwarnings("ignore:PyTorch finds no accelerator")  # what a page says for GPUs
 def test_python_blocks_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name in ELSEWHERE:

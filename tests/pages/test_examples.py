@@ -22,7 +22,7 @@ COLUMN = {"train_digits": 2, "segment_digits": -1, "train_gan": -1}  # the diffe
 needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
 NAMES = [pytest.param(name, marks=needs_torchvision if name == "segment_digits" else ()) for name in COLUMN]
 
-pytestmark = pytest.mark.watchdog(90)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(params=NAMES)

@@ -43,7 +43,7 @@ def test_notebook_has_the_outputs_of_a_run_from_top_to_bottom(notebook):
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(300)
+@pytest.mark.timeout(900)
 def test_notebook_runs_from_top_to_bottom(notebook, tmp_path):
     import nbformat
 

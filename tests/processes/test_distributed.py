@@ -29,9 +29,7 @@ from torch import nn
 
 from sync_batchnorm import SynchronizedBatchNorm2d, convert_model
 
-# In which a world must have ended. Some workers wait for that of another, and look idle to the watchdog meanwhile; a
-# collective that nobody joins ends much earlier, with its own timeout.
-SECONDS = 600.0
+SECONDS = 600.0  # in which a world must have ended; a collective that nobody joins ends earlier, with its own timeout
 GATHERS = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]  # one in torch 2.8
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 
@@ -56,7 +54,7 @@ CASES += [pytest.param(3, name, marks=pytest.mark.slow) for name in CHECKS]
 
 
 @needs_fork
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("size", "name"), CASES)
 def test_check_holds_in_a_world_of_processes(size, name, tmp_path_factory):
     base = tmp_path_factory.getbasetemp()  # with xdist, in a folder of all its processes
@@ -75,7 +73,7 @@ def on_simulated_gpus(folder: Path, *names: str) -> str:
 @pytest.mark.cuda
 @pytest.mark.simulated
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 def test_checks_hold_on_simulated_gpus(tmp_path):
     assert on_simulated_gpus(tmp_path) == ""
 
@@ -164,7 +162,6 @@ def train_ranks_in_threads() -> None:
 
 
 @needs_fork
-@pytest.mark.watchdog(60.0)
 def test_ranks_that_are_threads_of_one_process_equal_one_rank():
     ended = forked(train_ranks_in_threads)
     assert ended.status == 0, ended.output
@@ -213,7 +210,7 @@ EXAMPLE = ["--epochs", "1", "--batch", "96"]
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
@@ -226,7 +223,7 @@ def test_example_prints_the_same_digits_in_two_processes_as_in_one(monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the program needs a GPU for each process, where there is one")
 def test_commands_of_the_page_save_the_same_weights_as_one_process(tmp_path):
     blocks = list(blocks_of(ROOT / "docs" / "processes.md"))

@@ -25,7 +25,7 @@ USER = Path(__file__).with_name("typing_user.py")
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "sync_batchnorm")
 BUILD = "import setuptools.build_meta, sys; setuptools.build_meta.{}(sys.argv[1])"
 
-pytestmark = pytest.mark.watchdog(300)  # A type check that has nothing in its cache reads all of torch.
+pytestmark = pytest.mark.timeout(900)  # A type check that has nothing in its cache reads all of torch.
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from sync_batchnorm import DataParallelWithCallback, sync_moments
 SECONDS = 60.0  # The first replica that is compiled imports the compiler, while the others wait.
 
 pytestmark = [
-    pytest.mark.watchdog(2 * SECONDS),
+    pytest.mark.timeout(900),
     # The compiler looks at `grad` of the parameters of replicas, which are no leaves, here and without this library.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),

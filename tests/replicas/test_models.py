@@ -51,7 +51,7 @@ REACH = {  # whether the layers are in a plain list, and how else a replica reac
 }
 
 
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
 @pytest.mark.parametrize(("kind", "reach"), REACH.values(), ids=list(REACH))
 def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach):
@@ -137,7 +137,7 @@ def test_wrapper_without_synchronized_layers_may_train_in_a_replica(wrap):
     assert_same_state(parallel.held[0], net)
 
 
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 def test_compiled_submodules_are_refused_and_stay_whole(devices):
     plain, parallel = twins(nn.Sequential(TwoLayers(), nn.Flatten(), nn.Linear(16, 2)).double(), devices)
     first = parallel.module[0]
@@ -151,7 +151,7 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
     assert_same_step(plain, parallel, doubles(4, 3, 6, 6, devices=devices))
 
 
-@pytest.mark.watchdog(120.0)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what the compiler leaves alone
 @pytest.mark.once("whole", "devices")
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile", "compile"])
