@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"
 from common import import_torchvision
 from pairwise import mark_the_rest_slow, needless
 from scripted import WRAPPERS
+from smoke import mark_smoke
 
 CUDA_COUNT = torch.cuda.device_count()
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # a Python that can run without the lock
@@ -96,6 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     mark_the_rest_slow(items)
+    mark_smoke(items)
 
 
 def pytest_collection_finish() -> None:

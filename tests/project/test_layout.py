@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from repository import PACKAGE, ROOT
+from smoke import PROMISES
 
 import sync_batchnorm
 
@@ -117,3 +118,9 @@ def test_public_names_are_listed_and_have_docstrings(file):
 @every_file
 def test_mistakes_of_users_are_no_assertions(file):
     assert not [node.lineno for node in ast.walk(TREES[file]) if isinstance(node, ast.Assert)]
+
+
+def test_smoke_suite_has_tests_that_exist():
+    for file, names in PROMISES.items():
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert [name for name in names if f"def {name}(" not in source] == []
