@@ -3,6 +3,6 @@
 from torch.nn.parallel import DataParallel as DataParallel
 
 from .derived import derive_again as _derived  # noqa: F401 - for pickles
-from .wrapper import _ReplicationMixin as _ReplicationMixin
 from .wrapper.callbacks import *  # noqa: F403
 from .wrapper.data_parallel import *  # noqa: F403
+from .wrapper.data_parallel import _ReplicationMixin as _ReplicationMixin

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,9 @@ from .scatter_gather import cut
 __all__: list[str] = []
 
 _IN_DIMS = "name the dimension of its samples in in_dims, or None there if every replica needs the whole"
+
+InDims = Mapping[str, Dims] | None  # by the names of arguments
+OutDims = Dims
 
 _kinds: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # of the parameters of a method, by name
 

@@ -5,7 +5,7 @@ A forward pass takes four steps: scatter the inputs, replicate the module, call 
 pass belongs to its replicas and ends with them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from threading import TIMEOUT_MAX
@@ -19,8 +19,7 @@ from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
 from ..torch_private import BatchNormBase, has_attribute, uncompiled
-from ..trees import USUAL, Dims
-from .arguments import Arguments, check_dims
+from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
@@ -37,8 +36,6 @@ NO_ACCELERATOR = (
     "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
-InDims = Mapping[str, Dims]
-
 # Which of the steps of a forward pass were those of this file, with what they have worked on; a subclass may have its
 # own. It is emptied at the end: a thread that a replica has started may keep its context.
 _reached: ContextVar[dict[str, Any]] = ContextVar("_reached")
@@ -47,8 +44,8 @@ _reached: ContextVar[dict[str, Any]] = ContextVar("_reached")
 class AnyDeviceDataParallel(DataParallel[Any]):
     """`torch.nn.DataParallel` that also takes CPU replicas, several replicas on one device, and dimensions."""
 
-    _sync_in_dims: InDims | None
-    _sync_out_dims: Dims
+    _sync_in_dims: InDims
+    _sync_out_dims: OutDims
 
     def __init__(
         self,
@@ -58,8 +55,8 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         dim: int = 0,
         *,
         timeout: float = DEFAULT_TIMEOUT,
-        in_dims: InDims | None = None,
-        out_dims: Dims = None,
+        in_dims: InDims = None,
+        out_dims: OutDims = None,
     ) -> None:
         options = _checked_options(module, timeout, in_dims, out_dims)
         devices: Any = checked_devices(device_ids)
@@ -96,8 +93,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _reached.get({})["gather"] = None
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
-        dims = USUAL if self._sync_out_dims is None else self._sync_out_dims
-        return join(outputs, as_device(output_device), self.dim, by_torch, dims)
+        return join(outputs, as_device(output_device), self.dim, by_torch, self._sync_out_dims)
 
 
 class _ReplicationMixin(DataParallel[Any]):
@@ -109,8 +105,8 @@ class _ReplicationMixin(DataParallel[Any]):
 
     _sync_behind = (AnyDeviceDataParallel,)  # which `super()` in a patched class reaches, in place of torch's class
     _sync_timeout: float = DEFAULT_TIMEOUT
-    _sync_in_dims: InDims | None = None  # also of wrappers from pickles of older versions
-    _sync_out_dims: Dims = None
+    _sync_in_dims: InDims = None  # also of wrappers from pickles of older versions
+    _sync_out_dims: OutDims = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.__dict__.get("_is_replica"):  # in a replica of another wrapper, which has made all replicas
@@ -242,8 +238,8 @@ def patch_replication_callback(
     data_parallel: DataParallelT,
     *,
     timeout: float = DEFAULT_TIMEOUT,
-    in_dims: InDims | None = None,
-    out_dims: Dims = None,
+    in_dims: InDims = None,
+    out_dims: OutDims = None,
 ) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
@@ -319,7 +315,7 @@ def _how_cut() -> str:
     return "" if arguments is None else arguments.how_cut()
 
 
-def _checked_options(module: nn.Module, timeout: float, in_dims: InDims | None, out_dims: Dims) -> dict[str, Any]:
+def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dims: OutDims) -> dict[str, Any]:
     """Return the attributes of a wrapper of `module` for these arguments; raise an error for wrong ones."""
     check_module(module)
     check_dims(module, in_dims, out_dims)

@@ -62,12 +62,13 @@ def _moved(leaf: Leaf, device: torch.device, copies: bool = False) -> Any:
     return copy.copy(leaf.value).to(device) if moves(type(leaf.value)) else leaf.value
 
 
-def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = USUAL) -> Any:
+def join(outputs: Sequence[Any], device: torch.device, dim: int, by_torch: bool = False, dims: Dims = None) -> Any:
     """Put outputs together on `device`: tensors along `dim`, or as `dims` says; scalars into a vector, as torch.
 
     What is no tensor is that of the first. Raises an error unless all outputs have one structure.
     """
-    first, *others = [Tree(output, dims, ("output",), is_output=True) for output in outputs]
+    named = USUAL if dims is None else dims
+    first, *others = [Tree(output, named, ("output",), is_output=True) for output in outputs]
     joined: list[Any] = []
     for leaf, values in zip(first.leaves, _values_by_leaf(first, others), strict=True):
         if isinstance(leaf.value, Tensor) and leaf.dim is not None:

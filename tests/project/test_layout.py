@@ -75,6 +75,15 @@ def test_documented_folders_import_only_from_folders_above_them():
         assert imported & set(folders) <= set(folders[: i + 1]), f"{folder} imports from a folder below it"
 
 
+def test_entrances_of_folders_hand_on_names_or_have_code_as_documented():
+    hand_on = re.findall(r"^\| `(\w+)/` \|.*\| hands on names \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    for folder in (path.parent.name for path in PACKAGE.glob("*/__init__.py")):
+        _, *body = TREES[folder].body  # without the docstring
+        assert (folder in hand_on) is all(
+            isinstance(node, ast.ImportFrom) or "__all__" in ast.unparse(node) for node in body
+        ), folder
+
+
 @pytest.mark.parametrize("file", [file for file in TREES if file.partition(".")[0] == "meeting"])
 def test_threads_meet_without_torch(file):
     assert not [module for module, _ in imported_from(file) if module.partition(".")[0] == "torch"]
