@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from ..messages import in_transform_error
-from ..torch_private import HOOKS, compiled_module_type, has_hooks, in_transform, names_of_modules
+from ..torch_private import HOOKS_AND_FLAGS, compiled_module_type, has_hooks, in_transform, names_of_modules
 
 __all__: list[str] = []
 
@@ -234,7 +234,7 @@ def _bind(value: Any, copy_of: Modules) -> Any:
 def _copy_hooks(copy: nn.Module, module: nn.Module) -> None:
     """Give a copy of a module dictionaries of hooks of its own, see NOTE [hooks of replicas]."""
     state, original = vars(copy), vars(module)
-    for name in HOOKS:
+    for name in HOOKS_AND_FLAGS:
         state[name] = original[name].copy()
     is_full = original["_is_full_backward_hook"]
     state["_is_full_backward_hook"] = is_full  # which the copy of a graph module lacks

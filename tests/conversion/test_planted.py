@@ -138,6 +138,22 @@ class MethodHook(nn.Module):
         return self.net(x) + self.features
 
 
+class ReadingHook(nn.Module):
+    """Has a hook that is a method, and only reads what `forward` has set on the replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Linear(6, 6), torch.ones(1, 6)
+        self.net.register_forward_hook(self.scaled)
+
+    def scaled(self, module, args, output):
+        return output * self.scale.to(output.dtype)
+
+    def forward(self, x):
+        self.scale = x[:1].detach() * 0 + 2
+        return self.net(x)
+
+
 class SettingHook(nn.Module):
     def __init__(self):
         super().__init__()
@@ -432,6 +448,7 @@ FAULTS = {
     "hooks that refer to the model": {
         "hook": (ClosedHook, "...keep of net.0 (features)"),
         "hook, a method": (MethodHook, "...keep of net.0 (features)"),
+        "hook that reads": (ReadingHook, "...scaled of net (scale)"),
         "hook, by name": (SettingHook, "not in replicas: AttributeError...(features)"),
     },
 }

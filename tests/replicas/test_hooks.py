@@ -7,7 +7,16 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from helpers import Net, as_devices, assert_equal, assert_same_step, assert_trains_as_one_device, doubles, twins
+from helpers import (
+    Net,
+    as_devices,
+    assert_equal,
+    assert_same_state,
+    assert_same_step,
+    assert_trains_as_one_device,
+    doubles,
+    twins,
+)
 from scripted import WRAPPERS
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +207,23 @@ def test_hook_that_a_replica_registers_may_be_its_method(devices):
     model = Keeping("hook of the replica")
     model.alive = [WeakSet[nn.Module]()]
     assert_trains_as_one_device(model, devices, 7, 3)
+
+
+def gated(net: Any, input: Tensor, tag: str) -> Tensor:
+    """Keeps a gate, under a name for each kind of images, which its checkpoint and a hook read in the backward pass."""
+    hidden = net.bn(net.stem(input))
+    setattr(net, tag, net.stem(input).sigmoid())
+    hidden.register_hook(lambda grad: grad * getattr(net, tag))
+    return checkpoint(lambda hidden: net.layer(hidden).tanh() * getattr(net, tag), hidden, use_reentrant=False)
+
+
+def test_two_passes_and_one_backward_read_what_each_has_kept(devices):
+    model = Net(gated, stem=nn.Linear(3, 4), bn=nn.BatchNorm1d(4), layer=nn.Linear(4, 4))
+    plain, parallel = twins(model.double(), devices)
+    real, fake = doubles(6, 3, devices=devices), doubles(6, 3, devices=devices)
+    for model in (plain, parallel):
+        (model(real, "real").square().sum() + model(fake, "fake").square().sum()).backward()
+    assert_same_state(parallel, plain)
 
 
 def test_hook_that_is_a_submodule_which_synchronizes_is_refused():
