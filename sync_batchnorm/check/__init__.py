@@ -6,7 +6,6 @@ explained if that does not make the difference, too.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,8 +64,8 @@ def assert_matches_one_device(
         AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or
             what else differs, by how much, where, and the cause, if an experiment tells it. Also if only replicas
             raise an error; what the copy on one device raises gets a note.
-        TypeError, ValueError: for bad arguments, a `loss` that is no scalar or has no gradient, and a batch of fewer
-            than two chunks.
+        TypeError, ValueError: for bad arguments, as a module that contains the wrapper, a `loss` that is no scalar or
+            has no gradient, and a batch of fewer than two chunks.
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
 
     Warns:
@@ -75,14 +74,15 @@ def assert_matches_one_device(
     """
     check_module(model)
     check_number("replicas", replicas)
-    wrapper = model if isinstance(model, nn.DataParallel) else None
-    replicas = replicas or max(2, 0 if wrapper is None else len(wrapper.device_ids))
-    model = model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    path, wrapper = _wrapper_in(model)
+    replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
+    model, path = (wrapper.module, "") if model is wrapper else (model, path and f"{path}.module")
     # Outside of inference mode, gradients are enabled.
     with random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with silence() as warned:
-                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, replicas, loss, dtype))
+                _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
         except (AssertionError, FailsInReplicas) as failure:
             error = AssertionError(text_of_failure(*failure.args)) if isinstance(failure, FailsInReplicas) else failure
             for text in warned:
@@ -90,6 +90,15 @@ def assert_matches_one_device(
             raise error from failure.__cause__
     for text in warned:
         warn(f"replicas compute what one device does, but: {text}")
+
+
+def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:
+    """Return the wrapper that a model is, or the only one that it contains, and its name.
+
+    With several ones in it, replicas of the whole model are compared, in which each of them runs its module.
+    """
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, nn.DataParallel)}
+    return next(iter(wrappers.items())) if "" in wrappers or len(wrappers) == 1 else ("", None)
 
 
 def _compare(passes: Passes) -> None:
@@ -112,30 +121,24 @@ def _compare(passes: Passes) -> None:
 
 
 def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
-    """Take a pass; an error gets notes, also if it is not raised in float32."""
+    """Take a pass; an error gets a note."""
     try:
         return one.take(index)
     except Exception as error:
-        add_note(error, f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}.")
+        where = f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}"
+        add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
         if "Gather function not implemented for CPU" in str(error):  # an AssertionError of torch
-            text = "your gather calls that of torch, which takes no tensors of the CPU; call super().gather("
-            raise RuntimeError(f"{text}outputs, output_device), which takes them") from error
-        with suppress(Exception):
-            Side(replace(passes, dtype=torch.float32), True, 1)
-            failed = one.parallel.modes[0].failed
-            where = f", where {failed[0]} fails in float64" if failed and failed[0] else ""
-            add_note(error, f"It runs in float32{where}: pass dtype=torch.float32.")
+            text = "your gather calls that of torch, which takes no tensors of the CPU"
+            raise RuntimeError(f"{text}; call super().gather(outputs, output_device)") from error
         raise
 
 
 def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({rows.size for rows in passes.rows}) == 1 and are_means:
-        warn_once(
-            f"all chunks have {passes.rows[0].size} rows, so that the mean of a chunk that each replica returns "
-            f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, which make unequal "
-            "chunks, unless those of your training are always equal"
-        )
+        text = f"all chunks have {passes.rows[0].size} rows, so that the mean of a chunk that each replica returns"
+        number = f"pass {2 * passes.replicas - 1} samples, unless those of your training make equal chunks"
+        warn_once(f"{text} cannot be told from the mean of the batch; {number}")
 
 
 def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:
@@ -165,7 +168,7 @@ def _is_state(passes: Passes, index: int, pair: Pair, name: str) -> bool:
     """Return whether a buffer ends a pass on one device with another value if it begins with another one."""
     side = Side(passes, True, index)
     with suppress(Exception):  # if it depends on the buffer, or makes it anew
-        buffer = side.module.get_buffer(name)
+        buffer = dict(side.module.named_buffers())[name]
         buffer.data.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
         return bool(gap(side.take(index, "buffer")["buffer"][name], pair[0]["buffer"][name]))
     return True

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..trees import children_of, leaves_of, named_leaves, with_leaves
@@ -41,8 +41,7 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
         return math.inf
     tolerance = tolerance_of(expected)
     values, right = numbers_of(actual), numbers_of(expected)
-    difference = _largest(values - right)
-    if not math.isfinite(difference):
+    if not math.isfinite(difference := _largest(values - right)):
         equal = values.isclose(right, rtol=0.0, atol=0.0, equal_nan=True)
         difference = _largest((values - right).nan_to_num(NOT_FINITE, NOT_FINITE, -NOT_FINITE).masked_fill(equal, 0))
     if difference <= max(rounding, tolerance * size):  # which is so for most, and saves a look at the values
@@ -66,17 +65,12 @@ def largest(*tensors: Tensor) -> float:
 def numbers_of(tensor: Tensor) -> Tensor:
     """Return the values of a tensor in float64; complex ones as pairs."""
     tensor = tensor.detach().to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.to(torch.float64)
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).to(torch.float64)
 
 
 def _largest(numbers: Tensor) -> float:
     """Return the largest absolute value, NaN if there is one."""
-    if not numbers.numel():
-        return 0.0
-    low, high = numbers.aminmax()
-    return max(-float(low), float(high))  # Both are NaN if one number is.
+    return float(torch.linalg.vector_norm(numbers, math.inf)) if numbers.numel() else 0.0
 
 
 def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | None = None) -> Tensor:
@@ -128,10 +122,12 @@ def agree(actual: Any, expected: Any, rows: Rows = WHOLE) -> bool:
 def _leaves_agree(actual: Any, expected: Any, rows: Rows) -> bool:
     if isinstance(actual, float) and isinstance(expected, float):
         actual, expected = (torch.tensor(number, dtype=torch.float64) for number in (actual, expected))
-    if any(isinstance(actual, kind) != isinstance(expected, kind) for kind in (Tensor, SCALARS)):
+    if any(isinstance(actual, kind) != isinstance(expected, kind) for kind in (Tensor, PackedSequence, SCALARS)):
         return False
     if isinstance(actual, Tensor):
         return not gap(actual, chunk_of(expected, actual, rows))
+    if isinstance(actual, PackedSequence):  # in which the rows of samples are mixed
+        return agree(unpack_sequence(actual), unpack_sequence(expected), rows)
     return not isinstance(actual, SCALARS) or bool(actual == expected)
 
 
@@ -160,7 +156,7 @@ class OneDevice(InDouble):
         """Return a copy of a tensor, the same one until the tensor is changed in place."""
         version = None if tensor.is_inference() else tensor._version
         if version is None or tensor not in self._copies or self._copies[tensor][0] != version:
-            self._copies[tensor] = version, tensor.detach().clone()
+            self._copies[tensor] = version, tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._copies[tensor][1]
 
 
@@ -175,8 +171,8 @@ class Compared(InDouble):
     def begin(self, call: Call, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows)
-        if call.agrees:
-            call.arguments = _mapped(arguments, Tensor.detach)  # in containers of its own, without a graph
+        # In containers of its own, without a graph.
+        call.arguments = _mapped(arguments, Tensor.detach) if call.agrees else None
 
     def end(self, call: Call, output: Any) -> None:
         on_one = self._one.calls.get(call.key)
@@ -186,8 +182,6 @@ class Compared(InDouble):
         for actual, right in _compared(output, on_one.output, self._rows):
             if (by := gap(actual, right)) > call.gap:
                 call.gap, call.part = by, names[id(actual)]
-                has_samples = actual.shape == right.shape and actual.shape[:1] == (self._rows.size,)
-                call.where = [i for i in range(len(right)) if gap(actual[i], right[i])] if has_samples else []
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):
@@ -202,11 +196,9 @@ class Corrected(InDouble):
         self._on_one, self._rows = on_one, rows
 
     def end(self, call: Call, output: Any) -> Any:
-        if call.key != self._on_one.key:
-            return None
-        pairs = _compared(output, self._on_one.output, self._rows)
+        pairs = _compared(output, self._on_one.output, self._rows) if call.key == self._on_one.key else ()
         right = {id(actual): _corrected(actual, right) for actual, right in pairs if gap(actual, right)}
-        return _mapped(output, lambda actual: right.get(id(actual), actual))
+        return _mapped(output, lambda actual: right.get(id(actual), actual)) if right else None
 
 
 def suspects_in(call: Call, model: nn.Module) -> list[Call]:
@@ -218,8 +210,8 @@ def suspects_in(call: Call, model: nn.Module) -> list[Call]:
     synchronizes = any(hasattr(module, "__data_parallel_replicate__") for module in modules)
     if synchronizes and not all(other.agrees for other in call.in_replicas):
         return []
-    suspects = [other for other in call.in_replicas if other.agrees and other.gap]
-    return sorted(suspects, key=lambda suspect: suspect.number)  # They have ended in any order.
+    # They have ended in any order.
+    return sorted([other for other in call.in_replicas if other.agrees and other.gap], key=lambda other: other.number)
 
 
 def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
@@ -230,14 +222,13 @@ def _compared(output: Any, on_one: Any, rows: Rows) -> Iterator[tuple[Tensor, Te
                 continue  # The loss of a replica is no chunk.
             right = chunk_of(whole, actual, rows)
             # What has as many rows as its values say, as x[x > 0], says nothing; what is padded does.
-            is_padded = actual.dim() == right.dim() > 1 and len(actual) == len(right)
-            if actual.shape == right.shape or is_padded:
+            if actual.shape == right.shape or (actual.dim() == right.dim() > 1 and len(actual) == len(right)):
                 yield actual, right
 
 
 def _corrected(actual: Tensor, right: Tensor) -> Tensor:
     """Return the right output, with the gradient of the one that it replaces."""
-    if not actual.requires_grad or not bool(actual.isfinite().all()):
-        return right.clone()
-    sizes = zip(reversed(actual.shape), reversed(right.shape), strict=True)  # which differ where it is padded
-    return right + F.pad(actual - actual.detach(), [n for size, wanted in sizes for n in (0, wanted - size)])
+    corrected = right.clone()
+    if actual.requires_grad and bool(actual.isfinite().all()):  # Its shape differs where it is padded.
+        corrected[tuple(map(slice, actual.shape))] += (actual - actual.detach())[tuple(map(slice, right.shape))]
+    return corrected

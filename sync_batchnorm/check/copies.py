@@ -69,7 +69,6 @@ class Call:
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
     part: str = "output"  # which of its outputs that is
-    where: list[int] = field(default_factory=list)  # which rows of its output differ
 
 
 class InDouble(TorchFunctionMode):
@@ -79,10 +78,9 @@ class InDouble(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
-        # The error that a replica has raised, and the function and the call of a module that have raised it.
-        self.failed: tuple[str, Call, Exception] | None = None
+        self.failed: tuple[Call, Exception] | None = None  # the innermost call that an error has ended
         self._running = [Call(None, ("", 0))]
-        self._begun: Counter[str] = Counter()  # calls, by the name of the module
+        self.begun: Counter[str] = Counter()  # calls, by the name of the module, and of backward()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -95,6 +93,7 @@ class InDouble(TorchFunctionMode):
         trains = name == "batch_norm" and (args[5] if len(args) > 5 else kwargs.get("training", False))
         if trains or name == "sync_batch_norm" or func is torch.autograd.grad:
             self._running[-1].called.add(name)
+        self.begun["backward()"] += name == "backward"
         kwargs = {key: self.converted(value) for key, value in kwargs.items()}
         if name == "scaled_dot_product_attention":
             if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):
@@ -102,42 +101,33 @@ class InDouble(TorchFunctionMode):
             args = (*args[:4], *[0.0 for _ in args[4:5]], *args[5:])
         if not name.endswith("_"):  # What works in place gets the tensors themselves.
             args = tuple(map(self.converted, args))
-        try:
-            return self.converted(func(*args, **kwargs))
-        except Exception as error:
-            self._note_failure(name, error)
-            raise
+        return self.converted(func(*args, **kwargs))
 
     def converted(self, value: Any) -> Any:
         """Return a tensor on the CPU, in the dtype unless it has integers or floats of 8 bits."""
         if not isinstance(value, Tensor):
             return value
-        has_numbers = value.is_floating_point() and value.element_size() > 1
-        dtype = self.dtype if has_numbers else value.dtype
+        dtype = self.dtype if value.is_floating_point() and value.element_size() > 1 else value.dtype
         return value.to("cpu", self.dtype.to_complex() if value.is_complex() else dtype)
 
     def _pass_border(self, name: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if in_transform():  # What is inside of torch.vmap is no tensor of a batch.
             return None
         if not output:
-            call = Call(module, (name, self._begun[name]))
-            self._begun[name] += 1
+            call = Call(module, (name, self.begun[name]))
+            self.begun[name] += 1
             self.begin(call, (args, kwargs))
             self._running.append(call)
             return None
-        if isinstance(error := sys.exc_info()[1], Exception):
-            self._note_failure("", error)
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
+            self.failed = self._running[-1], error
         # A hook may have raised before its module's call began here, or an exception may have ended a call.
         while any(call.module is module for call in self._running):
             call = self._running.pop()
             if call.module is module:
                 return self.end(call, *output)
         return None
-
-    def _note_failure(self, name: str, error: Exception) -> None:
-        """Take note of the innermost function or module that an error ends."""
-        if self.failed is None or self.failed[2] is not error:
-            self.failed = name, self._running[-1], error
 
     def begin(self, call: Call, arguments: Any) -> None:
         """Take note that a call begins."""
@@ -146,11 +136,10 @@ class InDouble(TorchFunctionMode):
         """Take note that a call ends; return another output, if it shall have one."""
 
 
-def _drops(args: Any, kwargs: Any) -> bool:
+def _drops(args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether a call of a dropout function drops anything."""
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    # Functions of torch.nn.functional pass all their options on by name.
-    return bool(p and (args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train"))))
+    _, p, trains, *_ = (*args, None, None, None)  # Functions of torch.nn.functional pass all their options on by name.
+    return bool(kwargs.get("p", 0.5 if p is None else p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
 # The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A
@@ -178,21 +167,24 @@ def copied(tree: Any, dtype: torch.dtype) -> Any:
 class Copy:
     """A copy of a model and of its arguments."""
 
-    def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, dtype: torch.dtype, is_one: bool) -> None:
         self.dropped = dict[str, None]()  # attributes with a probability of dropout that was switched off
         self.order = dict[str, None]()  # the names of parameters, as they get gradients in a backward pass
         try:
             self.module, self.arguments = copied((model, arguments), dtype)
-            with torch.no_grad(), _Copying(dtype):
-                self.module.cpu().to(dtype)
+            with torch.no_grad():
+                self.module._apply(_Copying(dtype).converted)  # Module.to(dtype) would make complex numbers real.
             self._take_over_attributes(model)
         except Exception as error:
-            raise RuntimeError(f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {error}") from error
+            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {error}; keep a lock or an iterator"
+            raise RuntimeError(f"{text} outside of the model, or write a __deepcopy__ for its class") from error
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
             if isinstance(module, _SynchronizedBatchNorm):
                 module.__dict__["eps_mode"] = "plus"  # the rule of one device, where replicas exchange nothing
+                if is_one and module._former_class is not None:  # It says what is right.
+                    object.__setattr__(module, "__class__", module._former_class)
             if isinstance(module, nn.DataParallel):
                 module.device_ids = []  # It runs its module.
             for hooks in [vars(module)[hooks] for hooks in HOOKS if hooks in vars(module)]:
@@ -307,7 +299,7 @@ class CheckedWrapper(DataParallelWithCallback):
         return list(self.returned)
 
 
-def _call_in_mode(mode: InDouble, replica: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_in_mode(mode: InDouble, replica: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     with mode:
         return replica(*args, **kwargs)
 
@@ -321,23 +313,22 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
     methods = {name: getattr(CheckedWrapper, name) for name in ("replicate", "parallel_apply", "__call__")}
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
-    parallel.__dict__.update({name: value for name, value in vars(wrapper).items() if name not in kept})
+    for name in vars(wrapper).keys() - kept:
+        value = vars(wrapper)[name]
+        is_bound = getattr(value, "__self__", None) is wrapper  # a method that was set on the object
+        parallel.__dict__[name] = value.__func__.__get__(parallel) if is_bound else value
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
-    for name in parallel.overridden:
-        method: Any = vars(wrapper).get(name)  # one that was set on the object
-        if getattr(method, "__self__", None) is wrapper:
-            parallel.__dict__[name] = method.__func__.__get__(parallel)
     return parallel
 
 
-def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Rows]:
+def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs: Any) -> list[Rows]:
     """Return which rows each replica gets; raise an error for fewer than two chunks."""
-    replicas = len(parallel.device_ids)
     if replicas < 2:
         raise ValueError(f"expected at least two replicas to compare, but got {replicas=}; pass a larger number")
     if {"scatter", "forward"}.intersection(parallel.overridden):
-        sizes = _sizes_of_scatter(parallel, inputs, kwargs)
+        chunks = zip(*parallel.scatter(inputs, kwargs, ["cpu"] * replicas), strict=False)
+        sizes = _sizes_of_chunks([*chunks], (inputs, kwargs), parallel.dim)
     else:
         sizes = Arguments(parallel, inputs, kwargs, replicas).sizes
     if len(sizes) < 2 and "forward" in parallel.overridden:  # which may cut the batch in another way
@@ -347,11 +338,10 @@ def rows_of_chunks(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: di
     return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
 
 
-def _sizes_of_scatter(parallel: CheckedWrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:
     """Return the number of rows of each chunk: of the first tensors whose sizes add up to one of the batch."""
-    chunks = list(zip(*parallel.scatter(inputs, kwargs, parallel.device_ids), strict=False))
-    totals = {size for tensor in tensors_in((inputs, kwargs)) for size in tensor.shape if size}
-    shapes = [[(*leaf.shape[parallel.dim :][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]
+    totals = {size for tensor in tensors_in(arguments) for size in tensor.shape if size}
+    shapes = [[(*leaf.shape[dim:][:1], *leaf.shape) for leaf in tensors_in(chunk)] for chunk in chunks]
     for of_tensor in zip_longest(*shapes, fillvalue=()):  # A replica may get no tensor.
         for sizes in zip_longest(*of_tensor, fillvalue=0):
             if sum(sizes) in totals:

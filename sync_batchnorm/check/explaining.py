@@ -3,7 +3,6 @@
 A pass is recorded, and run once more with one thing as it is on one device; a call is made again with other rows.
 """
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from types import FunctionType
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import _SynchronizedBatchNorm, why_left
+from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
 from ..trees import built, children_of, holds_tensors, tensors_in
-from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, suspects_in
-from .copies import Call, InDouble, Rows, border, closure_of, copied, seed
+from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, numbers_of, suspects_in
+from .copies import Call, InDouble, Rows, closure_of, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
@@ -27,39 +27,20 @@ _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
-CHANGES = (
-    "it returns something else each time that it is called with the same rows: look for state that it keeps, for a "
-    "random generator of its own, and for the time"
-)
-SAMPLES = (
-    "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or padding "
-    "to the longest sample"
-)
-PLACE = "what it returns for a sample depends on its place in the batch, as with torch.arange(len(x))"
-BOTH = (
-    "what it returns for a sample depends on its place and on the number of samples, as with halves of the batch, "
-    "torch.linspace(0, 1, len(x)), or random numbers from a seed of its own"
-)
-SIZE = "what it returns for a sample depends on the number of samples, as with x / len(x) or a branch on len(x)"
-STATE = (
-    "it returns the same for these rows when it is called again on one device, without the others: look for a cache, "
-    "what it keeps on itself, and what it reads elsewhere"
-)
+CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
+_SAMPLE = "what it returns for a sample depends on"
+SAMPLES = f"{_SAMPLE} other samples of the batch, as with x.mean(0), x.std(), x[0] or padding to the longest sample"
+PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with x / len(x), x[::2] or a seed of its own"
+STATE = "it returns the same for these rows when it is called again on one device: look for a cache, and what it keeps"
 _LIST = (
     "; each replica gets a whole list or tensor of as many items as the batch has samples: if it has one for each, "
     'name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
 )
-_FORMULA = (
-    'For another formula than that of F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
-)
-_GRADIENT = (
-    "it calls torch.autograd.grad, which in a replica goes back through synchronized layers for its own chunk only, "
-    "not for the others; compute it outside the forward pass, from the gathered output"
-)
-_PLAIN_NORM = (
-    "it calls F.batch_norm, or a batch norm that is no submodule of it; assign a batch norm to an attribute, not to a "
-    "list or dict, call that, and convert the model again"
-)
+_FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+_GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
+_BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
+_BACKWARD = "forward() calls backward(), which in a replica adds to the gradients of the model; call it outside"
+_PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
 class Investigation:
@@ -71,8 +52,9 @@ class Investigation:
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
         self._record = OneDevice(passes.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
-        self._of_many = self._many.take(index, difference.kind, modes)
+        self._modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
+        self._of_many = self._many.take(index, difference.kind, self._modes)
+        self._calls = _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE)
 
     def text(self) -> str:
         """Return what differs, where and why."""
@@ -84,25 +66,43 @@ class Investigation:
             text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
-            text = "; ".join(filter(None, [text, note if overridden and kind in IN_FORWARD else "", state]))
+            note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
+            text = "; ".join(filter(None, [text, self._rows(), note, why, state or self._calls]))
         in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
-        text = f"{in_pass}{text}{text_of_hooks(self._one.module)}"
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
-        return f"{text} (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else text
+        dropped = f" (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else ""
+        return f"{in_pass}{text}{text_of_hooks(self._one.module)}{dropped}"
+
+    def _why(self) -> str:
+        """Return the cause of what differs for the caller, where that is certain."""
+        kind, name, _, why = self._difference
+        owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
+        # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
+        is_of_batch = why == IN_PLACE and _synchronizes(owner)
+        is_of_list = kind == "loss" and "gather" in self._many.parallel.overridden
+        if kind == "gradient" and any(mode.begun["backward()"] for mode in self._modes):
+            return _BACKWARD
+        return "" if is_of_batch or is_of_list else why
+
+    def _rows(self) -> str:
+        """Return what is known of an output that has other rows than one for each sample."""
+        one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
+        total = sum(rows.size for rows in self._passes.rows)
+        if one is None or many is None or not one.dim() or len(one) == total:
+            return ""
+        why = f"{len(one)} rows for {total} samples, in another order in replicas; return z1, z2, not cat([z1, z2])"
+        return "" if gap(numbers_of(many).sort(0).values, numbers_of(one).sort(0).values) else why
 
     def _state(self) -> str:
         """Return which attributes differ before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
-        lost = (
-            f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from that on one "
-            "device; keep it in a buffer that is changed in place, or set it outside the forward pass"
-        )
-        return lost if self._lost else ""
+        lost = f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from one device"
+        return f"{lost}; change a buffer in place instead, or set it outside the forward pass" if self._lost else ""
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
-        kind, name = self._difference.kind, self._difference.name
+        kind, name = self._difference[:2]
         with suppress(FailsInReplicas):  # What a call returns on one device may not fit into a replica.
             seen = Side(self._passes, False, self._index).take(self._index, kind, modes)[kind]
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
@@ -133,8 +133,6 @@ class Investigation:
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
                 name = _name_of_call(call, model)
                 where = f"{suspect.part} of {name}, in replica {suspect.number}, {much(suspect.gap)}"
-                if not cause and suspect.where:
-                    where += f", in its samples {suspect.where} of {list(range(passes.rows[suspect.number].size))}"
                 changed = ", ".join(_different_attributes(one, model, call.key[0]))
                 if changed and cause in (CHANGES, STATE, ""):
                     cause += f"{cause and '; '}{changed} changed in this pass, and in replicas otherwise"
@@ -155,12 +153,11 @@ class Investigation:
                 break
         if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
             cause = _PLAIN_NORM
-        elif not cause and "grad" in suspect.called and any(map(_uses_batch, module.modules())):
-            cause = _GRADIENT
-        elif cause in (SAMPLES, PLACE, BOTH, SIZE):
-            cause += _where_else(call.module)
-            if _holds_list(suspect.arguments, call.arguments, rows.total):
-                cause += _LIST
+        elif not cause:
+            has_gradient = "grad" in suspect.called and any(map(_uses_batch, module.modules()))
+            cause = _GRADIENT if has_gradient else self._calls
+        elif cause in (SAMPLES, PLACE) and _holds_list(suspect.arguments, call.arguments, rows.total):
+            cause += _LIST
         return suspect, cause
 
     def _changed_parameter(self, call: Call) -> str:
@@ -168,30 +165,30 @@ class Investigation:
         one, many = (taken["parameter"] for taken in (self._of_one, self._of_many))
         for name, _ in call.module.named_parameters(prefix=call.key[0]):
             if name in many and name not in self._of_one["assigned"] and gap(many[name], one[name]):
-                return (
-                    f"its forward() changes the parameter {name} in place, and each replica once more, as all share "
-                    "its memory; compute another tensor from it, or change it outside the forward pass"
-                )
+                text = f"its forward() changes the parameter {name} in place, and each replica once more, as all share"
+                return f"{text} its memory; compute another tensor from it, or change it outside"
         return ""
+
+
+def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[InDouble], remedy: str = "") -> str:
+    """Return which synchronized layer replicas call another number of times than one device."""
+    for name in [name for name, module in model.named_modules() if _synchronizes(module)]:
+        others = [mode.begun[name] for mode in modes]
+        if {*others} != {on_one[name]}:
+            return f"{name} is called {on_one[name]} times on one device, {others} times in replicas{remedy}"
+    return ""
 
 
 def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
-    numbers = of_replicas.tolist()
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
-    if len(set(sizes)) > 1 and len(sizes) == len(numbers):
+    if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
         mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
         ways.append(("mean weighted by rows", mean, "weight them by their rows, or return sums and counts"))
-    values = ", ".join([f"{value:.6g}" for value in numbers])
+    values = ", ".join([f"{value:.6g}" for value in of_replicas.tolist()])
     text = f"{name}replicas with {sizes} rows return {values}, one device returns {float(on_one):.6g}"
-    what_to_do = (
-        "compute it from the gathered output, or, if it divides sums over the samples, return these sums from the "
-        "replicas, and divide outside"
-    )
-    broken = [f"; replica {i} returns {value}" for i, value in enumerate(numbers) if not math.isfinite(value)]
-    if on_one.isfinite() and broken:
-        text += broken[0]
-    elif on_one.isfinite():
+    what_to_do = "compute it from the gathered output, or, if it divides sums, return these, and divide outside"
+    if on_one.isfinite() and of_replicas.isfinite().all():
         equal = [(f"the {way}", remedy) for way, value, remedy in ways if not gap(value, on_one)]
         same, what_to_do = [*equal, ("none of these", what_to_do)][0]
         values = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
@@ -199,14 +196,16 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -
     return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
 
 
-def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble]) -> str:
-    """Return what only replicas raise, and in which module; `model` has the replicas."""
-    text = f"{type(error).__name__}: {error}"
+def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble], on_one: Mapping[str, int]) -> str:
+    """Return what only replicas raise, and in which module; `model` has the replicas, `on_one` the calls of modules."""
+    calls = _text_of_calls(model, on_one, modes) if isinstance(error, ReplicaSyncError) else ""
+    text = f"{type(error).__name__}: {error}{calls and '; '}{calls}"
     # Its peers were released with errors of their own.
-    for name, call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[2] is error]:
+    for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
         text += f"; raised in {_name_of_call(call, model)}"
         module = model.get_submodule(call.key[0])
-        if name == "batch_norm" in call.called and not isinstance(module, _SynchronizedBatchNorm):
+        has_failed = "batch_norm" in call.called and "Expected more than 1 value" in text
+        if has_failed and not isinstance(module, _SynchronizedBatchNorm):
             text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
     return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
 
@@ -220,10 +219,10 @@ def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> 
 def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     """Return the attributes, parameters and buffers of all modules by name, but for those that each module has."""
     attributes = dict[str, Any]()
-    for name, child in model.get_submodule(module).named_modules(prefix=module):
+    for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
         # Running statistics follow from what goes into a layer.
         left_out = {*_OF_MODULES, *_RUNNING} if isinstance(child, BatchNormBase) else _OF_MODULES
-        members = {**vars(child), **child._parameters, **child._buffers}
+        members = {} if isinstance(child, nn.DataParallel) else {**vars(child), **child._parameters, **child._buffers}
         attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
     return attributes
 
@@ -245,17 +244,8 @@ def _holds_list(some: Any, whole: Any, length: int) -> bool:
         return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
     is_list = isinstance(some, (list, tuple)) and len(some) == length and not tensors_in(some)
     of_some, parts = children_of(some), children_of(whole)
-    is_cut = len(of_some) != len(parts)
-    return is_list or (not is_cut and any(_holds_list(child, parts.get(key), length) for key, child in of_some.items()))
-
-
-def _where_else(module: nn.Module) -> str:
-    """Return where the code is that a module runs, if it is not in its class alone."""
-    hooks = [hook for name in HOOKS if "forward" in name for hook in vars(module).get(name, {}).values()]
-    places = ["the forward that was set on the module"] if "forward" in vars(module) else []
-    if any(getattr(hook, "func", None) is not border for hook in hooks):
-        places.append("the forward hooks of the module")
-    return f"; look at {' and '.join(places)}" if places else ""
+    inside = [_holds_list(child, parts.get(key), length) for key, child in of_some.items()]
+    return is_list or (len(of_some) == len(parts) and any(inside))
 
 
 def _name_of_call(call: Call, model: nn.Module) -> str:
@@ -274,22 +264,15 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
         is_plain = isinstance(module, BatchNormBase)
         return "a batch norm that is not synchronized; call convert_model(model)" if is_plain else ""
     if (module.group_size or replicas) < replicas:
-        return (
-            f"with its group_size of {module.group_size}, groups of so many of the {replicas} replicas normalize "
-            "separately; set it to None, unless that is meant"
-        )
-    if "sync_batch_norm" in called:
-        return ""
+        text = f"with its group_size of {module.group_size}, groups of so many of the {replicas} replicas normalize"
+        return f"{text} separately; set it to None, unless meant"
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
-    return (
-        f"its forward never calls that of {base}, so each replica normalizes with its own chunk; call {base}."
-        f"forward(self, input) in place of F.batch_norm. {_FORMULA}"
-    )
+    text = f"its forward never calls that of {base}; call {base}.forward(self, input), not F.batch_norm; {_FORMULA}"
+    return "" if "sync_batch_norm" in called else text
 
 
 def text_of_hooks(model: nn.Module) -> str:
     """Return which hooks read or write attributes of the original in replicas; `model` has run."""
-    texts = []
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
             function = getattr(hook, "__func__", hook)
@@ -297,13 +280,10 @@ def text_of_hooks(model: nn.Module) -> str:
             for other in [value for value in held if isinstance(value, nn.Module)]:
                 words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
-                    texts.append(f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})")
-    hooks = (
-        "; hooks that refer to the model read and write attributes of the original, not of the replica: "
-        f"{'; '.join(texts[:3])}. Register them in forward(), see "
-        '"Hooks that refer to the model" on the page "Troubleshooting"'
-    )
-    return hooks if texts else ""
+                    text = "; hooks that refer to the model read and write attributes of the original, not the replica"
+                    hook = f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})"
+                    return f'{text}: {hook}. Register it in forward(), see "Hooks that refer to the model"'
+    return ""
 
 
 class Experiment:
@@ -312,36 +292,29 @@ class Experiment:
     def __init__(self, module: nn.Module, call: Call, some: Any, rows: Rows, dtype: torch.dtype) -> None:
         """`call` is that on one device, `some` has the arguments in a replica, with some `rows` of those there."""
         self._module, self._call, self._some, self._rows, self._dtype = module, call, some, rows, dtype
-        self._here, self._everywhere = range(rows.first, rows.first + rows.size), range(rows.total)
 
     def cause(self) -> str:
         """Return on what the rows of the replica depend; nothing if that is open."""
-        everywhere, rows, former = self._everywhere, self._rows, self._call.module
+        everywhere, rows, former = range(self._rows.total), self._rows, self._call.module
+        here = range(rows.first, rows.first + rows.size)
         if type(former) is not type(self._module):
             now, then = (self._called(copied(module, self._dtype), everywhere) for module in (self._module, former))
             if not agree(now, then):
                 names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-                return f"{names}, which it replaces, on one device, too. {_FORMULA}"
+                return f"{names}, which it replaces, on one device, too; {_FORMULA}"
         expected = self._outputs(everywhere)
         if not agree(self._outputs(everywhere), expected):
             return CHANGES
         if not agree(self._outputs(everywhere, other_seed=1), expected):
             return RANDOM
-        alone = self._outputs(self._here)
+        alone = self._outputs(here)
         right = [chunk_of(whole, some, rows) for whole, some in zip(expected, alone, strict=True)]
         if agree(alone, right):
             return "" if any(map(_uses_batch, self._module.modules())) else STATE
-        others = [row if row in self._here else rows.first for row in everywhere]
+        others = [row if row in here else rows.first for row in everywhere]
         if not agree(right, self._outputs(others), rows):
             return SAMPLES
-        if not agree(self._outputs(everywhere, times=2), expected):
-            return CHANGES
-        # At the beginning, or, if the rows are there, one place further.
-        elsewhere = rows._replace(first=int(rows.first == 0))
-        turned = self._outputs([(row + rows.first - elsewhere.first) % rows.total for row in everywhere])
-        if agree(right, turned, elsewhere):
-            return SIZE
-        return PLACE if rows.first and agree(alone, turned, elsewhere) else BOTH
+        return PLACE if agree(self._outputs(everywhere, times=2), expected) else CHANGES
 
     def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
         """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
@@ -349,15 +322,14 @@ class Experiment:
         for norm in filter(_uses_batch, module.modules()):  # It mixes samples rightly, so with fixed statistics.
             norm.training = False
             if norm.running_mean is None:
-                norm.running_mean = torch.zeros(norm.num_features, dtype=self._dtype)
-                norm.running_var = torch.ones(norm.num_features, dtype=self._dtype)
+                norm.running_mean, norm.running_var = torch.ones(2, norm.num_features, dtype=self._dtype)
         return [self._called(module, rows, other_seed) for _ in range(times)][-1]
 
     def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
         args, kwargs = self._selected(self._some, self._call.arguments, rows)
         seed(number)
-        with torch.no_grad(), InDouble(self._dtype):
-            return [output.clone() for output in tensors_in(module(*args, **kwargs))]
+        with torch.enable_grad(), InDouble(self._dtype):  # for torch.autograd.grad in its forward
+            return [output.detach().clone() for output in tensors_in(module(*args, **kwargs))]
 
     def _selected(self, some: Any, whole: Any, rows: Sequence[int]) -> Any:
         """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
@@ -373,5 +345,9 @@ class Experiment:
         return built((), whole, parts, list(parts.values())) if parts else whole
 
 
-def _uses_batch(module: nn.Module) -> bool:
+def _uses_batch(module: object) -> bool:
     return isinstance(module, _SynchronizedBatchNorm) and module.training
+
+
+def _synchronizes(module: Any) -> bool:
+    return _uses_batch(module) and module.group_size != 1

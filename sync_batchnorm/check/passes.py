@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..call.processes import active_group
-from ..layers import _SynchronizedBatchNorm
 from ..trees import leaves_of, named_leaves, tensors_in, with_leaves
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
-from .copies import Copy, InDouble, copied, rows_of_chunks, seed, wrapper_like
+from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_like
 
 __all__: list[str] = []
 
@@ -41,33 +40,39 @@ class Passes:
     model: nn.Module
     arguments: Any
     wrapper: nn.DataParallel[Any] | None
+    path: str  # of the module of the wrapper, in a model that contains it
     replicas: int
     loss: Loss | None
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         if active_group(None) is not None:
-            raise RuntimeError(
-                "expected a single process, as the copies would exchange with others; call it in one alone"
-            )
+            raise RuntimeError("expected a single process, as copies would exchange with others; call it in one alone")
         if self.dtype not in ROUNDING:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
         self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
-        parallel = wrapper_like(self.wrapper, self.model, self.replicas)
-        self.rows = rows_of_chunks(parallel, *copied(self.arguments, self.dtype))
+        self.rows = list[Rows]()  # of the chunks
+        self.begun: Mapping[str, int] = {}  # calls in the last pass on one device, by the name of the module
+        if not self.path:
+            parallel = wrapper_like(self.wrapper, self.model, self.replicas)
+            self.note_rows(parallel, *copied(self.arguments, self.dtype))
+
+    def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
+        """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
+        self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
 
 
 class Side(Copy):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
 
     def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
-        super().__init__(passes.model, passes.arguments, passes.dtype)
+        super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        for module in self.module.modules() if is_one else ():
-            if isinstance(module, _SynchronizedBatchNorm) and module._former_class is not None:
-                # What a class of `convert_model(classes=)` has replaced says what is right.
-                object.__setattr__(module, "__class__", module._former_class)
-        self.parallel = wrapper_like(passes.wrapper, self.module, 1 if is_one else passes.replicas)
+        replicated = dict(self.module.named_modules())[passes.path]  # A script refuses get_submodule.
+        self.parallel = wrapper_like(passes.wrapper, replicated, 1 if is_one else passes.replicas)
+        if passes.path:
+            self.module.set_submodule(passes.path.removesuffix(".module"), self.parallel)
+            self.parallel.register_forward_pre_hook(passes.note_rows, with_kwargs=True)
         if is_moved:
             self.move_constants()
         self.move(_NOISE, noise)
@@ -78,14 +83,14 @@ class Side(Copy):
         """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
         if self._is_moved:
             self.move(index)  # before the first pass, too: copies that begin equal hide what stands before them
-        self.parallel.modes = modes or [InDouble(self._passes.dtype) for _ in self._passes.rows]
-        seed(index if self._is_one else 1000 + index)
+        self.parallel.modes = modes or [InDouble(self._passes.dtype) for _ in range(self._passes.replicas)]
+        seed(index if self._is_one or self._passes.path else 1000 + index)
         try:
             return self._taken(index < _BACKWARD and kind not in IN_FORWARD)
         except Exception as error:
             if self._is_one:
                 raise
-            raise FailsInReplicas(error, self.module, self.parallel.modes) from error
+            raise FailsInReplicas(error, self.module, self.parallel.modes, self._passes.begun) from error
 
     def _taken(self, has_backward: bool) -> Pass:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
@@ -93,42 +98,37 @@ class Side(Copy):
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
-        with parallel.modes[0] if self._is_one else InDouble(dtype):
-            output = parallel(*inputs, **kwargs)
+        with parallel.modes[0] if self._is_one else InDouble(dtype) as mode:
+            output = (module if self._passes.path else parallel)(*inputs, **kwargs)
+        self._passes.begun = mode.begun if self._is_one else self._passes.begun
+        parallel.returned = () if self._passes.path else parallel.returned
         outputs, seen = self._outputs(output), self._after_forward(output, memory)
         with InDouble(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             _go_backward(loss, [*initial.values(), *leaves], dtype)
-        for name, buffer in seen["buffer"].items():  # A recomputation updates statistics once more on one device.
-            module.get_buffer(name).data.copy_(buffer)
+        for name, buffer in module.named_buffers():  # A recomputation updates statistics once more on one device.
+            buffer.data.copy_(seen["buffer"].get(name, buffer))
         grads = {name: initial[name].grad for name in self.order | initial}
         grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
         parallel.returned = ()
-        detached = [tensor.detach() for tensor in outputs]
-        return seen | {
-            "output": dict(enumerate(detached)),
-            "loss": {self._passes.loss and "loss": loss.detach().reshape(())},
-            "gradient": grads,
-        }
+        losses = {self._passes.loss and "loss": loss.detach().reshape(())}
+        return seen | {"output": dict(enumerate(map(Tensor.detach, outputs))), "loss": losses, "gradient": grads}
 
     def _after_forward(self, output: Any, memory: Mapping[str, Tensor]) -> Pass:
         """Return what is seen after the forward pass, but for the outputs; `memory`: of tensors before."""
         named = named_leaves(output, "output")
-        paths = [path for path, leaf in named if isinstance(leaf, Tensor)]
-        returned = [[tensor.detach() for tensor in tensors_in(part)] for part in self.parallel.returned]
-        assigned = [name for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))]
         # Of a norm, a class of the user's own may not count the calls.
         saved = {name for name in self.module.state_dict(keep_vars=True) if not name.endswith("num_batches_tracked")}
         return {
-            "path": dict(enumerate(paths)),
+            "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
             "value": {path: leaf for path, leaf in named if isinstance(leaf, SCALARS)},
-            "returned": dict(enumerate(returned)),
+            "returned": dict(enumerate([list(map(Tensor.detach, tensors_in(of))) for of in self.parallel.returned])),
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
             "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
-            "assigned": dict.fromkeys(assigned),
+            "assigned": {name: 0 for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))},
         }
 
     def _outputs(self, output: Any) -> list[Tensor]:
@@ -151,7 +151,7 @@ class Side(Copy):
 
 def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"expected a `loss` with one element, but got {what}; return that of the batch")
     if not loss.requires_grad and any(output.requires_grad for output in outputs):
         raise ValueError("expected a `loss` with a gradient, but got a tensor without; return what training minimizes")
@@ -166,10 +166,9 @@ def _fresh(leaf: Any) -> Any:
 def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
-    nodes, new = set[Any](), set[Any]({edge.node})
-    while new:
-        nodes |= new
-        new = {following for node in new for following, _ in node.next_functions} - nodes - {None}
+    nodes = new = set[Any]({edge.node})
+    while new := {following for node in new for following, _ in node.next_functions} - nodes - {None}:
+        nodes = nodes | new
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
@@ -181,18 +180,9 @@ def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> No
 
 
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
-IN_PLACE = (
-    "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the forward "
-    "pass"
-)
-ASSIGNED = (
-    "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass, or in "
-    "place if it is a buffer that does not depend on the batch"
-)
-_CHANGED = (
-    "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it outside "
-    "the forward pass"
-)
+IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
+_ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
+_CHANGED = "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside"
 _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # of tensors, in the order of the pass
 
 
@@ -202,6 +192,7 @@ class Difference(NamedTuple):
     kind: str
     name: object
     text: str
+    why: str = ""
 
 
 def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
@@ -214,43 +205,40 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
             continue
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text = _text_of(kind, name, (actual, expected), much(by), agreed, one)
-            if kind == "parameter" and name not in many[kind]:
+            text, why = _text_of(kind, name, (actual, expected), much(by), one)
+            if kind == "gradient":
+                text += f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
+            elif kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-            yield Difference(kind, name, text)
+            yield Difference(kind, name, text, why)
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it in the backward pass, agrees"
+            agreed += "; if no branch leads past that, look between these two"
 
 
-def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, agreed: str, one: Pass) -> str:
-    """Return what differs; `agreed`: what is known of the gradient before it, `one`: the pass on one device."""
+def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, one: Pass) -> tuple[str, str]:
+    """Return what differs, and why, where that is known; `one`: the pass on one device."""
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
-        return f"outputs differ{part}, {how}"
+        return f"outputs differ{part}, {how}", ""
     if kind == "loss":
         in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
-        numbers = f"{on_one} on one device, {in_replicas} in replicas"
-        why = ": `loss` depends on more than the output" if name else ""  # That of the check does not.
-        return f"outputs agree, the loss does not: {numbers}{why}"
+        text = f"outputs agree, the loss does not: {on_one} on one device, {in_replicas} in replicas"
+        return text, "`loss` depends on more than the output" if name else ""  # That of the check does not.
     if kind == "gradient":
-        return (
-            "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of "
-            f"{name}: {_norms(*pair)}{agreed}; look for detach, no_grad, hooks on tensors and a "
-            "torch.autograd.Function"
-        )
-    why = ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
-    return f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}: {why}"
+        text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
+        return f"{text} {name}: {_norms(*pair)}", ""
+    text = f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
+    return text, _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
 
 
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
-    pairs = zip(of_one, of_many, strict=False)
-    if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in pairs):
+    if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
         yield Difference("output", None, f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
-            text = f"{path} is {value!r} on one device, {other!r} in replicas: what is no tensor is that of replica 0"
-            yield Difference("value", path, f"{text}; {_ROWS}")
+            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas; {_ROWS}")
 
 
 def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor]]:
@@ -265,16 +253,15 @@ def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor
 
 def _norms(actual: Tensor, expected: Tensor) -> str:
     size, whole = float(actual.norm()), float(expected.norm())
-    if whole <= LEAST * size:
-        return "only replicas have one"
-    ratio = f"its norm in replicas is {size / whole:.3} times that on one device"
-    return ratio if size else "it is missing, or zero, in replicas, as after detach or no_grad"
+    if whole <= LEAST * size or not size:
+        return "only replicas have one" if size else "it is missing, or zero, in replicas, as after detach or no_grad"
+    return f"its norm in replicas is {size / whole:.3} times that on one device"
 
 
 def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
     """Yield what replicas return where that is a number from each, what one device returns, and which output it is."""
     parts = many["returned"].values()
-    for i, tensor in one["output"].items():
+    for i, tensor in one["output"].items() if parts else ():
         if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
             numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
             name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""

@@ -269,19 +269,19 @@ class BatchNorm1d(nn.BatchNorm1d):
 
 ITSELF = "the model itself (Apply)"
 MIXES = "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or pad"
-SIZE = "what it returns for a sample depends on the number of samples, as with x / len(x) or a branch on len(x)"
-PLACE = "what it returns for a sample depends on its place in the batch, as with"
+SIZE = "what it returns for a sample depends on its place in the batch or the number of samples"
+PLACE = "what it returns for a sample depends on its place in the batch or"
 RANDOM = "it draws random numbers, which differ in replicas"
 STATE = "it returns the same for these rows when it is called again on one device"
 NO_MEAN = (
-    "none of these is that of one device; compute it from the gathered output, or, if it divides sums over the "
-    "samples, return these sums from the replicas, and divide outside, see"
+    "none of these is that of one device; compute it from the gathered output, or, if it divides sums, return these, "
+    "and divide outside, see"
 )
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
 )
-KEPT = "only what replica 0 writes into it in place stays, and that is from its own chunk; update it outside the"
-LOSS = "in replicas: `loss` depends on more than the output$"
+KEPT = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the"
+LOSS = "in replicas; `loss` depends on more than the output$"
 LABELS_TO_IGNORE = {"kwargs": {"labels": torch.tensor([0, 9, 2, 2])}}
 CROSS_ENTROPY = {"loss": lambda output: F.cross_entropy(output, LABELS)}
 
@@ -340,7 +340,7 @@ IN_MODULES = {
         ),
         "behind a zero": (lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), "branch.1 (Apply)"),
     },
-    f"{MIXES}...; look at the forward hooks of the module": {
+    f"{MIXES}...": {
         "forward hook": (
             lambda: nn.Sequential(hooked(nn.Linear(3, 3), "register_forward_hook", lambda self, args, x: mix(self, x))),
             "0 (Linear)",
@@ -352,7 +352,7 @@ IN_MODULES = {
             "1 (Identity)",
         ),
     },
-    f"{MIXES}...; look at the forward that was set on the module": {
+    f"by...{MIXES}": {
         "forward that was set": (
             lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),
             "0 (Linear)",
@@ -446,10 +446,10 @@ IN_MODULES = {
             ITSELF,
         ),
     },
-    "of its largest value, in its samples [0, 1] of [0, 1]$": {
+    "of its largest value$": {
         "state beside a norm": (lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3))), ITSELF)
     },
-    "in its samples [0, 1, 2] of [0, 1, 2]: 0.calls changed in this pass, and": {
+    "of its largest value: 0.calls changed in this pass, and": {
         "class that cannot run again": (
             lambda: convert_model(nn.Sequential(Once(3)), classes={Once: SynchronizedOnce}),
             "0 (SynchronizedOnce)",
@@ -505,20 +505,20 @@ IN_MODULES = {
             {"replicas": 4},
         )
     },
-    "its forward never calls that of SynchronizedBatchNorm2d, so each replica normalizes with its own chunk; call": {
+    "its forward never calls that of SynchronizedBatchNorm2d; call": {
         "class that never synchronizes": (
             lambda: convert_model(nn.Sequential(MyNorm(3)), classes={MyNorm: NeverSynchronized}),
             "0 (NeverSynchronized)",
             IMAGES,
         )
     },
-    "SynchronizedRms computes something else than Rms, which it replaces, on one device, too. For another formula": {
+    "SynchronizedRms computes something else than Rms, which it replaces, on one device, too; for another formula": {
         "class with another formula": (
             lambda: convert_model(nn.Sequential(Rms(3)), classes={Rms: SynchronizedRms}),
             "0 (SynchronizedRms)",
         )
     },
-    "it calls F.batch_norm, or a batch norm that is no submodule of it": {
+    "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model$": {
         "plain list": (
             lambda: Net(lambda self, x: self.hidden[0](x), hidden=[nn.BatchNorm1d(3)]),
             "the model itself (Net)",
@@ -559,7 +559,7 @@ ELSEWHERE = {
         ),
         "number among the outputs": (
             lambda: Apply(lambda self, x: {"x": x, "count": len(x)}),
-            "output['count'] is 4 on one device, 2 in replicas: what is no tensor is that of replica 0",
+            "output['count'] is 4 on one device, 2 in replicas",
         ),
     },
     # Losses
@@ -615,7 +615,7 @@ ELSEWHERE = {
     "compute it from the ga": {
         "nothing but ignored labels": (
             lambda: labelled(ignore_index=9),
-            "the loss differs: replicas with [2, 2] rows return nan, ...; replica 0 returns nan",
+            "the loss differs: replicas with [2, 2] rows return nan, ",
             {"kwargs": {"labels": torch.tensor([9, 9, 2, 2])}},
         ),
         "NaN that one device has as well": (
@@ -637,7 +637,7 @@ ELSEWHERE = {
     },
     # Gradients
     "it is missing, or zero, in replicas, as after detach or no_grad, while that of parts.1..., before it in the "
-    "backward pass, agrees; look for": {
+    "backward pass, agrees; if no branch leads past that, look between these two for": {
         "that replicas drop": (lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), GRADIENT, CROSS_ENTROPY),
         "of a script": (
             lambda: Apply(drop_gradient, quietly(torch.jit.script, nn.Linear(3, 3)), nn.Linear(3, 2)),
@@ -727,10 +727,10 @@ ELSEWHERE = {
             "outputs, loss and gradients agree; the buffer seen differs",
         ),
     },
-    "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass, or": {
+    "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass": {
         "queue": (lambda: Apply(enqueue, queue=[[0.0] * 3] * 6), "agree; the buffer queue differs")
     },
-    "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or change it outside": {
+    "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside": {
         "parameter that is changed": (
             lambda: Net(change_parameter, threshold=nn.Parameter(torch.ones(()), requires_grad=False)),
             "gradients agree; the parameter threshold differs after the forward pass, by 1.7e-01 of its largest value",

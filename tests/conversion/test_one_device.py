@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import MethodType
 
 import pytest
@@ -20,6 +21,18 @@ from sync_batchnorm import (
 class Uncopied(nn.Linear):
     def __deepcopy__(self, memo):
         raise NotImplementedError("one of a kind")
+
+
+class Locked(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.lock = threading.Lock()
+
+
+class Iterates(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.numbers = (number for number in range(3))
 
 
 def small_chunks(self, x):
@@ -72,6 +85,66 @@ def test_a_wrapper_says_how_many_replicas_there_are(number):
 def test_a_wrapper_of_fewer_than_two_devices_is_compared_with_two(wrapper):
     wrapper.device_ids = wrapper.device_ids[:1]
     assert_matches_one_device(wrapper, VECTORS)
+
+
+@pytest.mark.parametrize("word", ["mode", "replica", "module", "name", "args", "inputs", "wrapper", "number", "index"])
+def test_forward_gets_keywords_of_any_name(word):
+    namespace = {}
+    exec(f"def forward(self, x, {word}):\n    return self.parts[0](x) * len({word})", namespace)
+    parallel = wrapped(convert_model(Apply(namespace["forward"], nn.BatchNorm1d(3))))
+    assert_matches_one_device(parallel, VECTORS, kwargs={word: "generator"})
+
+
+class Headed(nn.Module):
+    """Has a wrapper inside, whose gathered output goes on in the model."""
+
+    def __init__(self, inside, head):
+        super().__init__()
+        self.backbone, self.head = wrapped(convert_model(nn.Sequential(nn.Linear(3, 4), *inside))), head
+
+    def forward(self, x):
+        return self.head(self.backbone(x * 1))
+
+
+HEADS = {
+    "norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)),
+    "converted norm": lambda: convert_model(nn.BatchNorm1d(4)),
+    "mix": lambda: Apply(lambda self, x: x - x.mean(0)),
+    "random numbers": lambda: Apply(lambda self, x: x + torch.rand_like(x)),
+    "loss": lambda: Apply(lambda self, x: x.square().mean()),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_stands_outside_of_a_wrapper_gets_the_whole_batch(head):
+    assert_matches_one_device(Headed([nn.BatchNorm1d(4)], HEADS[head]()), VECTORS[:3])
+
+
+FAULTS = {
+    "mix": ([Apply(lambda self, x: x - x.mean(0))], r"output of backbone\.module\.1 \(Apply\), .*other samples"),
+    "size": ([nn.BatchNorm1d(4), Apply(lambda self, x: x * len(x))], r"output of backbone\.module\.2 \(Apply\)"),
+    "counter": (
+        [nn.Tanh(), Apply(lambda self, x: setattr(self, "n", getattr(self, "n", 0) + 1) or x * self.n)],
+        r"in pass 2, .*so backbone\.module\.2\.n differs from",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_wrapper_that_a_model_contains_is_named(fault):
+    inside, message = FAULTS[fault]
+    model = Headed(inside, nn.Linear(4, 2))
+    with pytest.raises(AssertionError, match=message):
+        assert_matches_one_device(model, VECTORS[:3])
+    assert model.backbone.device_ids == [torch.device("cpu")] * 2
+
+
+def test_a_model_that_contains_several_wrappers_is_compared_as_a_whole():
+    model = nn.Sequential(wrapped(nn.Linear(3, 4)), wrapped(nn.Linear(4, 4)))
+    assert_matches_one_device(model, VECTORS)
+    model.append(Apply(lambda self, x: x - x.mean(0)))
+    with pytest.raises(AssertionError, match=r"output of 2 \(Apply\)"):
+        assert_matches_one_device(model, VECTORS)
 
 
 def test_nothing_of_a_wrapper_is_called_that_scatters_and_gathers_as_torch_does():
@@ -208,6 +281,8 @@ def test_errors_of_replicas_have_the_names_of_the_model():
         (nn.Linear(3, 3), {"dtype": torch.float16}, ValueError, "or torch.float32, but got torch.float16"),
         (nn.LazyLinear(3), {}, RuntimeError, "LazyLinear cannot be copied.*LazyModule"),
         (Uncopied(3, 3), {}, RuntimeError, "Uncopied cannot be copied.*one of a kind"),
+        (Locked(), {}, RuntimeError, "'_thread.lock' object; keep a lock or an iterator outside of the model, or"),
+        (Iterates(), {}, RuntimeError, "Iterates cannot be copied.* 'generator' object; keep a lock or an iterator"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(model, options, error, message):
@@ -219,7 +294,8 @@ def test_an_error_on_one_device_reaches_the_caller_with_a_note():
     only_float32 = Apply(lambda self, x: x if x.dtype == torch.float32 else float("only float32"))
     with pytest.raises(ValueError, match="only float32") as caught:
         assert_matches_one_device(only_float32, VECTORS)
-    first, second = caught.value.__notes__
-    assert first == "This is from a copy of the model on one device: on the CPU, in float64."
-    assert second == "It runs in float32: pass dtype=torch.float32."
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "This is from a copy of the model on one device: on the CPU, in float64; for operators without"
+    )
     assert_matches_one_device(only_float32, VECTORS, dtype=torch.float32)
