@@ -694,6 +694,8 @@ def layer_that_is_gone_in_some_processes_keeps_its_number() -> None:
         for layer in layers:
             layer.reset_running_stats()
             assert_same_step(nn.BatchNorm2d(3).double(), layer, images())
+    names = [WITHOUT_NAMES[0], WITHOUT_NAMES[1] if RANK else "a layer that is not known here"]
+    assert_all_are_told([layers[0].float(), kept], names)  # Its number is free in one process only.
 
 
 @check
