@@ -53,7 +53,7 @@ def assert_matches_one_device(
 
     Args:
         model: the wrapper that will train, whose `scatter`, `gather` and `forward` are used if its class has its own;
-            or the model alone, converted or not.
+            a model that contains one, with what it computes outside of replicas; or the model alone, converted or not.
         inputs, kwargs: the whole batch, in trees of tensors, which are cut into chunks as by the wrapper.
         loss: makes a scalar from the gathered output, as ``lambda output: cross_entropy(output, labels)``. None: each
             output gets a random gradient, or, where each replica returns a scalar, the mean of these.
