@@ -77,7 +77,7 @@ def assert_matches_one_device(
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     path, wrapper = _wrapper_in(model)
     replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
-    model, path = (wrapper.module, "") if model is wrapper else (model, path and f"{path}.module")
+    model = wrapper.module if model is wrapper else model
     # Outside of inference mode, gradients are enabled.
     with random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:

@@ -154,8 +154,7 @@ class Investigation:
         if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
             cause = _PLAIN_NORM
         elif not cause:
-            has_gradient = "grad" in suspect.called and any(map(_uses_batch, module.modules()))
-            cause = _GRADIENT if has_gradient else self._calls
+            cause = _GRADIENT if "grad" in suspect.called and any(map(_uses_batch, module.modules())) else self._calls
         elif cause in (SAMPLES, PLACE) and _holds_list(suspect.arguments, call.arguments, rows.total):
             cause += _LIST
         return suspect, cause

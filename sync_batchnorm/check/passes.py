@@ -40,7 +40,7 @@ class Passes:
     model: nn.Module
     arguments: Any
     wrapper: nn.DataParallel[Any] | None
-    path: str  # of the module of the wrapper, in a model that contains it
+    path: str  # of the wrapper, in a model that contains it
     replicas: int
     loss: Loss | None
     dtype: torch.dtype
@@ -68,10 +68,11 @@ class Side(Copy):
     def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
-        replicated = dict(self.module.named_modules())[passes.path]  # A script refuses get_submodule.
-        self.parallel = wrapper_like(passes.wrapper, replicated, 1 if is_one else passes.replicas)
+        inside: Any = dict(self.module.named_modules())[passes.path]  # A script refuses get_submodule.
+        wrapper, replicated = (inside, inside.module) if passes.path else (passes.wrapper, inside)
+        self.parallel = wrapper_like(wrapper, replicated, 1 if is_one else passes.replicas)
         if passes.path:
-            self.module.set_submodule(passes.path.removesuffix(".module"), self.parallel)
+            self.module.set_submodule(passes.path, self.parallel)
             self.parallel.register_forward_pre_hook(passes.note_rows, with_kwargs=True)
         if is_moved:
             self.move_constants()

@@ -139,6 +139,23 @@ def test_a_fault_in_a_wrapper_that_a_model_contains_is_named(fault):
     assert model.backbone.device_ids == [torch.device("cpu")] * 2
 
 
+class OwnHead(DataParallelWithCallback):
+    """Has a module beside the one that it replicates."""
+
+    def __init__(self, module):
+        super().__init__(module, ["cpu"] * 2)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def test_what_a_wrapper_has_beside_its_module_stays_as_it_is():
+    model = nn.Sequential(OwnHead(nn.Linear(3, 4)), nn.BatchNorm1d(4))
+    assert_matches_one_device(model, VECTORS[:3])
+    assert model[0].norm.num_batches_tracked == 0
+
+
 def test_a_model_that_contains_several_wrappers_is_compared_as_a_whole():
     model = nn.Sequential(wrapped(nn.Linear(3, 4)), wrapped(nn.Linear(4, 4)))
     assert_matches_one_device(model, VECTORS)
