@@ -23,8 +23,8 @@ R = TypeVar("R")
 _ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 # The dictionaries in which a module has the hooks of its calls, and flags of those that have one, by their numbers.
-HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
-HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("_hooks"))
+HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
+HOOKS = tuple(name for name in HOOKS_AND_FLAGS if name.endswith("hooks"))
 # Without it, batch norms are known by their five public classes alone, and not by those that users derive from it.
 BatchNormBase = _BatchNorm
 # Without it, a selective checkpoint counts the operators of a merge, which its recomputation does not repeat.

@@ -141,23 +141,23 @@ class _ReplicationMixin(DataParallel[Any]):
         token = _reached.set(steps)
         try:
             outputs = super().forward(*inputs, **kwargs)
-            self._check_reached("gather", "out_dims")
+            self._check_reached("gather", "out_dims", self._sync_out_dims)
             return outputs
         finally:
             _reached.reset(token)
             steps.clear()
 
-    def _check_reached(self, step: str, dims: str) -> None:
+    def _check_reached(self, step: str, option: str, dims: Any) -> None:
         """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
         # Nothing is set where somebody calls the steps.
-        if getattr(self, f"_sync_{dims}") is not None and step not in _reached.get({step: None}):
+        if dims is not None and step not in _reached.get({step: None}):
             raise RuntimeError(
-                f"{dims} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
-                f"DataParallelWithCallback; call super().{step}, or leave out {dims}"
+                f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
+                f"DataParallelWithCallback; call super().{step}, or leave out {option}"
             )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId], *args: Any, **kwargs: Any) -> list[Any]:
-        self._check_reached("scatter", "in_dims")
+        self._check_reached("scatter", "in_dims", self._sync_in_dims)
         if is_in_replica():
             refuse_training(self, module)
         if len(device_ids) == 1:
@@ -298,7 +298,7 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[Handle]:
 
     A `parallel_apply` of the user's may have put modules or functions in place of the handles, which these call.
     """
-    if all([isinstance(replica, Handle) for replica in replicas]):
+    if {*map(type, replicas)} == {Handle}:
         return list(replicas)
     runs = prepared_runs()
     if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared

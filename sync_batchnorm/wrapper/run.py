@@ -188,21 +188,22 @@ def call_replicas(handles: Sequence[Handle], inputs: Any, kwargs: Any) -> list[A
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error. No `kwargs`
     mean no keyword arguments.
     """
-    kwargs = kwargs or [{} for _ in inputs]
-    calls = [(args if isinstance(args, (list, tuple)) else (args,), kwargs[i]) for i, args in enumerate(inputs)]
-    if len(handles) == 1:
-        return [handles[0](*calls[0][0], **calls[0][1])]
-    outputs: list[Any] = [None] * len(handles)
+
+    def call(i: int) -> Any:
+        args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
+        return runs[i].call(handles[i]._sync_called, args, kwargs[i] if kwargs else {})
 
     def work(i: int) -> None:
         with suppress(BaseException):  # The run has told the coordinator.
-            args, kwargs_of_run = calls[i]
-            outputs[i] = handles[i](*args, **kwargs_of_run)
+            outputs[i] = call(i)
 
     runs = [handle._sync_run for handle in handles]
-    streams = {device: current_stream(device) for device in {run.device for run in runs}}
+    if len(runs) == 1:
+        return [call(0)]
+    outputs: list[Any] = [None] * len(handles)
+    streams: dict[torch.device, Any] = {}
     for run in runs:
-        run.stream = streams[run.device]
+        run.stream = streams.setdefault(run.device, current_stream(run.device))
     if len(streams) == len(runs):
         _run_threads(work, runs)
     else:
