@@ -85,7 +85,6 @@ def assert_rank_0_is_aborted(printed: str, folder: Path, name: str) -> None:
 
 
 @needs_fork
-@pytest.mark.watchdog(60.0)
 @pytest.mark.parametrize("name", [name for name in CHECKS_OF_ENDS if "gpu" not in name])
 def test_process_with_fewer_channels_is_aborted(name, tmp_path, capfd):
     assert_rank_0_is_aborted(run_world(2, tmp_path, [name]), tmp_path, name)
@@ -95,7 +94,7 @@ def test_process_with_fewer_channels_is_aborted(name, tmp_path, capfd):
 @pytest.mark.cuda
 @pytest.mark.simulated
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 def test_process_on_a_gpu_beside_one_on_the_cpu_is_aborted(tmp_path):
     name = "a_process_on_a_gpu_beside_one_on_the_cpu_ends"
     assert_rank_0_is_aborted(on_simulated_gpus(tmp_path, name), tmp_path, name)
@@ -197,7 +196,7 @@ def torchrun(processes: int, folder: Path, *program: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.watchdog(SECONDS)
+@pytest.mark.timeout(900)
 def test_benchmark_fails_with_a_process_of_it(monkeypatch, capfd, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "docs" / "benchmarks" / "exchange")
     (tmp_path / "sync_batchnorm.py").write_text("raise ImportError('as a library that is broken')")
