@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import os
 import random
+import signal
 import sys
 import sysconfig
 import threading
@@ -23,6 +24,7 @@ from smoke import mark_smoke
 
 CUDA_COUNT = torch.cuda.device_count()
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # a Python that can run without the lock
+HAS_ALARM = hasattr(signal, "SIGALRM")
 
 
 # Otherwise the compiler of a torch that has Triton starts a pool of processes, and a thread that stays.
@@ -55,31 +57,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or cores == 1 else min(cores, 4)
 
 
-STDERR = pytest.StashKey[int]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Import torchvision, in a process that runs tests: one that hands them to others starts without it."""
-    config.stash[STDERR] = os.dup(2)  # as pytest captures what tests write to the usual one
+    if HAS_ALARM:  # which prints all stacks and ends the process, to a copy of what pytest captures
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, os.fdopen(os.dup(2), "w"), chain=True)
     if hasattr(config, "workerinput") or not config.getoption("tx", None):
         with suppress(ImportError):  # the tests that need it skip by themselves
             import_torchvision()
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+def pytest_timeout_set_timer(settings: Any) -> bool | None:
     """Let a test that hangs end its process with all stacks, even if it holds the GIL or is in a worker.
 
     Its threads cannot be stopped, and would draw random numbers in the tests after it. Of what pytest-timeout does by
-    itself, an exception in the test would wait for the replicas, and what a worker of pytest-xdist prints is lost.
+    itself, an exception in the test would wait for the replicas, and what a worker of pytest-xdist prints is lost. The
+    timer of faulthandler is that of the self-check, and a forked child cannot set it again.
     """
-    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
+    if not HAS_ALARM:
+        return None
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_timeout_cancel_timer() -> bool:
-    faulthandler.cancel_dump_traceback_later()
+def pytest_timeout_cancel_timer() -> bool | None:
+    if not HAS_ALARM:
+        return None
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     return True
 
 

@@ -50,6 +50,15 @@ def fork(body: Callable[[], object], output: int) -> int:
 
     Nothing runs at the end of the child: whether Python would wait for its threads is for the body to say.
     """
+    numbers = list[int]()
+    # A thread that has used the pool of libgomp leaves a child without its threads, which would wait for them for ever.
+    thread = threading.Thread(target=lambda: numbers.append(_fork(body, output)))
+    thread.start()
+    thread.join()
+    return numbers[0]
+
+
+def _fork(body: Callable[[], object], output: int) -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns of other threads at a fork. Those of a test run wait, and hold nothing that a child needs.
         warnings.simplefilter("ignore", DeprecationWarning)
