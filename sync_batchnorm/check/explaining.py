@@ -281,7 +281,7 @@ def text_of_hooks(model: nn.Module) -> str:
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
                     text = "; hooks that refer to the model read and write attributes of the original, not the replica"
                     hook = f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})"
-                    return f'{text}: {hook}. Register it in forward(), see "Hooks that refer to the model"'
+                    return f'{text}: {hook}, see "Hooks that refer to the model"'
     return ""
 
 

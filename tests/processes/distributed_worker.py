@@ -444,7 +444,7 @@ def eval_never_communicates_even_without_running_statistics() -> None:
 
 @check
 def checks_of_one_process_are_refused_or_name_what_is_in_eval_mode() -> None:
-    with pytest.raises(RuntimeError, match="expected a single process, as the copies would exchange with others"):
+    with pytest.raises(RuntimeError, match="expected a single process, as copies would exchange with others"):
         assert_matches_one_device(nn.Linear(3, 3), torch.ones(4, 3))
     with pytest.raises(RuntimeError, match=r"the model itself .*: it is in eval mode"):
         assert_synchronized(SynchronizedBatchNorm2d(3, track_running_stats=False).eval())
