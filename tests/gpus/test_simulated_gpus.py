@@ -60,6 +60,49 @@ def test_reading_what_another_stream_writes_is_a_race_unless_something_orders_th
     expected_reports(races, *["add on cuda:0 stream", "reads what mul on cuda:0 writes"][: 2 * races])
 
 
+# Memory that is written again
+
+
+AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "cat": lambda kept, pair: torch.cat(tuple(pair), out=kept.view(-1)),
+    "stack": lambda kept, pair: torch.stack(tuple(pair), out=kept),
+    "sum": lambda kept, pair: torch.sum(pair[None], 0, out=kept),
+    "copy": lambda kept, pair: kept.copy_(pair.to("cuda:1"), non_blocking=True),
+    "copies": lambda kept, pair: torch._foreach_copy_([kept], [pair.to("cuda:1")], non_blocking=True),
+}
+
+
+@two_devices
+@pytest.mark.parametrize(("ordered", "races"), [(False, 1), (True, 0)], ids=["race", "in order"])
+@pytest.mark.parametrize("again", AGAIN.values(), ids=list(AGAIN))
+def test_writing_again_what_a_kernel_on_another_stream_reads_is_a_race_unless_it_waits(again, ordered, races):
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    kept, pair = torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda")
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        kept + 1
+    if ordered:
+        here.wait_stream(side)
+    again(kept, pair)
+    expected_reports(races, *["overwrites what add on cuda:0 stream"][:races])
+    here.wait_stream(side)
+
+
+@two_devices
+@pytest.mark.parametrize(("ordered", "races"), [(False, 1), (True, 0)], ids=["race", "in order"])
+def test_reading_what_a_copy_from_another_device_writes_again_is_a_race_unless_it_waits(ordered, races):
+    side, here = torch.cuda.Stream("cuda:1"), torch.cuda.current_stream("cuda:1")
+    kept, pair = torch.ones(3, device="cuda:1"), torch.ones(3, device="cuda:0")
+    side.wait_stream(here)
+    torch._foreach_copy_([kept], [pair], non_blocking=True)
+    if ordered:
+        side.wait_stream(here)
+    with torch.cuda.stream(side):
+        kept + 1
+    expected_reports(races, *["reads what copy between devices on cuda:0 writes"][:races])
+    here.wait_stream(side)
+
+
 # Memory
 
 
