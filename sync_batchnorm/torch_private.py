@@ -45,6 +45,8 @@ hooks_of_thread: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_d
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # What compiles in this thread, or None. Without it, every call would pay for `torch.compiler.disable`.
 compiler_of_thread: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Without it, copies to several devices would be one operator each.
+foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Any:

@@ -6,11 +6,13 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .workspaces import Lease, Workspace
 
 __all__: list[str] = []
 
@@ -95,16 +97,6 @@ def as_pair(statistics: Statistics) -> Pair:
     return statistics if len(statistics) == 2 else statistics[0].chunk(2)
 
 
-def on_devices(stacked: Tensor, devices: Iterable[torch.device]) -> dict[torch.device, Pair]:
-    """Return the two vectors of `stacked`, ``(2, C)``, on each of `devices`."""
-    pairs: dict[torch.device, Pair] = {}
-    for device in devices:
-        # A `to` that does nothing takes time, too.
-        there = stacked if stacked.device == device else stacked.to(device, non_blocking=True)
-        pairs[device] = there.unbind()
-    return pairs
-
-
 class RunningStatistics(NamedTuple):
     """The buffers of a layer, and the momentum with which a call updates them."""
 
@@ -149,6 +141,7 @@ class BatchStatistics(NamedTuple):
     clamped: Tensor | None  # where eps has replaced a smaller variance; None if eps is added
     parameters_differ: bool  # between replicas
     reduce: Callable[[Tensor], Tensor] | None  # adds up a tensor over all processes, if there are several
+    lease: Lease  # of the workspace in which `mean_invstd` may lie
 
     @property
     def divisor(self) -> int | Tensor:
@@ -156,23 +149,24 @@ class BatchStatistics(NamedTuple):
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
     def totals(self, sums: Sequence[Tensor]) -> Tensor:
-        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``.
-
-        The second total, of what depends on the variance, is zero where eps has replaced that.
-        """
+        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``."""
         mean, _ = self.mean_invstd[self.master]
         pairs = (torch.cat(tuple(sums)) if sums else mean.new_zeros(2 * len(mean))).view(-1, 2, len(mean))
-        total = pairs.sum(0) if self.reduce is None else self.reduce(pairs.sum(0))
+        return self.completed(pairs.sum(0))
+
+    def completed(self, total: Tensor) -> Tensor:
+        """Add up a total over all processes; the second one, of what depends on the variance, is zero where eps is."""
+        if self.reduce is not None:
+            total = self.reduce(total)
         if self.clamped is not None:
             total = torch.stack((total[0], total[1].masked_fill(self.clamped, 0)))
         return total
 
 
 class ForwardPart(Protocol):
-    """The output of one replica, and what it is made of: what the replica brings, and the statistics of the batch."""
+    """The output of one replica, and what it is made of, besides the statistics of the batch."""
 
     input: Tensor
-    mean_invstd: Pair
     weight: Tensor | None
     bias: Tensor | None
     memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
@@ -218,6 +212,7 @@ class Backend:
         eps: float,
         clamps: bool,
         running: RunningStatistics | None,
+        workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge the statistics of all replicas, which are on one device, and update the `running` statistics.
 
@@ -238,10 +233,11 @@ class Backend:
         invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
+    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
         """Set the output of each replica: ``(input - mean) * invstd * weight + bias``."""
         for part in parts:
-            input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
+            input, weight, bias = part.input, part.weight, part.bias
+            mean, invstd = batch.mean_invstd[input.device]
             part.output = memory_for_output(input) if part.memory is None else part.memory
             factor = per_channel(invstd if weight is None else invstd * weight, input)
             centered = input - per_channel(mean, input)

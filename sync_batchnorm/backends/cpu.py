@@ -67,11 +67,11 @@ class Cpu(Backend):
             mean, var = exact_moments(input, mean, memory)
         return (mean, var), memory
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
+    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
         line: Line | None = None
+        mean, invstd = batch.mean_invstd[batch.master]
         for part in parts:
-            if line is None or parameters_differ:  # Otherwise slope and offset are those of the replica before.
-                mean, invstd = part.mean_invstd
+            if line is None or batch.parameters_differ:  # Otherwise slope and offset are those of the replica before.
                 slope = _factor(invstd, part.weight, statistics_dtype(part.input.dtype))
                 # Made from the rounded slope and the unrounded mean: so mean * slope cancels to the last digit.
                 offset = -mean * slope if part.bias is None else torch.addcmul(part.bias, mean, slope, value=-1)

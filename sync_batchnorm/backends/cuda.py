@@ -27,10 +27,10 @@ from .base import (
     format_of,
     invstd_of,
     memory_for_output,
-    on_devices,
     per_channel,
     sent_to,
 )
+from .workspaces import Workspace
 
 __all__: list[str] = []
 
@@ -56,11 +56,12 @@ class Cuda(Backend):
         eps: float,
         clamps: bool,
         running: RunningStatistics | None,
+        workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
-            return super().merge(statistics, counts, total, eps, clamps, running)
-        means, invstds, vector = _stacked(statistics, counts)
+            return super().merge(statistics, counts, total, eps, clamps, running, workspace)
+        means, invstds, vector = _stacked(statistics, counts, workspace)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
@@ -75,9 +76,10 @@ class Cuda(Backend):
                 invstd, clamped = invstd_of(var, eps, clamps)
         return mean, invstd, clamped
 
-    def normalize(self, parts: Sequence[ForwardPart], parameters_differ: bool) -> None:
+    def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
         for part in parts:
-            input, (mean, invstd), weight, bias = part.input, part.mean_invstd, part.weight, part.bias
+            input, weight, bias = part.input, part.weight, part.bias
+            mean, invstd = batch.mean_invstd[input.device]
             if not input.numel():
                 part.output = memory_for_output(input)
             elif input.is_contiguous() and 1 not in input.shape:  # Then the operator makes memory in the right format.
@@ -99,10 +101,13 @@ class Cuda(Backend):
         if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
 
-        totals, count = batch.totals(sums), batch.elements
+        lease = batch.lease.another()
+        workspace, count = lease.workspace, batch.elements
+        number = sum([grad_bias is not None for _, grad_bias in of_parameters])
+        totals = batch.completed(torch.sum(workspace.stacked(sums, number).pairs, 0, out=workspace.packed))
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = on_devices(totals, batch.mean_invstd)
+        terms = workspace.spread(totals, list(batch.mean_invstd))
         results: list[Gradients] = []
         for part, grads in zip(parts, of_parameters, strict=True):
             grad_input = None
@@ -124,7 +129,9 @@ def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tu
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
 
-def _stacked(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _stacked(
+    statistics: Sequence[Statistics], counts: Sequence[int] | Tensor, workspace: Workspace
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
         means, invstds = as_pair(statistics[0])
@@ -135,9 +142,8 @@ def _stacked(statistics: Sequence[Statistics], counts: Sequence[int] | Tensor) -
         if count:
             tensors += of_replica
             numbers.append(count)
-    stacked = torch.cat(tensors).view(len(numbers), 2, -1)
-    means, invstds = stacked.unbind(1)
-    return means, invstds, _counts(stacked.device, tuple(numbers), stacked.dtype)
+    stack = workspace.stacked(tensors, len(numbers))
+    return stack.firsts, stack.seconds, _counts(stack.flat.device, tuple(numbers), stack.flat.dtype)
 
 
 def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:

@@ -26,8 +26,9 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import backends
-from ..backends.base import GENERAL, BatchStatistics, Pair, Statistics, on_devices, sent_to, single_value
+from ..backends.base import GENERAL, BatchStatistics, Pair, Statistics, sent_to, single_value
 from ..backends.streams import are_default, on_default_streams
+from ..backends.workspaces import Lease, free_of
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .node import make_node
 from .part import Part, Saved, SavedByHooks
@@ -124,11 +125,13 @@ def _merge(parts: Sequence[Part]) -> None:
         raise single_value([part.input.shape for part in parts])
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
     running = first.running if graph_task_id() == -1 else None
-    mean, invstd, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running)
+    devices = tuple(dict.fromkeys([part.input.device for part in parts]))
+    lease = _leased(first, devices)
+    space = lease.workspace
+    mean, invstd, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, space)
     mean_invstd: dict[torch.device, Pair] = {master: (mean, invstd)}
-    devices = list(dict.fromkeys([part.input.device for part in parts]))
     if len(devices) > 1:
-        mean_invstd |= on_devices(torch.stack((mean, invstd)), devices[1:])
+        mean_invstd = space.spread(torch.stack((mean, invstd), out=space.packed), devices)
     batch = BatchStatistics(
         backend=backend,
         master=master,
@@ -137,15 +140,18 @@ def _merge(parts: Sequence[Part]) -> None:
         clamped=clamped,
         parameters_differ=_parameters_differ(parts),
         reduce=None if first.peers is None else first.peers.all_reduced,
+        lease=lease,
     )
-    _make_outputs(batch, parts)
-
-
-def _make_outputs(batch: BatchStatistics, parts: Sequence[Part]) -> None:
     for part in parts:
-        part.mean_invstd = batch.mean_invstd[part.input.device]
-    batch.backend.normalize(parts, batch.parameters_differ)
+        part.batch = batch
+    backend.normalize(parts, batch)
     make_node(batch, parts)
+
+
+def _leased(first: Part, devices: tuple[torch.device, ...]) -> Lease:
+    """Return a workspace for a call on `devices`: one that is kept if all its kernels run on default streams."""
+    kept = first.connection.pipe.kept if len(devices) > 1 and devices[0].type == "cuda" else None
+    return Lease(free_of(kept, (devices, first.kind)))
 
 
 def _parameters_differ(parts: Sequence[Part]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, device
 
-from ..backends.base import Backend, Pair, RunningStatistics, Statistics
+from ..backends.base import Backend, BatchStatistics, RunningStatistics, Statistics
 from ..backends.streams import current_stream, on_streams
 from ..torch_private import fast_apply
 from .processes import Peers
@@ -57,8 +57,8 @@ class Part:
     statistics: Statistics = field(init=False)  # of the input, see `Backend.statistics`
     elements: int = field(init=False)  # per channel
     memory: Tensor | None = None  # for the output, if the backend has some
-    # What the master adds: mean and inverse standard deviation of the batch, on the device of the replica; the output.
-    mean_invstd: Pair = field(init=False)
+    # What the master adds.
+    batch: BatchStatistics = field(init=False)
     output: Tensor = field(init=False)
 
 

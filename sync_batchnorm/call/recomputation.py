@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.base import BatchStatistics
 from .part import Part, graph_source
 
 __all__: list[str] = []
@@ -34,32 +35,32 @@ class Remembered(NamedTuple):
     """What a pipe remembers of one call of its replica, outside of the graph."""
 
     statistics: Sequence[Tensor]  # of its input
-    mean_invstd: Sequence[Tensor]  # mean and inverse standard deviation of the batch: the answer
+    batch: BatchStatistics  # the answer
     is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
 def remember(part: Part) -> None:
     """Let the pipe of a replica remember its call, which may be repeated."""
     is_constant = part.saved is not None and not part.output.requires_grad
-    part.connection.pipe.remembered += (Remembered(part.statistics, part.mean_invstd, is_constant),)
+    part.connection.pipe.remembered += (Remembered(part.statistics, part.batch, is_constant),)
 
 
 def repeat(part: Part) -> None:
     """Normalize the input of a part with the answer that its pipe remembers."""
     pipe = part.connection.pipe
-    call = _recall(pipe.remembered, part.statistics, pipe.where)
-    part.mean_invstd = call.mean_invstd
-    part.backend.normalize([part], parameters_differ=False)
+    call = _recall(pipe.remembered, part, pipe.where)
+    part.backend.normalize([part], call.batch)
     if part.saved is not None and not call.is_constant:  # None under `no_grad`, as in the forward
         part.output = _refuse_gradient(part.output, part.input)
 
 
-def _recall(remembered: Sequence[Remembered], statistics: Sequence[Tensor], where: str) -> Remembered:
-    """Return the call that a recomputation repeats; if there are several, that of an input with `statistics`."""
+def _recall(remembered: Sequence[Remembered], part: Part, where: str) -> Remembered:
+    """Return the call that a recomputation repeats; if there are several, that of an input with its statistics."""
     if len(remembered) == 1:
         return remembered[0]
-    same = [call for call in remembered if _have_equal_values(call.statistics, statistics)]
-    if not same or not all(_have_equal_values(call.mean_invstd, same[0].mean_invstd) for call in same):
+    same = [call for call in remembered if _have_equal_values(call.statistics, part.statistics)]
+    answers = [call.batch.mean_invstd[part.input.device] for call in same]
+    if not same or not all(_have_equal_values(answer, answers[0]) for answer in answers):
         raise RuntimeError(
             "expected the recomputation of a checkpoint to call the same synchronized batch norms as its forward pass, "
             f"with bitwise equal inputs, but got {len(same)} calls of {where} that this may repeat; call the same "

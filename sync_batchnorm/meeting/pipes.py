@@ -40,6 +40,11 @@ class _Member:
         """The layer and the replica, as errors name them."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
+    @property
+    def kept(self) -> Any:
+        """What the forward passes of a wrapper hand on to each other."""
+        return self._coordinator.kept
+
     def _interrupt(self, error: BaseException) -> None:
         self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 

@@ -84,10 +84,10 @@ class Plain(Backend):
         var = (values - mean).square().mean(1)
         return (mean.view(1, -1), var[None]), None
 
-    def normalize(self, parts, parameters_differ):
+    def normalize(self, parts, batch):
         for part in parts:
             input, weight, bias = part.input, part.weight, part.bias
-            mean, invstd = (base.per_channel(vector, input) for vector in part.mean_invstd)
+            mean, invstd = (base.per_channel(vector, input) for vector in batch.mean_invstd[input.device])
             part.output = base.memory_for_output(input).copy_((input - mean) * invstd)
             if weight is not None:
                 part.output.mul_(base.per_channel(weight, input))
