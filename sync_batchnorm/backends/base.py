@@ -6,7 +6,7 @@ this folder, with a subclass of `Backend`, and a row in `BACKENDS` in `__init__.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -136,7 +136,7 @@ class BatchStatistics(NamedTuple):
 
     backend: "Backend"
     master: torch.device  # on which the sums of all replicas are added up
-    mean_invstd: dict[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
+    mean_invstd: Mapping[torch.device, Pair]  # mean and inverse standard deviation, ``(C,)``, on each device
     elements: int | Tensor  # per channel; a tensor if processes have added them up, so that no host waits
     clamped: Tensor | None  # where eps has replaced a smaller variance; None if eps is added
     parameters_differ: bool  # between replicas
@@ -148,18 +148,17 @@ class BatchStatistics(NamedTuple):
         """What totals are divided by to get means: the elements per channel, or one if there are none."""
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
-    def totals(self, sums: Sequence[Tensor]) -> Tensor:
-        """Add up the pairs of sums of all replicas and processes, whose vectors are in `sums`: ``(2, C)``."""
-        mean, _ = self.mean_invstd[self.master]
-        pairs = (torch.cat(tuple(sums)) if sums else mean.new_zeros(2 * len(mean))).view(-1, 2, len(mean))
-        return self.completed(pairs.sum(0))
+    def totals(self, sums: Sequence[Statistics], workspace: Workspace) -> Tensor:
+        """Add up the pairs of sums of all replicas and processes: ``(2, C)``."""
+        pairs = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master]))])
+        return self.completed(torch.sum(pairs, 0, out=workspace.packed))
 
     def completed(self, total: Tensor) -> Tensor:
-        """Add up a total over all processes; the second one, of what depends on the variance, is zero where eps is."""
+        """Add up the totals of all processes; the second one, of what depends on the variance, is zero where eps is."""
         if self.reduce is not None:
             total = self.reduce(total)
         if self.clamped is not None:
-            total = torch.stack((total[0], total[1].masked_fill(self.clamped, 0)))
+            total[1].masked_fill_(self.clamped, 0)
         return total
 
 
@@ -253,7 +252,7 @@ class Backend:
         does not enter the loss, or has no elements.
         """
         mean_invstd = _statistics_in_graph(parts, batch) if torch.is_grad_enabled() else batch.mean_invstd
-        sums: list[Tensor] = []
+        sums: list[Statistics] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         all_normalized: list[Tensor] = []
         for part in parts:
@@ -265,10 +264,10 @@ class Backend:
                 dy, dims, weight = part.grad_output.to(mean.dtype), reduced_dims(x), part.weight
                 grad_bias, grad_weight = dy.sum(dims), (dy * normalized).sum(dims)
                 pair = (grad_bias, grad_weight) if weight is None else (grad_bias * weight, grad_weight * weight)
-                sums += sent_to(pair, batch.master)
+                sums.append(sent_to(pair, batch.master))
             of_parameters.append((grad_weight, grad_bias))
             all_normalized.append(normalized)
-        terms = batch.totals(sums) / batch.divisor
+        terms = batch.totals(sums, Workspace()) / batch.divisor
         results: list[Gradients] = []
         for part, (grad_weight, grad_bias), normalized in zip(parts, of_parameters, all_normalized, strict=True):
             grad_input = None
@@ -301,13 +300,14 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
 
     Their values are those of the forward. Replicas that recorded no graph, and are not here, have constant inputs.
     """
-    sums: list[Tensor] = []
+    sums: list[Statistics] = []
     for part in parts:
         mean = batch.mean_invstd[part.input.device][0]
         x = part.input.to(mean.dtype)
         deviations = x - per_channel(mean, x)
-        sums += sent_to((deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))), batch.master)
-    moments = batch.totals(sums) / batch.divisor
+        pair = deviations.sum(reduced_dims(x)), deviations.square().sum(reduced_dims(x))
+        sums.append(sent_to(pair, batch.master))
+    moments = batch.totals(sums, Workspace()) / batch.divisor
     # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
     first, second = moments - moments.detach()  # zeros, in the graph
     mean, invstd = batch.mean_invstd[batch.master]

@@ -123,7 +123,7 @@ def _common_terms(sums: Tensor, batch: BatchStatistics, factor: Tensor | None, d
     All replicas add this function of their inputs x to their gradients. A `factor` of None stands for `invstd`.
     """
     mean, invstd = batch.mean_invstd[batch.master]
-    terms = batch.totals([sums]) * (invstd if factor is None else factor)
+    terms = batch.completed(sums.sum(0)) * (invstd if factor is None else factor)
     offset, of_normalized = terms.div_(-batch.elements).unbind()
     # The slope is rounded before the offset is computed, so that mean * slope cancels to the last digit.
     slope = (of_normalized * invstd).to(dtype)

@@ -10,6 +10,7 @@ NOTE [tried on CUDA]: The host's time of a step is the number of operators and o
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .base import (
     per_channel,
     sent_to,
 )
-from .workspaces import Workspace
+from .workspaces import Lease, Workspace
 
 __all__: list[str] = []
 
@@ -61,7 +62,7 @@ class Cuda(Backend):
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
             return super().merge(statistics, counts, total, eps, clamps, running, workspace)
-        means, invstds, vector = _stacked(statistics, counts, workspace)
+        (means, invstds), vector = _stacked(statistics, counts, workspace)
         momentum, buffers = 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
@@ -89,25 +90,23 @@ class Cuda(Backend):
                 torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=part.output)
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
-        sums: list[Tensor] = []
+        sums: list[Statistics] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         for part in parts:
             if part.grad_output is None or not part.input.numel():
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(part, part.grad_output, batch)
-                sums += sent_to(pair, batch.master)
+                sums.append(sent_to(pair, batch.master))
                 of_parameters.append((grad_weight, grad_bias))
         if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
 
-        lease = batch.lease.another()
-        workspace, count = lease.workspace, batch.elements
-        number = sum([grad_bias is not None for _, grad_bias in of_parameters])
-        totals = batch.completed(torch.sum(workspace.stacked(sums, number).pairs, 0, out=workspace.packed))
+        lease, count = _lease(sums, batch), batch.elements
+        totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = workspace.spread(totals, list(batch.mean_invstd))
+        terms = lease.workspace.spread(totals, tuple(batch.mean_invstd))
         results: list[Gradients] = []
         for part, grads in zip(parts, of_parameters, strict=True):
             grad_input = None
@@ -129,21 +128,24 @@ def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tu
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
 
+def _lease(sums: Sequence[Statistics], batch: BatchStatistics) -> Lease:
+    """Return a workspace for a backward pass; it is not kept in inference mode, and not for batched gradients."""
+    # What is made in inference mode cannot be written outside. What is batched has no memory, and goes into none.
+    with suppress(RuntimeError):
+        if not torch.is_inference_mode_enabled() and all([vector.data_ptr() for pair in sums for vector in pair]):
+            return Lease(batch.lease.free)
+    return Lease()
+
+
 def _stacked(
     statistics: Sequence[Statistics], counts: Sequence[int] | Tensor, workspace: Workspace
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Pair, Tensor]:
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
-        means, invstds = as_pair(statistics[0])
-        return means, invstds, counts.clamp(min=_NEARLY_ZERO)
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    for of_replica, count in zip(statistics, counts, strict=True):
-        if count:
-            tensors += of_replica
-            numbers.append(count)
-    stack = workspace.stacked(tensors, len(numbers))
-    return stack.firsts, stack.seconds, _counts(stack.flat.device, tuple(numbers), stack.flat.dtype)
+        return as_pair(statistics[0]), counts.clamp(min=_NEARLY_ZERO)
+    filled = [(pair, count) for pair, count in zip(statistics, counts, strict=True) if count]
+    pairs = workspace.stack([pair for pair, _ in filled])
+    return workspace.halves, _counts(pairs.device, tuple([count for _, count in filled]), pairs.dtype)
 
 
 def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:

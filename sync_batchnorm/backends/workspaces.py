@@ -9,9 +9,9 @@ keep.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,83 +20,68 @@ from ..torch_private import foreach_copy
 
 __all__: list[str] = []
 
-Free = deque["Workspace"]  # the workspaces of one kind that nobody uses
-Kept = dict[Any, Free]  # by kind
 
-NONE: Free = deque(maxlen=0)  # keeps nothing
-_MOST = 1024  # of one kind that are kept: more than a net has layers of one width
+class Kept(dict[Any, deque["Workspace"]]):
+    """Workspaces that nobody uses, by the kind of the calls that may use them: devices, channels, dtypes and modes."""
+
+    def of_kind(self, kind: Any) -> ref[deque["Workspace"]]:
+        """Return those of one kind: at most as many as a net may have layers of one width."""
+        return ref(self.setdefault(kind, deque(maxlen=1024)))
+
 
 _kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
 
 
-def kept_by(wrapper: Any) -> Kept:
-    """Return the workspaces that the forward passes of `wrapper` hand on to each other, and that end with it."""
-    return _kept.setdefault(wrapper, {})
-
-
-def free_of(kept: Kept | None, kind: Any) -> Free:
-    """Return the free workspaces of one kind: calls of one kind have the same devices, channels, dtype and modes."""
-    return NONE if kept is None else kept.setdefault(kind, deque(maxlen=_MOST))
-
-
-class Stack(NamedTuple):
-    """Pairs of vectors, one after the other."""
-
-    flat: Tensor  # (R * 2 * C,)
-    pairs: Tensor  # (R, 2, C)
-    firsts: Tensor  # (R, C)
-    seconds: Tensor
+def kept_by(wrapper: Any) -> ref[Kept]:
+    """Return what the forward passes of `wrapper` hand on to each other, and what ends with it."""
+    return ref(_kept.setdefault(wrapper, Kept()))
 
 
 class Workspace:
-    """The memory of an exchange. The first use makes it, and later ones write into it."""
+    """The memory of an exchange. What is first put into it makes it; what comes later is written into it."""
 
-    def __init__(self) -> None:
-        self.packed: Tensor | None = None  # (2, C), on the first device
-        self._copies: list[Tensor] = []  # of it, on the others
-        self._pairs: dict[torch.device, Sequence[Tensor]] = {}  # its vectors on each device
-        self._stacks: dict[int, Stack] = {}  # on the first device, by the number of pairs
+    pairs: Tensor | None = None  # of all replicas, (R, 2, C), on the first device
+    packed: Tensor | None = None  # a single pair, (2, C), on the first device
 
-    def stacked(self, vectors: Sequence[Tensor], number: int) -> Stack:
-        """Return a `number` of pairs that lie one after the other in `vectors`, which are on the first device."""
-        stack = self._stacks.get(number)
-        if stack is None:
-            flat = torch.cat(vectors)  # type: ignore[arg-type]
-            pairs = flat.view(number, 2, -1)
-            self._stacks[number] = stack = Stack(flat, pairs, *pairs.unbind(1))
+    def stack(self, pairs: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Set `pairs` to these on the first device, and `halves` to their first and their second vectors, ``(R, C)``.
+
+        Each of them is two vectors, or a single one with both.
+        """
+        vectors = [vector for pair in pairs for vector in pair]
+        if self.pairs is None or len(self.pairs) != len(pairs):
+            flat = torch.cat(vectors)
+            stacked = flat.view(len(pairs), 2, -1)
+            self._flat, self.pairs, self.halves = flat, stacked, stacked.unbind(1)
         else:
-            torch.cat(vectors, out=stack.flat)  # type: ignore[call-overload]
-        return stack
+            torch.cat(vectors, out=self._flat)
+        return self.pairs
 
-    def spread(self, packed: Tensor, devices: Sequence[torch.device]) -> dict[torch.device, Sequence[Tensor]]:
-        """Return the two vectors of `packed`, ``(2, C)`` on the first of `devices`, on each of them."""
+    def spread(self, packed: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Sequence[Tensor]]:
+        """Return the two vectors of `packed` on each of `devices`. It is on the first, in its place if it has one."""
         if self.packed is None:
-            there = [packed, *[packed.to(device, non_blocking=True) for device in devices[1:]]]
-            self._pairs = {device: copy.unbind() for device, copy in zip(devices, there, strict=True)}
-            self.packed, *self._copies = there
-            return self._pairs
-        if packed is not self.packed:
-            self.packed.copy_(packed)
-        if self._copies:
+            self._copies = [packed.to(device, non_blocking=True) for device in devices[1:]]
+            there = zip(devices, (packed, *self._copies), strict=True)
+            self._spread, self.packed = {device: copy.unbind() for device, copy in there}, packed
+        else:
             foreach_copy(self._copies, [packed] * len(self._copies), non_blocking=True)
-        return self._pairs
+        return self._spread
 
 
 class Lease:
     """The right to use a workspace, which ends with this object."""
 
-    __slots__ = ("_free", "workspace")
+    __slots__ = ("free", "workspace")
 
-    def __init__(self, free: Free) -> None:
-        self._free = free
+    def __init__(self, free: Callable[[], deque[Workspace] | None] = lambda: None) -> None:
+        """`free` returns those of one kind that are kept, while they are."""
+        self.free, kept = free, free()
         try:
-            self.workspace = free.pop()
-        except IndexError:
+            self.workspace = kept.pop() if kept else Workspace()
+        except IndexError:  # Another thread was faster.
             self.workspace = Workspace()
 
     def __del__(self) -> None:
-        self._free.append(self.workspace)
-
-    def another(self) -> "Lease":
-        """Return the right to use another workspace of the same kind."""
-        return Lease(self._free)
+        kept = self.free()
+        if kept is not None:
+            kept.append(self.workspace)

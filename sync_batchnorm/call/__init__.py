@@ -18,7 +18,7 @@ NOTE [tried in a call]: Shares of the processor time of a training step of ResNe
   forward mode, which operators refuse, would be lost.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -28,7 +28,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import backends
 from ..backends.base import GENERAL, BatchStatistics, Pair, Statistics, sent_to, single_value
 from ..backends.streams import are_default, on_default_streams
-from ..backends.workspaces import Lease, free_of
+from ..backends.workspaces import Lease, Workspace
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .node import make_node
 from .part import Part, Saved, SavedByHooks
@@ -114,7 +114,16 @@ def merge_parts(messages: Messages) -> Messages:
 
 
 def _merge(parts: Sequence[Part]) -> None:
-    """Merge the statistics of all replicas, and of all processes; update the running statistics; make the outputs."""
+    """Merge what all replicas have measured, and make their outputs."""
+    batch = _statistics(parts)
+    for part in parts:
+        part.batch = batch
+    batch.backend.normalize(parts, batch)
+    make_node(batch, parts)
+
+
+def _statistics(parts: Sequence[Part]) -> BatchStatistics:
+    """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first, backend, master = parts[0], parts[0].backend, parts[0].input.device
     statistics: Sequence[Statistics] = [sent_to(part.statistics, master) for part in parts]
     counts: Sequence[int] | Tensor = [part.elements for part in parts]
@@ -126,32 +135,27 @@ def _merge(parts: Sequence[Part]) -> None:
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
     running = first.running if graph_task_id() == -1 else None
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
-    lease = _leased(first, devices)
-    space = lease.workspace
-    mean, invstd, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, space)
-    mean_invstd: dict[torch.device, Pair] = {master: (mean, invstd)}
-    if len(devices) > 1:
-        mean_invstd = space.spread(torch.stack((mean, invstd), out=space.packed), devices)
-    batch = BatchStatistics(
+    # A workspace is kept if all kernels of the call run on default streams.
+    kept = first.connection.pipe.kept() if len(devices) > 1 and master.type == "cuda" else None
+    lease = Lease() if kept is None else Lease(kept.of_kind((devices, first.kind)))
+    *pair, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, lease.workspace)
+    return BatchStatistics(
         backend=backend,
         master=master,
-        mean_invstd=mean_invstd,
+        mean_invstd=_on_devices(pair, devices, lease.workspace),
         elements=total,
         clamped=clamped,
         parameters_differ=_parameters_differ(parts),
         reduce=None if first.peers is None else first.peers.all_reduced,
         lease=lease,
     )
-    for part in parts:
-        part.batch = batch
-    backend.normalize(parts, batch)
-    make_node(batch, parts)
 
 
-def _leased(first: Part, devices: tuple[torch.device, ...]) -> Lease:
-    """Return a workspace for a call on `devices`: one that is kept if all its kernels run on default streams."""
-    kept = first.connection.pipe.kept if len(devices) > 1 and devices[0].type == "cuda" else None
-    return Lease(free_of(kept, (devices, first.kind)))
+def _on_devices(pair: list[Tensor], devices: Sequence[torch.device], space: Workspace) -> Mapping[torch.device, Pair]:
+    """Return `pair`, which is on the first of `devices`, on each of them."""
+    if len(devices) == 1:
+        return {devices[0]: pair}
+    return space.spread(torch.stack(pair, out=space.packed), devices)
 
 
 def _parameters_differ(parts: Sequence[Part]) -> bool:

@@ -40,11 +40,6 @@ class _Member:
         """The layer and the replica, as errors name them."""
         return f"{self._rendezvous.name}, replica {self._rendezvous.members[self.identifier]}"
 
-    @property
-    def kept(self) -> Any:
-        """What the forward passes of a wrapper hand on to each other."""
-        return self._coordinator.kept
-
     def _interrupt(self, error: BaseException) -> None:
         self._coordinator.interrupt(self._rendezvous.members[self.identifier], error)
 
@@ -115,6 +110,7 @@ class SyncMaster(_Member):
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
+        self.kept = here.coordinator.kept
 
     @property
     def nr_slaves(self) -> int:

@@ -86,8 +86,7 @@ class _Broadcast(torch.autograd.Function):
 def _sum(grads: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Return the sum of gradients on `device`, or None if there are none."""
     # A `to` that does nothing takes time, too.
-    here = [grad if grad.device == device else grad.to(device) for grad in grads]
-    return reduce(torch.add, here) if here else None
+    return reduce(torch.add, [grad if grad.device == device else grad.to(device) for grad in grads]) if grads else None
 
 
 def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:

@@ -103,8 +103,8 @@ class Plain(Backend):
             normalized.append((x - mean) * invstd)
             pair = [dy.sum(base.reduced_dims(x)), (dy * normalized[-1]).sum(base.reduced_dims(x))]
             of_parameters.append((pair[1], pair[0]))
-            sums += base.sent_to([vector * weight for vector in pair], batch.master)
-        totals = batch.totals(sums) / batch.elements
+            sums.append(base.sent_to([vector * weight for vector in pair], batch.master))
+        totals = batch.totals(sums, base.Workspace()) / batch.elements
         results = []
         for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
             mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device))

@@ -1,0 +1,417 @@
+"""Memory of exchanges that is kept between steps: it is never written while somebody needs it, and it ends in time.
+
+What is given back too early makes wrong numbers, which these tests compare with one GPU. What is used on other streams
+makes a race, which simulated GPUs report. Both mistakes are made on purpose at the end: these tests can fail.
+"""
+
+import functools
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import device_lists, needs_two_gpus
+from helpers import (
+    Net,
+    TwoLayers,
+    are_distinct_gpus,
+    as_devices,
+    assert_equal,
+    assert_same_results,
+    assert_same_state,
+    assert_same_step,
+    doubles,
+    in_threads,
+    run_parts,
+    twins,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm.backends import workspaces
+from sync_batchnorm.backends.workspaces import Lease, Workspace
+
+pytestmark = pytest.mark.cuda
+
+several_gpus = pytest.mark.parametrize(
+    "devices", [devices for devices in device_lists(2, 4) if are_distinct_gpus(devices.values[0])]
+)
+
+
+def batches(devices, number=2):
+    return [doubles(2 * len(devices), 3, 7, 6, devices=devices) for _ in range(number)]
+
+
+def in_kept_memory(parallel, devices):
+    """Run two steps, so that everything that may be kept is there."""
+    for data in batches(devices):
+        parallel(data).sin().sum().backward()
+
+
+def pair_of(devices, module=None, **options):
+    """Return twins whose wrapper has memory that is kept."""
+    plain, parallel = twins((module or TwoLayers()).double(), devices, **options)
+    for data in batches(devices):
+        assert_same_step(plain, parallel, data)
+    return plain, parallel
+
+
+def leaves(data):
+    return [data.clone().requires_grad_() for _ in range(2)]
+
+
+def assert_same_grads(plain, parallel, ours, theirs):
+    assert_equal(ours.grad, theirs.grad, "input gradient")
+    assert_same_state(parallel, plain)
+
+
+# Who needs memory, keeps it
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+@several_gpus
+def test_backward_passes_of_several_forward_passes_may_come_in_any_order(devices, order):
+    plain, parallel = pair_of(devices)
+    steps = []
+    for data in batches(devices, 3):
+        ours, theirs = leaves(data)
+        steps.append((ours, parallel(ours), theirs, plain(theirs)))
+    for i in order:
+        ours, output, theirs, expected = steps[i]
+        grad = torch.randn_like(expected)
+        output.backward(grad)
+        expected.backward(grad)
+        assert_same_grads(plain, parallel, ours, theirs)
+
+
+@several_gpus
+def test_one_backward_pass_of_two_forward_passes_and_one_that_nobody_wants(devices):
+    plain, parallel = pair_of(devices)
+    first, second, third = batches(devices, 3)
+    (a, b), (c, d) = leaves(first), leaves(second)
+    for net, x, y in ((plain, b, d), (parallel, a, c)):
+        one = net(x)
+        net(third)
+        with torch.no_grad():
+            net(third)
+        (one.sin() * net(y).cos()).sum().backward()
+    assert_same_grads(plain, parallel, a, b)
+    assert_same_grads(plain, parallel, c, d)
+
+
+@several_gpus
+def test_graph_that_is_retained_has_the_same_gradients_again_after_other_passes(devices):
+    plain, parallel = pair_of(devices)
+    ours, theirs = leaves(batches(devices)[0])
+    output, expected = parallel(ours), plain(theirs)
+    grad = torch.randn_like(expected)
+    for _ in range(3):
+        output.backward(grad, retain_graph=True)
+        expected.backward(grad, retain_graph=True)
+        assert_same_step(plain, parallel, batches(devices)[0])
+    assert_equal(ours.grad, theirs.grad)
+
+
+@several_gpus
+def test_second_derivatives_may_be_taken_after_other_passes(devices):
+    plain, parallel = pair_of(devices)
+    data, grad = batches(devices)
+
+    def penalized(model):
+        input = data.clone().requires_grad_()
+        parameters = list(getattr(model, "module", model).parameters())
+        output = model(input)
+        first = torch.autograd.grad(output, [input, *parameters], torch.ones_like(output).cos(), create_graph=True)
+        model(grad)[:, 0].sin().sum().backward()
+        return [*first, *torch.autograd.grad(sum(tensor.sin().sum() for tensor in first), [input])]
+
+    assert_same_results(plain, parallel, penalized)
+
+
+@several_gpus
+def test_checkpoint_recomputes_after_other_passes(devices):
+    net = Net(lambda net, x: checkpoint(net.net, x, use_reentrant=False) if net.again else net.net(x), net=TwoLayers())
+    net.again = True
+    plain, parallel = twins(net.double(), devices)
+    plain.again = False  # A plain layer would count its statistics twice.
+    in_kept_memory(parallel, devices)
+    in_kept_memory(plain, devices)
+    plain.load_state_dict(parallel.module.state_dict())
+    ours, theirs = leaves(batches(devices)[0])
+    output, expected = parallel(ours), plain(theirs)
+    for data in batches(devices):
+        parallel(data).sum().backward()
+        plain(data).sum().backward()
+    plain.zero_grad()
+    parallel.zero_grad()
+    grad = torch.randn_like(expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_same_grads(plain, parallel, ours, theirs)
+
+
+@several_gpus
+def test_replicas_that_take_no_part_in_the_loss_do_not_disturb_later_passes(devices):
+    plain, parallel = pair_of(devices, nn.BatchNorm2d(3))
+    for used in range(len(devices)):
+        parts = [doubles(2, 3, 4, 5, devices=[device]).requires_grad_() for device in devices]
+        outputs = run_parts(parallel, parts)
+        first = [part.detach().to(as_devices(devices)[0]).requires_grad_() for part in parts]
+        expected = plain(torch.cat(first))
+        grad = torch.randn_like(outputs[used])
+        found = torch.autograd.grad(outputs[used], parts, grad)
+        rows = expected[2 * used : 2 * used + 2]
+        for ours, theirs in zip(found, torch.autograd.grad(rows, first, grad.to(rows.device)), strict=True):
+            assert_equal(ours, theirs)
+        assert_same_step(plain, parallel, batches(devices)[0])
+
+
+@several_gpus
+def test_replicas_without_samples_come_and_go(devices):
+    plain, parallel = pair_of(devices, nn.BatchNorm2d(3))
+    for empty in range(len(devices)):
+        sizes = [0 if i == empty else 2 for i in range(len(devices))]
+        parts = [doubles(size, 3, 4, 5, devices=[device]) for size, device in zip(sizes, devices, strict=True)]
+        found = torch.cat([output.to(as_devices(devices)[0]) for output in run_parts(parallel, parts)])
+        assert_equal(found, plain(torch.cat([part.to(as_devices(devices)[0]) for part in parts])))
+        assert_same_state(parallel, plain)
+        assert_same_step(plain, parallel, batches(devices)[0])
+
+
+@several_gpus
+def test_batched_gradients_are_those_of_single_ones(devices):
+    parallel = pair_of(devices, nn.BatchNorm2d(3))[1]
+    parts = [doubles(2, 3, 4, 5, devices=[device]).requires_grad_() for device in devices]
+    outputs = run_parts(parallel, parts)
+    grads = [torch.stack([torch.randn_like(output) for _ in range(3)]) for output in outputs]
+    found = torch.autograd.grad(outputs, parts, grads, is_grads_batched=True, retain_graph=True)
+    for i, single in enumerate(zip(*grads, strict=True)):
+        for ours, theirs in zip(found, torch.autograd.grad(outputs, parts, single, retain_graph=True), strict=True):
+            assert_equal(ours[i], theirs)
+
+
+@several_gpus
+def test_modes_of_passes_may_change(devices):
+    plain, parallel = twins(TwoLayers().double(), devices)
+    data, other = batches(devices)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert_equal(parallel(data).clone(), plain(data).clone())
+        assert_same_step(plain, parallel, other)
+    ours, theirs = leaves(data)
+    output, expected = parallel(ours), plain(theirs)
+    with torch.inference_mode():  # where the memory that a backward pass makes is of no use outside
+        for found, wanted in ((output, expected),):
+            torch.autograd.backward(found, wanted.cos(), retain_graph=True)
+            torch.autograd.backward(wanted, wanted.cos(), retain_graph=True)
+    assert_same_step(plain, parallel, other)
+
+
+# What goes wrong
+
+
+class Fails(nn.Module):
+    """Two layers, of which one replica may not reach the second, or one waits in front of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.do = nn.BatchNorm2d(3), nn.BatchNorm2d(3), lambda input: None
+
+    def forward(self, input):
+        middle = self.first(input)
+        self.do(input)
+        return self.second(torch.tanh(middle))
+
+
+@several_gpus
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_pass_after_one_that_failed_in_the_middle_is_right(devices, error):
+    plain, parallel = pair_of(devices, Fails())
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+
+    def fail(input):
+        if input.device.index == 1:
+            raise error
+
+    for _ in range(3):
+        parallel.module.do = fail
+        with pytest.raises(error):
+            parallel(batches(devices)[0])
+        parallel.module.do = lambda input: None
+        parallel.module.load_state_dict(state)
+        plain.load_state_dict(state)
+        assert_same_step(plain, parallel, batches(devices)[0])
+
+
+@needs_two_gpus
+def test_pass_after_one_whose_backward_failed_is_right():
+    plain, parallel = pair_of([0, 1])
+
+    def fail(grad):
+        raise ValueError("in a hook")
+
+    for _ in range(3):
+        input = batches([0])[0].requires_grad_()
+        output = parallel(input)
+        plain(input)
+        input.register_hook(fail)
+        with pytest.raises(ValueError, match="in a hook"):
+            output.sin().sum().backward()
+        plain.zero_grad()
+        parallel.zero_grad()
+        assert_same_step(plain, parallel, batches([0])[0])
+
+
+@needs_two_gpus
+def test_replica_that_is_given_up_keeps_nothing_that_others_use():
+    release = threading.Event()
+    plain, parallel = pair_of([0, 1], Fails(), timeout=0.5)
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    parallel.module.do = lambda input: release.wait() if input.device.index else None
+    with pytest.raises(TimeoutError):
+        parallel(batches([0])[0])
+    parallel.module.do = lambda input: None
+    parallel.module.load_state_dict(state)
+    plain.load_state_dict(state)
+    for data in batches([0], 3):
+        assert_same_step(plain, parallel, data)
+    release.set()
+
+
+def stateless(net, input):
+    return torch.tanh(net.bn(input))
+
+
+@pytest.mark.parametrize("wrappers", [1, 2])
+@several_gpus
+def test_passes_in_two_threads_are_right(devices, wrappers):
+    net = Net(stateless, bn=nn.BatchNorm2d(3, affine=False, track_running_stats=False))
+    pairs = [pair_of(devices, net) for _ in range(wrappers)] * (3 - wrappers)
+
+    def train(i):
+        plain, parallel = pairs[i]
+        for _ in range(20):
+            ours, theirs = leaves(data[i])
+            parallel(ours).sin().sum().backward()
+            plain(theirs).sin().sum().backward()
+            assert_equal(ours.grad, theirs.grad)
+
+    data = batches(devices)
+    in_threads(functools.partial(train, 0), functools.partial(train, 1))
+
+
+# What is kept, and for how long
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """Return the workspaces that are alive."""
+    made = weakref.WeakSet()
+    init = Workspace.__init__
+
+    def noting(self):
+        init(self)
+        made.add(self)
+
+    monkeypatch.setattr(Workspace, "__init__", noting)
+    return made
+
+
+@several_gpus
+def test_three_hundred_steps_make_no_more_memory_than_three(devices, alive):
+    parallel = twins(TwoLayers().double(), devices)[1]
+    numbers = []
+    for i in range(300):
+        parallel(batches(devices)[0]).sin().sum().backward()
+        if i in (2, 99, 299):
+            numbers.append(len(alive))
+    assert numbers == [numbers[0]] * 3
+    assert 0 < numbers[0] <= 4  # two layers, and a backward pass of each
+
+
+@needs_two_gpus
+def test_passes_without_a_graph_keep_no_more_than_passes_with_one(alive):
+    parallel = twins(TwoLayers().double(), [0, 1])[1]
+    with torch.no_grad():
+        for data in batches([0], 9):
+            parallel(data)
+    assert len(alive) <= 2
+
+
+@needs_two_gpus
+def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
+    plain, parallel = twins(TwoLayers().double(), [0, 1])
+    other = DataParallelWithCallback(parallel.module, [0, 1])
+    in_kept_memory(other, [0])
+    of_other = len(alive)
+    in_kept_memory(parallel, [0])
+    ours, theirs = leaves(batches([0])[0])
+    other.load_state_dict(parallel.state_dict())
+    plain.load_state_dict(parallel.module.state_dict())
+    output, expected = parallel(ours), plain(theirs)
+    assert len(alive) > of_other
+    del parallel
+    gc.collect()
+    assert len(alive) == of_other + 2  # those of the graph
+    assert len(workspaces._kept) == 1
+    grad = torch.randn_like(expected)
+    output.backward(grad)
+    expected.backward(grad)
+    assert_equal(ours.grad, theirs.grad)
+    del output
+    gc.collect()
+    assert len(alive) == of_other
+    del other
+    gc.collect()
+    assert not alive
+    assert not len(workspaces._kept)
+
+
+@needs_two_gpus
+def test_memory_ends_with_the_wrapper_although_its_module_keeps_a_master(alive):
+    layer = convert_model(nn.BatchNorm2d(3)).double()
+    net = Net(lambda net, input: net.bn(input), bn=layer).cuda()
+    parallel = DataParallelWithCallback(net, [0, 1])
+    kept = []
+    net.bn.register_forward_hook(lambda module, *_: kept.append(module._sync_connection.pipe))
+    in_kept_memory(parallel, [0])
+    assert alive
+    del parallel
+    gc.collect()
+    assert kept
+    assert not alive
+
+
+@needs_two_gpus
+def test_copies_and_pickles_of_a_wrapper_have_memory_of_their_own():
+    import copy
+    import pickle
+
+    plain, parallel = pair_of([0, 1])
+    for other in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
+        assert_same_step(copy.deepcopy(plain), other, batches([0])[0])
+        assert other in workspaces._kept
+        assert workspaces._kept[other] is not workspaces._kept[parallel]
+
+
+@pytest.mark.parametrize("devices", [[0, 0], [0]], ids=str)
+def test_nothing_is_kept_for_one_device(devices, alive):
+    parallel = twins(TwoLayers().double(), devices)[1]
+    in_kept_memory(parallel, devices)
+    gc.collect()
+    assert not alive
+
+
+# Mistakes on purpose
+
+
+class EndsEarly(Lease):
+    """A lease that gives back what is needed for the backward pass."""
+
+    __slots__ = ()
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.__del__()
