@@ -235,9 +235,8 @@ class Copy:
                 parameter.addcmul_(_numbers_like(parameter, f"{index} {name}"), parameter.abs(), value=by)
 
 
-def _trains(parameter: Tensor) -> bool:
-    is_plain = parameter.layout == torch.strided and parameter.is_floating_point()
-    return parameter.requires_grad and is_plain and parameter.numel() > 0
+def _trains(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.layout == torch.strided and tensor.is_floating_point() and tensor.numel() > 0
 
 
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
@@ -314,9 +313,8 @@ def wrapper_like(wrapper: nn.DataParallel[Any] | None, module: nn.Module, replic
     object.__setattr__(parallel, "__class__", type(cls.__name__, bases, methods))
     kept = {*vars(nn.Module()), "device_ids", "output_device", "src_device_obj"}
     for name in vars(wrapper).keys() - kept:
-        value = vars(wrapper)[name]
-        is_bound = getattr(value, "__self__", None) is wrapper  # a method that was set on the object
-        parallel.__dict__[name] = value.__func__.__get__(parallel) if is_bound else value
+        held = vars(wrapper)[name]  # A method that was set on the object is bound to this wrapper.
+        parallel.__dict__[name] = held.__func__.__get__(parallel) if getattr(held, "__self__", 0) is wrapper else held
     parallel.__dict__["_modules"] = {**vars(wrapper)["_modules"], "module": module}
     parallel.overridden = [name for name in _METHODS if name in vars(wrapper) or getattr(cls, name) not in _USUAL]
     return parallel

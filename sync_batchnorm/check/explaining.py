@@ -5,7 +5,6 @@ A pass is recorded, and run once more with one thing as it is on one device; a c
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -275,7 +274,7 @@ def text_of_hooks(model: nn.Module) -> str:
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
             function = getattr(hook, "__func__", hook)
-            held = [getattr(hook, "__self__", None), *closure_of(function)] if type(function) is FunctionType else []
+            held = [getattr(hook, "__self__", None), *closure_of(function)] if hasattr(function, "__code__") else []
             for other in [value for value in held if isinstance(value, nn.Module)]:
                 words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
                 if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:

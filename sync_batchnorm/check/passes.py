@@ -54,8 +54,7 @@ class Passes:
         self.rows = list[Rows]()  # of the chunks
         self.begun: Mapping[str, int] = {}  # calls in the last pass on one device, by the name of the module
         if not self.path:
-            parallel = wrapper_like(self.wrapper, self.model, self.replicas)
-            self.note_rows(parallel, *copied(self.arguments, self.dtype))
+            self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
 
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
