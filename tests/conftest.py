@@ -10,6 +10,8 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,16 @@ def pytest_timeout_cancel_timer() -> bool | None:
         return None
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Run each test in a context of its own: what runs in a replica sets variables."""
+    function, pyfuncitem.obj = pyfuncitem.obj, partial(copy_context().run, pyfuncitem.obj)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = function
 
 
 def is_repetition(item: pytest.Item) -> bool:
