@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.ao.nn.quantized as quantized
 import torch.nn.functional as F
-from checked import quietly
 from helpers import (
     Net,
     anatomy,
@@ -24,12 +23,10 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     classes,
-    count_calls,
     doubles,
     randomize,
 )
 from torch import Tensor, nn
-from torch.ao import quantization
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import fuse_conv_bn_eval, parametrize
 
@@ -318,13 +315,6 @@ def test_a_copy_of_another_class_keeps_its_class():
     assert type(copy.deepcopy(net)[0]) is nn.Identity
 
 
-def test_a_layer_whose_weight_is_a_buffer_is_synchronized():
-    layer = nn.BatchNorm2d(3)
-    del layer.weight
-    layer.register_buffer("weight", torch.ones(3))
-    assert type(convert_model(layer)) is SynchronizedBatchNorm2d
-
-
 def left(net: nn.Module, convert: Callable[[nn.Module], nn.Module] = convert_model) -> str:
     """Convert, and return the one warning that there is."""
     with pytest.warns(UserWarning, match=r"_model left .* as they are, which .*, \d+ in all:\n- ") as caught:
@@ -371,16 +361,6 @@ def test_layers_in_a_plain_container_are_named(held, named):
         assert f"{3 if 'layers' in named else 1} in all:\n- {named}: in a plain list or dict, which torch" in message
         assert message.endswith("does not register; use nn.ModuleList or nn.ModuleDict")
     assert type(registered) is SynchronizedBatchNorm2d
-
-
-@pytest.mark.parametrize("held", [nested, lambda n: dict.fromkeys(range(n), 0.5)], ids=["deep", "long"])
-def test_each_item_of_a_plain_container_is_looked_at_once(held):
-    def calls(number: int) -> int:
-        net = Net(len, held=held(number))
-        return count_calls(lambda: quietly(convert_model, net))
-
-    calls(1)
-    assert calls(300) - calls(200) == calls(200) - calls(100) >= 100
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -633,16 +613,6 @@ def test_scripting_and_symbolic_tracing_take_a_reverted_model_with_its_layers_wh
     assert type(convert_model(traced).get_submodule("1")) is SynchronizedBatchNorm2d
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
-def test_fusing_wants_a_model_of_torch():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
-    for parts, fuse in ((["0", "1", "2"], quantization.fuse_modules), (["0", "1"], quantization.fuse_modules_qat)):
-        converted = convert_model(copy.deepcopy(net).train(fuse is quantization.fuse_modules_qat))
-        with pytest.raises(AssertionError, match=r"did not find fuser method for: .*SynchronizedBatchNorm2d"):
-            fuse(copy.deepcopy(converted), [parts])
-        assert isinstance(fuse(revert_model(converted), [parts])[1], nn.Identity)
-
-
 # Classes of a user's own
 
 
@@ -836,12 +806,4 @@ def test_the_context_decorates_a_function_and_ends_with_it_also_by_an_exception(
         build(True)
     assert_not_patched()
     assert type(build(False)) is SynchronizedBatchNorm2d
-    assert_not_patched()
-
-
-def test_nested_contexts_end_with_the_last():
-    with patch_sync_batchnorm():
-        with patch_sync_batchnorm():
-            assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
-        assert type(nn.BatchNorm2d(2)) is SynchronizedBatchNorm2d
     assert_not_patched()

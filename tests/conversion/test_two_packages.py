@@ -16,7 +16,7 @@ from scripted import WRAPPERS, TorchStyle
 from torch import nn
 
 import sync_batchnorm
-from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
+from sync_batchnorm import DataParallelWithCallback, patch_replication_callback
 
 PROJECT = "project_with_a_copy"
 COPY = f"{PROJECT}.norms"
@@ -134,25 +134,3 @@ def test_layers_of_the_older_library_are_refused_before_the_first_turn():
     assert_names_both(parallel, r"1 \(OlderLayer\)", "their.norms", "sync_batchnorm", doubles(4, 3))
     parallel.module[1].eval()
     parallel(doubles(4, 3))
-
-
-@pytest.mark.parametrize("name", ["own-parallel_apply", "own-forward"])
-def test_layers_of_the_older_library_exchange_in_replicas_that_run_at_once(name):
-    layer = OlderLayer(3)
-    WRAPPERS[name](layer)(torch.randn(6, 3))
-    assert layer.master.messages == [1, 1]
-
-
-def test_modules_that_share_anything_else_are_called_as_before():
-    class Sharing(nn.Module):
-        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
-            if copy_id == 0:
-                ctx.lock, ctx.numbers, ctx.queue = threading.Lock(), [], type("Queue", (), {})()
-            self.numbers = ctx.numbers
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            self.numbers.append(len(input))
-            return input + len(self.numbers)
-
-    parallel = DataParallelWithCallback(convert_model(nn.Sequential(Sharing(), nn.BatchNorm1d(3))), ["cpu"] * 2)
-    assert parallel(torch.randn(5, 3)).shape == (5, 3)

@@ -311,21 +311,6 @@ def test_replicas_that_disagree_are_told_what_they_have(wrap, change, odd):
     assert_equal(parallel(x, replica), parallel.module(x, replica), "output of the next forward")
 
 
-def test_tensor_hook_that_fails_in_a_backward_leaves_the_next_step_right(wrap):
-    def fail(grad: Tensor) -> None:
-        raise LookupError("the gradient")
-
-    def step(model: Scripted, x: Tensor) -> None:
-        x.register_hook(fail)
-
-    parallel = wrap(scripted((1, "between", step)))
-    x, replica = batch()
-    output = parallel(x.requires_grad_(), replica)
-    with pytest.raises(LookupError, match="the gradient"):
-        output.backward(torch.randn_like(output))
-    assert_next_forward_is_right(parallel, (1, 1))
-
-
 @pytest.mark.parametrize("name", ["wrapper", "patched"])
 def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     release = threading.Event()

@@ -54,12 +54,6 @@ def test_master_alone_exchanges_with_nobody_even_after_a_failure():
     assert master.run_master("own") == (0, [(0, "own")])
 
 
-def test_result_of_none_is_delivered():
-    master = SyncMaster(lambda messages: [(identifier, None) for identifier, _ in messages])
-    slave = master.register_slave(1)
-    assert together(lambda: slave.run_slave(1), lambda: master.run_master(0)) == [None, None]
-
-
 @pytest.mark.parametrize("identifier", [0, 1])
 def test_identifier_that_is_taken_is_refused(identifier):
     master = SyncMaster(everything)

@@ -236,13 +236,3 @@ def test_repr_shows_the_options_that_are_given():
     assert repr(layer).endswith(", eps_mode=clamp, group_size=2)")
     layer.group_size = 0  # which no layer takes, but an error message may show
     assert repr(layer).endswith(", eps_mode=clamp, group_size=0)")
-
-
-def test_moving_and_casting_between_forwards_works(devs):
-    plain, parallel = twins(TwoLayers(), devs)
-    for dtype in (torch.float64, torch.float32):
-        for module in (plain, parallel):
-            module.zero_grad()
-            module.to(dtype)
-        assert_same_step(plain, parallel, doubles(6, 3, 6, 6, devices=devs).to(dtype))
-    assert parallel.module.bn1.num_batches_tracked.dtype == torch.int64

@@ -295,67 +295,40 @@ def reentrant(net, x):
     return checkpoint(net.segment, x, use_reentrant=True)
 
 
-def reentrant_inside(net, x):
-    return net.run(lambda x: checkpoint(net.segment, x, use_reentrant=True), x)
-
-
-def reentrant_outside(net, x):
-    return checkpoint(lambda x: net.run(net.segment, x), x, use_reentrant=True)
-
-
 def bound_late(net, x):
     for bn in [*net.bns, *net.bns]:  # Of layers that are called once, torch notices nothing.
         x = net.run(lambda x: torch.tanh(bn(torch.tanh(x))), x)  # noqa: B023
     return x
 
 
-class Recomputing(torch.autograd.Function):
-    """Keeps no graph: its backward calls `function` again, on what `points` returns, and differentiates that."""
+class Reversible(torch.autograd.Function):
+    """Keeps no graph: its backward calls `function` again, and differentiates that."""
 
     @staticmethod
-    def forward(ctx, function, points, x, *parameters):
-        ctx.function, ctx.points = function, points
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
         ctx.save_for_backward(x, *parameters)
-        for _ in range(2 if points is along_a_path else 1):
-            x = x + 0.1 * function(x)
-        return x
+        return function(x)
 
     @staticmethod
     def backward(ctx, grad):
         x, *parameters = ctx.saved_tensors
-        for point in ctx.points(x):
-            with torch.enable_grad():
-                leaf = point.detach().requires_grad_()
-                output = leaf + 0.1 * ctx.function(leaf)
-            grad, *grads = torch.autograd.grad(output, (leaf, *parameters), grad)
-        return None, None, grad, *grads
-
-
-def at_the_input(x):  # as a reversible block, which makes it of its output
-    return [x]
-
-
-def along_a_path(x):  # as the adjoint method for differential equations, which solves another one, backwards
-    return [0.7 * x, x]
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            output = ctx.function(leaf)
+        return None, *torch.autograd.grad(output, (leaf, *parameters), grad)
 
 
 def reversible(net, x):
-    return Recomputing.apply(net.bn, at_the_input, net.conv(x), net.bn.weight, net.bn.bias)
-
-
-def adjoint(net, x):
-    return Recomputing.apply(net.bn, along_a_path, net.conv(x), net.bn.weight, net.bn.bias)
+    return Reversible.apply(net.bn, net.conv(x), net.bn.weight, net.bn.bias)
 
 
 BOUND_LATE = r"(?s)^(?!.*use_reentrant).*got 0 calls of bns\.1, replica \d that.*bind the loop variable"
 REFUSED = [
     (reentrant, "pass use_reentrant=False to torch"),
-    (reentrant_inside, "pass use_reentrant=False to torch"),
-    (reentrant_outside, "pass use_reentrant=False to torch"),
     (with_forces_inside, "If you call torch.autograd.grad through the layer yourself, do it outside the checkpoint"),
     (bound_late, BOUND_LATE),
     (reversible, r"Functions that recompute in their backward, as reversible blocks .*: keep such layers out of them"),
-    (adjoint, r"Functions that recompute in their backward, as .* odeint_adjoint .*: keep such layers out of them"),
 ]
 
 

@@ -117,14 +117,6 @@ def test_single_output_that_is_equal_in_all_replicas_needs_a_container():
         assert penalty(lambda mean: mean, None).shape == (2,)
 
 
-def test_hidden_state_of_an_lstm_is_cut_and_put_together_along_one_dimension():
-    net, frames, hidden = nn.LSTM(3, 8, batch_first=True).double(), doubles(5, 7, 3), doubles(2, 1, 5, 8).unbind()
-    output, states = DataParallelWithCallback(net, CPUS, in_dims={"hx": 1}, out_dims=(0, 1))(frames, hidden)
-    expected, expected_states = net(frames, hidden)
-    for actual, of_one_device in zip((output, *states), (expected, *expected_states), strict=True):
-        assert_equal(actual, of_one_device)
-
-
 def losses(net: Net, input: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(net.net(input), labels, reduction="none")
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -85,28 +84,6 @@ def test_copies_of_a_layer_of_a_replica_convert_themselves():
     _, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
     with torch.no_grad():  # Torch copies no parameters that are in a graph.
         assert parallel(doubles(4, 3)).shape == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("clear", "text"),
-    [
-        (lambda net: net.zero_grad(), "Calling .zero_grad"),
-        (lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0), "The .grad attribute of a Tensor"),
-    ],
-    ids=["zero_grad", "clip_grad_norm_"],
-)
-def test_gradients_are_not_those_of_a_replica_as_torch_says(devices, clear, text):
-    def forward(net, input):
-        if vars(net).get("_is_replica"):
-            clear(net)
-        return net.layer(net.bn(input))
-
-    plain, parallel = twins(Net(forward, bn=nn.BatchNorm1d(3), layer=nn.Linear(3, 3)).double(), devices)
-    with warnings.catch_warnings(record=True) as issued:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
-    assert any(text in str(warning.message) for warning in issued)
 
 
 SET = {
@@ -204,12 +181,3 @@ def test_copies_of_a_layer_of_a_replica_belong_to_no_replica(devices, way):
     parallel.module.function = forward
     data = doubles(4, 3, devices=devices)
     assert_equal(parallel(data), plain(data))
-
-
-def test_modules_that_belong_to_no_replica_are_converted_as_by_torch():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    parameters = list(model.parameters())
-    assert model.double() is model
-    assert all(parameter is other for parameter, other in zip(model.parameters(), parameters, strict=True))
-    assert {tensor.dtype for tensor in parameters} == {torch.float64}
-    assert model.to("meta")[0].weight.device.type == "meta"

@@ -145,13 +145,6 @@ def test_forward_that_is_bound_to_a_module_runs_in_its_replica(devices, kind):
     assert_trains_as_one_device(Bound(BINDINGS[kind]), devices, 6, 3)
 
 
-def test_method_of_a_module_without_submodules_is_bound_to_its_replica():
-    net = nn.Sequential(nn.ReLU())
-    net[0].forward = types.MethodType(nn.ReLU.forward, net[0])
-    for replica in make_replicas(net, as_devices(["cpu"] * 2), False):
-        assert replica[0].forward.__self__ is replica[0]
-
-
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # but with simulated GPUs
 @pytest.mark.parametrize("net", [Unused, recurrent, computing])
 def test_modules_of_any_kind_train_in_replicas(devs, net):
@@ -301,14 +294,3 @@ def test_collector_is_disabled_only_while_replicas_are_built(is_enabled, fails):
     finally:
         (gc.enable if was_enabled else gc.disable)()
     assert seen == ([False] if fails else [False, False]) + [is_enabled]
-
-
-def test_collector_stays_enabled_if_another_thread_enables_it_meanwhile(monkeypatch):
-    def look():
-        monkeypatch.undo()
-        gc.enable()  # as the other thread does, whose replicas are built now
-        return False
-
-    monkeypatch.setattr(gc, "isenabled", look)  # while the other thread builds its replicas
-    make_replicas(nn.Linear(2, 2), as_devices(["cpu"] * 2), detach=False)
-    assert gc.isenabled()

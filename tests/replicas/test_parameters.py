@@ -1,9 +1,7 @@
 """Parameters of replicas: the gradient that each has, and what is noticed when they change."""
 
-import gc
 import threading
 import warnings
-import weakref
 from functools import partial
 from typing import Any
 
@@ -192,27 +190,6 @@ def test_sparse_parameters_are_shared_by_replicas_on_the_cpu(trained):
     assert_equal(parallel.module.bn.weight.grad, plain.bn.weight.grad)
     if trained:
         assert_equal(parallel.module.graph.grad.to_dense(), plain.graph.grad.to_dense())
-
-
-def test_replicas_that_return_their_parameters_keep_none_alive(devices):
-    _, parallel = twins(Net(lambda net, input: (net.layer(input), net.layer.weight), layer=nn.Linear(3, 3)), devices)
-    weight = weakref.ref(parallel.module.layer.weight)
-    parallel(torch.randn(4, 3))[1].sum().backward()
-    del parallel
-    gc.collect()
-    assert weight() is None
-
-
-@local
-def test_parameters_that_no_backward_needs_may_change_before_it(devices):
-    plain, parallel = twins(scaling(lambda net, input: input + net.weight).double(), devices)
-    input = doubles(6, 4, devices=devices)
-    grad = doubles(6, 4, devices=devices)
-    for model in (plain, parallel):
-        output = model(input)
-        change(next(model.parameters()))
-        output.backward(grad)
-    assert_equal(parallel.module.weight.grad, plain.weight.grad)
 
 
 def counts(net: Net, input: Tensor) -> Tensor:

@@ -181,19 +181,6 @@ def test_replicas_run_in_the_modes_of_the_caller(mode, name):
     assert modes()[:2] == (True, False)
 
 
-@pytest.mark.parametrize("made", ["by the wrapper", "by hand"])
-@pytest.mark.parametrize("mode", MODES)
-def test_replicas_run_in_the_modes_of_the_call_and_not_of_their_making(mode, made):
-    module = observer()
-    parallel = DataParallelWithCallback(module, ["cpu"] * 2)
-    replicas = [copy.copy(module) for _ in range(2)]  # which note what they see in one list
-    if made == "by the wrapper":
-        replicas = parallel.replicate(module, ["cpu"] * 2)
-    with MODES[mode]():
-        parallel.parallel_apply(replicas, [(torch.randn(2),)] * 2, [{}] * 2)
-        assert module.seen == [modes()] * 2
-
-
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_end_of_an_iterator_in_a_replica_is_an_error_of_the_caller_and_ends_no_loop_of_it(name):
     def look(net: nn.Module, input: Tensor) -> None:

@@ -160,16 +160,6 @@ def scripted():
         return torch.jit.script(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2))))
 
 
-class Delegating(DataParallelWithCallback):
-    """Finds attributes of its module, as many projects do."""
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
 @pytest.mark.parametrize("way", WRAPS)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda parallel: pickle.loads(pickle.dumps(parallel))])
 def test_copies_of_a_wrapper_run(way, copied):
@@ -179,11 +169,6 @@ def test_copies_of_a_wrapper_run(way, copied):
     assert_equal(other(input), parallel(input))
     with pytest.raises(AttributeError, match="the module has it"):
         other.number  # noqa: B018
-
-
-def test_subclass_may_hand_on_the_attributes_of_its_module():
-    parallel = Delegating(Backbone(), ["cpu"] * 2)
-    assert (parallel.number, parallel.body) == (3, parallel.module.body)
 
 
 def test_single_chunk_runs_the_module_itself(monkeypatch):
@@ -226,9 +211,3 @@ def test_keyword_arguments_may_have_any_names():
     names = ("input", "inputs", "kwargs", "module", "replicas", "device_ids")
     given = {name: doubles(5, 3) for name in names}
     assert_equal(parallel(**given), plain(**given))
-
-
-def test_wrapper_without_its_module_has_no_attributes_of_it():
-    parallel = DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2)
-    parallel.module = None
-    assert not hasattr(parallel, "weight")
