@@ -98,6 +98,8 @@ setup(
             "torchinfo==1.8.0",  # and what a summary, an attribution and a check of privacy say of a wrapper
             "captum==0.9.0",
             "opacus==1.6.0",
+            "thop==0.1.1.post2209072238",
+            "ptflops==0.7.5",
         ],
         "test": [
             *EXAMPLES,

@@ -100,10 +100,10 @@ def check_replicable(wrapper: nn.Module, module: nn.Module) -> None:
         )
     compiled_type = compiled_module_type()
     named = names_of_modules(module).items() if compiled_type else ()
-    compiled = [name or "the module itself" for child, name in named if isinstance(child, compiled_type)]
+    compiled = [repr(name) if name else "the model" for child, name in named if isinstance(child, compiled_type)]
     if compiled:  # A replica of it would share its dictionary, and both would lose their submodules (torch 2.13).
         raise RuntimeError(
-            f"expected modules that can be replicated, but got {compiled[0]!r} from torch.compile; "
+            f"expected modules that can be replicated, but {compiled[0]} is what torch.compile returned; "
             "put the original module, its attribute _orig_mod, back in its place, and compile functions that its "
             "forward calls"
         )

@@ -600,6 +600,23 @@ def test_a_summary_takes_the_module_of_a_wrapper(recipe):
     assert recipe.net[1].training
 
 
+@pytest.mark.parametrize("recipe", ["thop"], indirect=True)
+def test_counters_that_look_up_classes_take_a_reverted_copy(recipe):
+    thop, ptflops = pytest.importorskip("thop"), pytest.importorskip("ptflops")
+    image = recipe.batch[:1]
+    counters = [
+        lambda net: thop.profile(net, (image,), verbose=False)[0],
+        lambda net: ptflops.get_model_complexity_info(
+            net, (3, 8, 8), print_per_layer_stat=False, as_strings=False, backend="pytorch"
+        )[0],
+    ]
+    for count in counters:
+        converted, reverted = copy.deepcopy(recipe.net), revert_model(copy.deepcopy(recipe.net))
+        assert count(converted) < count(reverted)
+    counters[0](recipe.net)
+    assert any("total_ops" in name for name, _ in recipe.net.named_buffers())
+
+
 @pytest.mark.parametrize("recipe", ["captum"], indirect=True)
 def test_attributions_are_those_of_the_module_of_a_wrapper(recipe):
     from captum.attr import DeepLift, IntegratedGradients, LayerGradCam

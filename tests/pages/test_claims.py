@@ -1,14 +1,16 @@
 """What pages say in words, tried: accumulation, averages, loops over rows, `squeeze`, choices, norms of a sample."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from conftest import device_lists
+from conftest import device_lists, needs_two_gpus
 from helpers import AdaIN, Freezes, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from sync_batchnorm import (
@@ -218,3 +220,104 @@ def test_norm_that_is_right_as_it_is_can_be_left_out(net, ignore):
         assert_synchronized(parallel)
     assert_synchronized(parallel, ignore=[ignore])
     assert_matches_one_device(parallel, torch.randn(3, 3, 4, 4))
+
+
+def _refuses(parallel: nn.Module, *batch: Any, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        assert_matches_one_device(parallel, *batch)
+
+
+def test_points_of_clouds_in_one_tensor_are_cut_by_points():
+    def pooled(net: Net, points: Tensor, of_cloud: Tensor) -> Tensor:
+        features = net.net(points)
+        return features.new_zeros(3, 4).index_add(0, of_cloud, features)
+
+    of_cloud = torch.arange(3).repeat_interleave(torch.tensor([4, 2, 5]))
+    net = synchronized(Net(pooled, net=_net().float()))
+    _refuses(net, torch.randn(11, 6), of_cloud, match=r"depends on other samples|outputs differ")
+
+
+@pytest.mark.parametrize(
+    ("put_together", "is_right"), [(torch.cat, False), (tuple, True), (lambda views: torch.stack(views, 1), True)]
+)
+def test_two_rows_for_each_sample_are_no_output(put_together, is_right):
+    net = Net(lambda net, *views: put_together([net.net(view) for view in views]), net=_net().float())
+    views = torch.randn(3, 6), torch.randn(3, 6)
+    if is_right:
+        assert_matches_one_device(synchronized(net), *views)
+    else:
+        _refuses(synchronized(net), *views, match="outputs differ")
+
+
+def test_halves_of_a_batch_are_chosen_by_a_mask():
+    def by_halves(net: Net, input: Tensor) -> Tensor:
+        source, target = input.chunk(2)
+        return torch.cat([net.bn(source), target])
+
+    def by_mask(net: Net, input: Tensor, is_source: Tensor) -> Tensor:
+        output = input.clone()
+        output[is_source] = net.bn(input[is_source])
+        return output
+
+    input, is_source = torch.randn(6, 3), torch.arange(6) < 3
+    _refuses(synchronized(Net(by_halves, bn=nn.BatchNorm1d(3))), input, match="depends on its place")
+    assert_matches_one_device(synchronized(Net(by_mask, bn=nn.BatchNorm1d(3))), input, is_source)
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_rows_of_replicas_are_those_of_torch_chunk(rows):
+    sizes: list[int] = []
+    net = Net(lambda net, input: sizes.append(len(input)) or input)
+    DataParallelWithCallback(net, ["cpu"] * 4)(doubles(rows, 3))
+    size = math.ceil(rows / 4)
+    assert sizes == [len(chunk) for chunk in torch.arange(rows).chunk(4)]
+    assert sizes == [min(size, rows - first) for first in range(0, rows, size)]
+
+
+def test_functional_call_takes_the_module_or_runs_in_replicas():
+    plain, parallel = twins(_net(), CPUS)
+    input = doubles(5, 6)
+    weights = {name: torch.randn_like(weight).requires_grad_() for name, weight in plain.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"The stateless API can't be used with nn\.DataParallel module"):
+        functional_call(parallel, {f"module.{name}": weight for name, weight in weights.items()}, (input,))
+    inside = Net(lambda net, input, weights: functional_call(net.net, weights, (input,)), net=parallel.module)
+    inside = DataParallelWithCallback(inside, CPUS, in_dims={"args": (0, None)})
+    outputs = functional_call(plain, weights, (input,)), inside(input, weights)
+    outputs += (functional_call(parallel.module, weights, (input,)),)
+    expected, *others = (
+        [output, *torch.autograd.grad(output.sin().sum(), list(weights.values()))] for output in outputs
+    )
+    for results in others:
+        for actual, of_one_device in zip(results, expected, strict=True):
+            assert_equal(actual, of_one_device)
+
+
+def test_wrapper_inside_a_model_is_replaced_to_name_devices():
+    net = convert_model(nn.Sequential(nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))))
+    net[0] = DataParallelWithCallback(net[0].module, CPUS)
+    assert_synchronized(net, replicas=2)
+
+
+@needs_two_gpus
+def test_replicas_of_the_function_data_parallel_are_not_connected():
+    net = convert_model(nn.BatchNorm1d(3)).cuda()
+    with pytest.warns(UserWarning, match="run in replicas that are not connected"):
+        nn.parallel.data_parallel(net, torch.randn(4, 3, device="cuda"), range(2))
+
+
+def test_cache_that_the_first_batch_fills_is_not_seen_by_the_check():
+    cache: dict[str, Tensor] = {}
+    net = Net(lambda net, input: net.net(input - cache.setdefault("mean", input.detach().mean(0))), net=_net().float())
+    assert_matches_one_device(synchronized(net), torch.randn(3, 6))
+    cache.clear()
+    synchronized(net)(batch := torch.randn(3, 6))
+    assert (cache["mean"] - batch.mean(0)).abs().max() > 1e-3
+
+
+def test_backward_pass_in_forward_frees_the_graphs_of_all_replicas():
+    parallel = synchronized(Net(lambda net, input: net.net(input).sin().mean(1).sum().backward(), net=_net()))
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        parallel(doubles(4, 6))
+    loss = synchronized(_net())(doubles(4, 6)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()

@@ -143,7 +143,7 @@ def test_compiled_submodules_are_refused_and_stay_whole(devices):
     first = parallel.module[0]
     parallel.module[0] = torch.compile(first, backend="eager")
     before = list(parallel.state_dict())
-    message = r"expected modules that can be replicated, but got '0' from torch\.compile"
+    message = r"expected modules that can be replicated, but '0' is what torch\.compile returned"
     with pytest.raises(RuntimeError, match=message):
         parallel(doubles(4, 3, 6, 6, devices=devices))
     assert list(parallel.state_dict()) == before
