@@ -524,7 +524,7 @@ TORCHRUN = "torchrun --nproc-per-node 2"
 def test_the_command_of_a_recipe_starts_two_processes_that_are_one_device(package, name, command, tmp_path):
     pytest.importorskip(package)
     code = code_of(name)
-    assert re.search(rf"[` ]{command} \S+\.py", PAGE.read_text(encoding="utf-8") if name == "lightning" else code)
+    assert re.search(rf"[` ]{command}[` ]", code)
     code += AFTER.format("" if name == "accelerate" else ", processes=2")
     run_program(tmp_path, code, *((*LAUNCHER, "2") if command == TORCHRUN else ()))
     first = torch.Generator().manual_seed(0)  # that of the sampler of Lightning in the first epoch
@@ -551,7 +551,7 @@ torch.save(train(ResNetForImageClassification(config).double(), data, 12).state_
 @pytest.mark.slow
 def test_a_plain_trainer_in_two_processes_trains_to_the_numbers_of_one(tmp_path):
     pytest.importorskip("transformers")
-    assert f"`{TORCHRUN} program.py`" in PAGE.read_text(encoding="utf-8")
+    assert f"{TORCHRUN} docs/examples" in code_of("transformers_in_processes")
     states = []
     for processes in ("1", "2"):
         run_program(tmp_path, code_of("transformers_in_processes") + TRAIN, *LAUNCHER, processes)

@@ -59,7 +59,6 @@ ELSEWHERE = {  # by whom or why not
     re.escape(PROFILE): "test_profile_that_a_page_records_is_summarized_by_its_command",
     r"(torchrun --nproc-per-node 2|python) docs/examples/train_digits_ddp\.py": "processes/test_distributed.py",
     r"torchrun .*train\.py": "processes/test_distributed.py",
-    r"(torchrun --nproc-per-node 2|python) program\.py": "libraries/test_frameworks.py",
     r"diff .*|rm .*|cp .*": "conversion/test_copied_folder.py has a folder of this package in the place of another",
     r"grep .*": "conversion/test_import_lines.py",
     r"python -m pytest( .*)?": "they are these tests",
