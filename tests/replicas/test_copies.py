@@ -294,3 +294,14 @@ def test_collector_is_disabled_only_while_replicas_are_built(is_enabled, fails):
     finally:
         (gc.enable if was_enabled else gc.disable)()
     assert seen == ([False] if fails else [False, False]) + [is_enabled]
+
+
+def test_collector_stays_enabled_if_another_thread_enables_it_meanwhile(monkeypatch):
+    def look():
+        monkeypatch.undo()
+        gc.enable()  # as the other thread does, whose replicas are built now
+        return False
+
+    monkeypatch.setattr(gc, "isenabled", look)  # while the other thread builds its replicas
+    make_replicas(nn.Linear(2, 2), as_devices(["cpu"] * 2), detach=False)
+    assert gc.isenabled()
