@@ -37,7 +37,8 @@ GROUPS = {
     ],
     "Errors": ["ReplicaSyncError"],
 }
-NOT_CALLED = ("SlavePipe",)  # users get one from another object
+# Users get a pipe from another object; the layers have the arguments of `SynchronizedBatchNorm`.
+WITHOUT_SIGNATURE = ("SlavePipe", *(f"SynchronizedBatchNorm{n}d" for n in (1, 2, 3)))
 METHODS = {"SyncMaster": ["register_slave", "run_master", "nr_slaves"], "SlavePipe": ["run_slave"]}
 SECTIONS = ("Example", "Args", "Shape", "Returns", "Raises", "Warns")
 INTRODUCTION = """\
@@ -86,7 +87,7 @@ def section_of(name: str) -> str:
 def described(name: str, documented: Any) -> Iterator[str]:
     """Yield the blocks of one signature and docstring."""
     parameters = parameters_of(name, documented)
-    if parameters is not None and name not in NOT_CALLED:
+    if parameters is not None and name not in WITHOUT_SIGNATURE:
         yield f"```text\n{signature_of(name, parameters)}\n```"
     text = inspect.cleandoc(documented.__doc__ or "")
     pieces = re.split(rf"^({'|'.join(SECTIONS)}):\n", text, flags=re.MULTILINE)

@@ -40,12 +40,10 @@ def assert_matches_one_device(
 
     Two copies of the model, in its modes, take three passes on the CPU, in float64, two of them with a backward pass;
     parameters move a little before each. Outputs, the loss, gradients, parameters and persistent buffers may differ by
-    a millionth of their largest value, or by what rounding moves. Switched off are dropout of torch, stochastic depth
-    and layer drop of torchvision, timm, transformers, monai and segmentation_models_pytorch, and the `drop_prob` of
-    classes called DropPath. The model, and the random states of torch, Python and NumPy, stay as they are. A hook that
-    writes elsewhere also does so for the copies. ``2 * replicas - 1`` small images are enough, and make unequal chunks.
-    It compares the model with itself: what is wrong in the same way on one device passes, as a loss, or a `scatter` of
-    yours that sorts the rows. "What differs from one device" on the page "Diagnosing" explains the messages.
+    a millionth of their largest value, or by what rounding moves. Dropout and stochastic depth are switched off. The
+    model, and the random states of torch, Python and NumPy, stay as they are. A hook that writes elsewhere also does so
+    for the copies. ``2 * replicas - 1`` small images are enough, and make unequal chunks. What is wrong in the same way
+    on one device passes. See "What differs from one device" on the page "Diagnosing".
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
@@ -64,8 +62,8 @@ def assert_matches_one_device(
         AssertionError: if they differ; it names the first module whose inputs agree and whose output does not, or
             what else differs, by how much, where, and the cause, if an experiment tells it. Also if only replicas
             raise an error; what the copy on one device raises gets a note.
-        TypeError, ValueError: for bad arguments, as a module that contains the wrapper, a `loss` that is no scalar or
-            has no gradient, and a batch of fewer than two chunks.
+        TypeError, ValueError: for bad arguments, a `loss` that is no scalar or has no gradient, and a batch of fewer
+            than two chunks.
         RuntimeError: if the model cannot be copied, or `torch.distributed` joins this process with others.
 
     Warns:

@@ -86,8 +86,7 @@ def convert_model(
     Raises:
         TypeError, ValueError: for bad options, before anything is changed. Also if a class in `classes` is not derived
             from both the class that it replaces and a synchronized class, or if it has the `forward` of a synchronized
-            layer although the replaced class defines its own. Whether its `forward` synchronizes is not checked here,
-            but by `assert_matches_one_device`.
+            layer although the replaced class defines its own.
 
     Warns:
         UserWarning: one warning that names the batch norms that were found and not converted, why, and what to do, see

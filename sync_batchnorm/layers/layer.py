@@ -239,8 +239,7 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
     In training mode, mean and biased variance are those of all replicas of a `DataParallelWithCallback`, or of all
     processes, weighted by elements. Each such call updates the running statistics and the counter of the wrapped module
     once, in place, with the unbiased variance. In eval mode, and with a single replica in a single process, the layer
-    behaves like the layer of torch that it inherits from. Replicas without running statistics use the statistics of
-    their whole batch in eval mode, too; processes then do not synchronize.
+    behaves like that of torch. Without running statistics, replicas synchronize in eval mode, too; processes do not.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), SynchronizedBatchNorm(8), nn.ReLU())

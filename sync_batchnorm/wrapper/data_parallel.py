@@ -220,19 +220,17 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
         TypeError, ValueError: for arguments of a wrong type, a bad `timeout`, `device_ids` of different kinds, and
             `in_dims` of arguments that `forward` does not have; from a call, if what it is given or what the replicas
             return cannot be cut into chunks or put together, see "Arguments and outputs" on the page "Usage".
-        RuntimeError: from a call, if a parameter or buffer is not on the first of `device_ids`, if the module cannot be
-            replicated or is traced, if copies between devices lose data, if shapes of outputs do not fit, if a replica
-            trains a synchronized layer that is not its own, see "Layers that do not belong to the replica" on the page
-            "Troubleshooting", or if several replicas would exchange with other processes, see "Several processes" on
-            the page "Processes and machines".
+        RuntimeError: from a call, for example if a parameter or buffer is not on the first of `device_ids`, if the
+            module cannot be replicated or is traced, if shapes of outputs do not fit, or if a replica trains a
+            synchronized layer that is not its own, see "Layers that do not belong to the replica" on the page
+            "Troubleshooting".
         ReplicaSyncError: from a call, if the replicas cannot exchange. Any other exception of a replica is raised, too
             (a `StopIteration` as a `RuntimeError`).
 
     Warns:
         UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
-            layer or other module that exchanges; of some lists that `in_dims` does not name, see "Arguments that are
-            not cut by rows" on the page "Usage"; and of what `forward` loses, what hooks set on the model, and replicas
-            that stay, see "Gradients and parameters" on the page "Troubleshooting".
+            module that exchanges; of some lists that `in_dims` does not name; and of what `forward` loses, what hooks
+            set on the model, and replicas that stay, see "Gradients and parameters" on the page "Troubleshooting".
     """
 
 
