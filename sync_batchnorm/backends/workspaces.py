@@ -42,6 +42,7 @@ class Workspace:
 
     pairs: Tensor | None = None  # of all replicas, (R, 2, C), on the first device
     packed: Tensor | None = None  # a single pair, (2, C), on the first device
+    flat: Tensor | None = None  # its view, (2 * C,)
 
     def stack(self, pairs: Sequence[Sequence[Tensor]]) -> Tensor:
         """Set `pairs` to these on the first device, and `halves` to their first and their second vectors, ``(R, C)``.
@@ -62,9 +63,13 @@ class Workspace:
         if self.packed is None:
             self._copies = [packed.to(device, non_blocking=True) for device in devices[1:]]
             there = zip(devices, (packed, *self._copies), strict=True)
-            self._spread, self.packed = {device: copy.unbind() for device, copy in there}, packed
+            self._spread = {device: copy.view(2, -1).unbind() for device, copy in there}
+            self.packed, self.flat = packed.view(2, -1), packed.view(-1)
+            self._copies = [copy.view(-1) for copy in self._copies]
+        elif len(self._copies) == 1:
+            self._copies[0].copy_(self.flat, non_blocking=True)
         else:
-            foreach_copy(self._copies, [packed] * len(self._copies), non_blocking=True)
+            foreach_copy(self._copies, [self.flat] * len(self._copies), non_blocking=True)
         return self._spread
 
 

@@ -155,7 +155,7 @@ def _on_devices(pair: list[Tensor], devices: Sequence[torch.device], space: Work
     """Return `pair`, which is on the first of `devices`, on each of them."""
     if len(devices) == 1:
         return {devices[0]: pair}
-    return space.spread(torch.stack(pair, out=space.packed), devices)
+    return space.spread(torch.cat(pair, out=space.flat), devices)
 
 
 def _parameters_differ(parts: Sequence[Part]) -> bool:

@@ -4,6 +4,7 @@ Counted on simulated GPUs, where a launch is one operator: an operator that real
 parts counts as its parts. ``python -m pytest --simulated-gpus 4 tests/gpus/test_gpu_costs.py -s`` prints all that ran.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import CUDA_COUNT
-from helpers import FORMATS, as_devices, assert_equal, twins
+from helpers import FORMATS, as_devices, assert_equal, run_parts, twins
 from simulated_gpus import Recording, recording
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, sync_moments
 
@@ -64,6 +66,57 @@ def step(
     with recording() as backward:
         torch.autograd.backward(outputs, grads)
     return forward, backward
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators, views included, which cost the host as much as a launch."""
+
+    def __init__(self, operators: list[str]) -> None:
+        super().__init__()
+        self.operators = operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(nn.Module):
+    """A layer of which each replica counts its operators."""
+
+    operators: list[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, input: Tensor) -> Tensor:
+        with Counting(self.operators):
+            output: Tensor = self.bn(input)
+        return output
+
+
+# A layer with running statistics, in its second step: all operators of its forward pass, and those of its node.
+OPERATORS = {"[0, 1]": (11, 11), "[0, 1, 2, 3]": (19, 21), "[0, 1, 2, 3, 4, 5, 6, 7]": (35, 41)}
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name in OPERATORS])
+def test_layer_takes_no_more_operators_than_the_table_says(name):
+    parallel = twins(Counted(), DEVICES[name])[1]
+    for _ in range(2):
+        forward: list[str] = []
+        backward: list[str] = []
+        parallel.module.operators = forward
+        # No leaves, of which a layer makes a view.
+        parts = [
+            torch.randn(3, CHANNELS, 6, 5, device=gpu, requires_grad=True) * 1 for gpu in as_devices(DEVICES[name])
+        ]
+        outputs = run_parts(parallel, parts)
+        grads = list(map(torch.randn_like, outputs))
+        with Counting(backward):
+            torch.autograd.grad(outputs, parts, grads)
+    for found, most in zip((forward, backward), OPERATORS[name], strict=True):
+        print(len(found), Counter(found))
+        assert 0 < len(found) <= most
 
 
 def layer(name: str, **options: Any) -> DataParallelWithCallback:

@@ -10,6 +10,7 @@ import threading
 import weakref
 
 import pytest
+import simulated_gpus
 import torch
 from conftest import device_lists, needs_two_gpus
 from helpers import (
@@ -407,11 +408,47 @@ def test_nothing_is_kept_for_one_device(devices, alive):
 # Mistakes on purpose
 
 
-class EndsEarly(Lease):
-    """A lease that gives back what is needed for the backward pass."""
+@needs_two_gpus
+@pytest.mark.parametrize(
+    "passes",
+    [
+        test_backward_passes_of_several_forward_passes_may_come_in_any_order,
+        test_graph_that_is_retained_has_the_same_gradients_again_after_other_passes,
+    ],
+    ids=["several", "retained"],
+)
+def test_memory_that_is_given_back_too_early_is_noticed(passes, monkeypatch):
+    def init(lease, *args):
+        take(lease, *args)
+        Lease.__del__(lease)
 
-    __slots__ = ()
+    take = Lease.__init__
+    monkeypatch.setattr(Lease, "__init__", init)
+    order = {"order": (0, 1, 2)} if "several" in passes.__name__ else {}
+    with pytest.raises(AssertionError, match="gradient|close"):
+        passes([0, 1], **order)
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.__del__()
+
+@needs_two_gpus
+@pytest.mark.simulated
+@pytest.mark.parametrize(("method", "waits"), [("stack", "before"), ("stack", "after"), ("spread", "after")])
+def test_memory_that_is_used_on_a_side_stream_is_noticed(method, waits, monkeypatch):
+    def apart(workspace, *args):
+        here = torch.cuda.current_stream()
+        if waits == "before":
+            side.wait_stream(here)
+        with torch.cuda.stream(side):
+            result = use(workspace, *args)
+        if waits == "after":
+            here.wait_stream(side)
+        return result
+
+    parallel = twins(TwoLayers().double(), [0, 1])[1]
+    in_kept_memory(parallel, [0])
+    assert simulated_gpus.reports() == []
+    use, side = getattr(Workspace, method), torch.cuda.Stream()
+    monkeypatch.setattr(Workspace, method, apart)
+    in_kept_memory(parallel, [0])
+    assert any(f"cuda:0 stream {side.stream_id}" in report for report in simulated_gpus.reports())
+    del parallel
+    simulated_gpus.settle()
