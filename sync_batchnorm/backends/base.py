@@ -149,16 +149,16 @@ class BatchStatistics(NamedTuple):
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
     def totals(self, sums: Sequence[Statistics], workspace: Workspace) -> Tensor:
-        """Add up the pairs of sums of all replicas and processes: ``(2, C)``."""
-        pairs = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master]))])
-        return self.completed(torch.sum(pairs, 0, out=workspace.packed))
+        """Add up the pairs of sums of all replicas and processes, the second vectors after the first: ``(2 * C,)``."""
+        rows = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master]))])
+        return self.completed(torch.sum(rows, 0, out=workspace.flat))
 
     def completed(self, total: Tensor) -> Tensor:
         """Add up the totals of all processes; the second one, of what depends on the variance, is zero where eps is."""
         if self.reduce is not None:
             total = self.reduce(total)
         if self.clamped is not None:
-            total[1].masked_fill_(self.clamped, 0)
+            total.view(2, -1)[1].masked_fill_(self.clamped, 0)
         return total
 
 
@@ -279,7 +279,7 @@ class Backend:
 
 def _input_gradient(part: BackwardPart, normalized: Tensor, invstd: Tensor, terms: Tensor) -> Tensor:
     """Return the gradient of the input of one replica, from its normalized input, and the `terms` of all replicas."""
-    of_bias, of_weight = terms.to(part.input.device, non_blocking=True)
+    of_bias, of_weight = terms.to(part.input.device, non_blocking=True).chunk(2)
     # The first operand determines the memory format: that of the input.
     grad_input = normalized * -per_channel(of_weight, normalized) - per_channel(of_bias, normalized)
     if part.grad_output is not None:
@@ -309,7 +309,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
         sums.append(sent_to(pair, batch.master))
     moments = batch.totals(sums, Workspace()) / batch.divisor
     # About a constant, the mean of the forward: so mean and variance are exact in derivatives of any order.
-    first, second = moments - moments.detach()  # zeros, in the graph
+    first, second = (moments - moments.detach()).chunk(2)  # zeros, in the graph
     mean, invstd = batch.mean_invstd[batch.master]
     change = second - first.square()  # of the variance
     if batch.clamped is not None:

@@ -144,8 +144,8 @@ def _stacked(
     if isinstance(counts, Tensor):
         return as_pair(statistics[0]), counts.clamp(min=_NEARLY_ZERO)
     filled = [(pair, count) for pair, count in zip(statistics, counts, strict=True) if count]
-    pairs = workspace.stack([pair for pair, _ in filled])
-    return workspace.halves, _counts(pairs.device, tuple([count for _, count in filled]), pairs.dtype)
+    rows = workspace.stack([pair for pair, _ in filled])
+    return workspace.halves, _counts(rows.device, tuple([count for _, count in filled]), rows.dtype)
 
 
 def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:

@@ -40,36 +40,28 @@ def kept_by(wrapper: Any) -> ref[Kept]:
 class Workspace:
     """The memory of an exchange. What is first put into it makes it; what comes later is written into it."""
 
-    pairs: Tensor | None = None  # of all replicas, (R, 2, C), on the first device
-    packed: Tensor | None = None  # a single pair, (2, C), on the first device
-    flat: Tensor | None = None  # its view, (2 * C,)
+    rows: Tensor | None = None  # a pair of vectors of each replica, (R, 2 * C), on the first device
+    flat: Tensor | None = None  # what goes to all devices, (2 * C,), on the first one
 
     def stack(self, pairs: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Set `pairs` to these on the first device, and `halves` to their first and their second vectors, ``(R, C)``.
-
-        Each of them is two vectors, or a single one with both.
-        """
+        """Set `rows` to these pairs, of which each is two vectors, or a single one with both; set `halves` of them."""
         vectors = [vector for pair in pairs for vector in pair]
-        if self.pairs is None or len(self.pairs) != len(pairs):
+        if self.rows is None or len(self.rows) != len(pairs):
             flat = torch.cat(vectors)
-            stacked = flat.view(len(pairs), 2, -1)
-            self._flat, self.pairs, self.halves = flat, stacked, stacked.unbind(1)
+            rows = flat.view(len(pairs), -1)
+            self._stacked, self.rows, self.halves = flat, rows, rows.chunk(2, 1)  # (R, C) each
         else:
-            torch.cat(vectors, out=self._flat)
-        return self.pairs
+            torch.cat(vectors, out=self._stacked)
+        return self.rows
 
-    def spread(self, packed: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Sequence[Tensor]]:
-        """Return the two vectors of `packed` on each of `devices`. It is on the first, in its place if it has one."""
-        if self.packed is None:
-            self._copies = [packed.to(device, non_blocking=True) for device in devices[1:]]
-            there = zip(devices, (packed, *self._copies), strict=True)
-            self._spread = {device: copy.view(2, -1).unbind() for device, copy in there}
-            self.packed, self.flat = packed.view(2, -1), packed.view(-1)
-            self._copies = [copy.view(-1) for copy in self._copies]
-        elif len(self._copies) == 1:
-            self._copies[0].copy_(self.flat, non_blocking=True)
+    def spread(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Sequence[Tensor]]:
+        """Return the two vectors of `flat` on each of `devices`. It is on the first one, in its place if it has one."""
+        if self.flat is None:
+            self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
+            there = zip(devices, (flat, *self._copies), strict=True)
+            self._spread, self.flat = {device: copy.chunk(2) for device, copy in there}, flat
         else:
-            foreach_copy(self._copies, [self.flat] * len(self._copies), non_blocking=True)
+            foreach_copy(self._copies, [flat] * len(self._copies), non_blocking=True)
         return self._spread
 
 

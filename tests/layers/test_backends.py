@@ -107,7 +107,7 @@ class Plain(Backend):
         totals = batch.totals(sums, base.Workspace()) / batch.elements
         results = []
         for part, x, parameters in zip(parts, normalized, of_parameters, strict=True):
-            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device))
+            mean_dy, mean_dy_xmu = (base.per_channel(v, x) for v in totals.to(part.input.device).chunk(2))
             weight = 1 if part.weight is None else base.per_channel(part.weight, x)
             dy = torch.zeros_like(x) if part.grad_output is None else part.grad_output * weight
             invstd = base.per_channel(batch.mean_invstd[part.input.device][1], x)
