@@ -27,8 +27,7 @@ def assert_synchronized(
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
     the whole batch. So has a norm outside every wrapper, which need not be converted unless processes exchange. It runs
-    nothing: what a `forward` of yours computes, `assert_matches_one_device` compares. Several replicas that would
-    exchange with other processes are noticed only in the next forward pass.
+    nothing: what a `forward` of yours computes, `assert_matches_one_device` compares.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))

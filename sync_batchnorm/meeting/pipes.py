@@ -80,8 +80,7 @@ class SyncMaster(_Member):
 
     Make one in `__data_parallel_replicate__` of replica 0, put it into the context, and let the other copies of the
     module register, see "Callbacks for modules of your own" on the page "Extending". A module may also keep one and put
-    it into the context of every forward pass: it begins anew when it is put into a context, and, outside a forward
-    pass, when a slave registers after a call. A pickle of it has only the callback.
+    it into the context of every forward pass, where it begins anew. A pickle of it has only the callback.
 
     Args:
         master_callback: runs in the thread of the master. It gets a list of ``(identifier, message)``: first the
