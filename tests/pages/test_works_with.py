@@ -135,7 +135,7 @@ def test_detector_of_torchvision_trains_with_losses_that_are_weighted_by_rows():
     assert_synchronized(parallel, replicas=2)
     images, boxes = list(torch.rand(3, 3, 64, 64).double()), torch.tensor([[5.0, 5, 40, 40], [20, 10, 60, 50]]).double()
     targets = [{"boxes": boxes[:number], "labels": torch.tensor([1, 2])[:number]} for number in (1, 2, 1)]
-    rows = torch.tensor([len(chunk) for chunk in torch.arange(len(images)).chunk(2)])
+    rows = torch.tensor([len(chunk) for chunk in torch.arange(len(images)).chunk(2)]).double()
 
     def step(model: nn.Module) -> list[Tensor]:
         loss = sum((losses * rows).sum() / rows.sum() for losses in model(images, targets).values())
