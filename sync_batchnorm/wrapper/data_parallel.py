@@ -1,8 +1,16 @@
 """The wrapper: `DataParallelWithCallback`, and a `DataParallel` that is patched to do what it does.
 
-A forward pass takes four steps: scatter the inputs, replicate the module, call the replicas, gather the outputs.
-`AnyDeviceDataParallel` takes them for any devices, `_ReplicationMixin` connects the replicas. The state of a forward
-pass belongs to its replicas and ends with them.
+A forward pass takes four steps, which a subclass may override. What is done around a step is done whoever overrides it:
+
+    in `_ReplicationMixin`, around it    the step: the user's own, which may call that of `AnyDeviceDataParallel`
+    ---------------------------------    ------------------------------------------------------------------------
+    forward: refuses tracing             scatter          cuts the arguments into chunks
+    replicate: executes callbacks        replicate        copies the module
+    parallel_apply: modes, failures      parallel_apply   calls a `Handle` for each replica, in threads
+                                         gather           puts the outputs together
+
+The state of a forward pass belongs to its replicas and ends with them, except for memory on GPUs, see
+NOTE [workspaces].
 """
 
 from collections.abc import Callable, Sequence
