@@ -29,7 +29,7 @@ RANDOM = "it draws random numbers, which differ in replicas, and may be meant to
 CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
 _SAMPLE = "what it returns for a sample depends on"
 SAMPLES = f"{_SAMPLE} other samples of the batch, as with x.mean(0), x.std(), x[0] or padding to the longest sample"
-PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with x / len(x), x[::2] or a seed of its own"
+PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with arange(len(x)) or a seed of its own"
 STATE = "it returns the same for these rows when it is called again on one device: look for a cache, and what it keeps"
 _LIST = (
     "; each replica gets a whole list or tensor of as many items as the batch has samples: if it has one for each, "
