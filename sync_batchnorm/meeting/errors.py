@@ -31,17 +31,18 @@ def without_frames(error: BaseException, who: str, fact: str = "") -> BaseExcept
     A note has the `fact`, if there is one, and the traceback as text. It replaces that of an earlier forward pass,
     which raised the same object.
     """
+    notes = vars(error).get("__notes__", [])
+    if not isinstance(notes, list):  # A user has set something else: then it keeps its traceback.
+        return error
     try:
         shown = TracebackException.from_exception(error)
         shown.__notes__ = None  # They stay notes.
         text = "".join(shown.format())
     except Exception:  # as for a SyntaxError that has no line
         text = "".join(format_tb(error.__traceback__))
-    notes = vars(error).get("__notes__", [])
-    if isinstance(notes, list):  # A user may have set something else.
-        others = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
-        caught = "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()]))
-        vars(error)["__notes__"] = [*others, caught]
+    others = [note for note in notes if not re.match(r"Caught \w+ in replica \d+ ", str(note))]
+    caught = "\n".join(filter(None, [f"Caught {type(error).__name__} in {who}.", fact, text.rstrip()]))
+    vars(error)["__notes__"] = [*others, caught]
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
     while ahead:

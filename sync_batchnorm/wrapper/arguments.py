@@ -75,15 +75,18 @@ class Arguments:
     """The arguments of a call of a wrapper, which are cut into at most as many chunks as there are devices."""
 
     def __init__(self, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> None:
-        self._inputs, self._kwargs, self._most = inputs, kwargs, most
-        self._module, self._dim, self._in_dims = wrapper.module, wrapper.dim, wrapper._sync_in_dims
-        self.sizes = self._sizes() if most > 1 else []  # the number of rows of each chunk
+        self._wrapper, self._inputs, self._kwargs, self._most = wrapper, inputs, kwargs, most
+        self._in_dims = wrapper._sync_in_dims
+        # The number of rows of each chunk.
+        self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
     def chunks(self, devices: tuple[torch.device, ...]) -> Sequence[Sequence[Any]]:
-        """Return the positional arguments of all chunks, and their keyword arguments.
+        """Return the positional arguments of all chunks, and their keyword arguments; nothing of nothing, as torch.
 
         A single chunk whose tensors are on its device has the arguments themselves.
         """
+        if not self._inputs and not self._kwargs:
+            return (), ()
         if self._most > 1:
             # PyTorch would make a chunk for every device if an argument has no tensors, and pad the other arguments.
             devices = devices[: len(self.sizes)]
@@ -103,7 +106,7 @@ class Arguments:
         """The arguments as one tree: a dict by the names that `forward` has for them."""
         inputs, kwargs = self._inputs, self._kwargs
         # On one device without `in_dims`, nothing is cut and nothing is named.
-        kinds = parameters_of(self._module) if self._in_dims or self._most > 1 else {}
+        kinds = parameters_of(self._wrapper.module) if self._in_dims or self._most > 1 else {}
         names = [name for name, kind in kinds.items() if kind < Parameter.VAR_POSITIONAL]
         arguments: dict[str, Any] = dict(zip(names, inputs, strict=False))
         self._number, self._rest = len(arguments), ""
@@ -112,7 +115,9 @@ class Arguments:
             self._rest = f"*{self._rest}" if self._rest in kwargs else self._rest
             arguments[self._rest] = dict(zip(map(Index, range(len(inputs))), inputs[len(names) :], strict=False))
         for name in arguments.keys() & kwargs.keys():
-            raise TypeError(f"forward of {type(self._module).__name__} got multiple values for argument {name!r}")
+            raise TypeError(
+                f"forward of {type(self._wrapper.module).__name__} got multiple values for argument {name!r}"
+            )
         return Tree(arguments | kwargs, self._in_dims or USUAL)
 
     def _split(self, chunk: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,17 +139,17 @@ class Arguments:
                 sizes = " + ".join(map(str, chunk_sizes(leaf.value.shape[dim], self._most)))
                 cut.append(f"{written(leaf.path)} of shape {tuple(leaf.value.shape)} into {sizes}")
         shown = ", ".join([*cut[:4], f"and {len(cut) - 4} more tensors"] if len(cut) > 5 else cut)
-        return f"The wrapper cut along dimension {self._dim}, as in_dims names no other: {shown}." if cut else ""
+        return (
+            f"The wrapper cut along dimension {self._wrapper.dim}, as in_dims names no other: {shown}." if cut else ""
+        )
 
     def _dim_of(self, leaf: Leaf) -> int | None:
         if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is USUAL and not leaf.value.dim()):
             return None
-        return leaf.dimension(self._dim, _IN_DIMS)
+        return leaf.dimension(self._wrapper.dim, _IN_DIMS)
 
     def _sizes(self) -> list[int]:
         """Return the sizes of the chunks; raise an error unless replicas can get the rows of their samples."""
-        if not self._inputs and not self._kwargs:
-            return [0]
         for path, kind in self.tree.hidden:
             raise self._uncut_error(path, f"a {kind} that holds tensors")
         rows = list(map(self._rows, self.tree.leaves, self.dims))

@@ -6,7 +6,7 @@ A forward pass takes four steps, which a subclass may override. What is done aro
     ---------------------------------    ------------------------------------------------------------------------
     forward: refuses tracing             scatter          cuts the arguments into chunks
     replicate: executes callbacks        replicate        copies the module
-    parallel_apply: modes, failures      parallel_apply   calls a `Handle` for each replica, in threads
+    parallel_apply: modes, failures      parallel_apply   calls a `ReplicaHandle` for each replica, in threads
                                          gather           puts the outputs together
 
 The state of a forward pass belongs to its replicas and ends with them, except for memory on GPUs, see
@@ -33,7 +33,7 @@ from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
 from .lost_state import begin_watching
-from .run import ForwardPass, Handle, call_replicas, is_in_replica, new_coordinator, prepared_runs
+from .run import ForwardPass, ReplicaHandle, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import join
 
 __all__ = ["DataParallelWithCallback", "patch_replication_callback"]
@@ -47,7 +47,7 @@ NO_ACCELERATOR = (
 
 # Which of the steps of a forward pass were those of this file, with what they have worked on; a subclass may have its
 # own. It is emptied at the end: a thread that a replica has started may keep its context.
-_reached: ContextVar[dict[str, Any]] = ContextVar("_reached")
+_reached: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_reached")
 
 
 class AnyDeviceDataParallel(DataParallel[Any]):
@@ -86,7 +86,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
-            _reached.get({})["scatter"] = arguments
+            _reached.get({})[self, "scatter"] = arguments
         return arguments.chunks(tuple(map(as_device, device_ids)))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
@@ -100,7 +100,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return call_replicas(handles, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
-        _reached.get({})["gather"] = None
+        _reached.get({})[self, "gather"] = None
         by_torch = not unsupported_by_torch(tuple(map(as_device, self.device_ids)))
         return join(outputs, as_device(output_device), self.dim, by_torch, self._sync_out_dims)
 
@@ -146,7 +146,7 @@ class _ReplicationMixin(DataParallel[Any]):
                 "expected replicas outside torch.jit.trace, which does not see what their threads run, but got a call "
                 f"of {type(self).__name__} inside, as add_graph of TensorBoard makes; trace parallel.module instead"
             )
-        steps: dict[str, Any] = {}
+        steps: dict[tuple[nn.Module, str], Any] = {}
         token = _reached.set(steps)
         try:
             outputs = super().forward(*inputs, **kwargs)
@@ -159,7 +159,8 @@ class _ReplicationMixin(DataParallel[Any]):
     def _check_reached(self, step: str, option: str, dims: Any) -> None:
         """Raise an error for dimensions that a `scatter` or `gather` of the user's own ignores."""
         # Nothing is set where somebody calls the steps.
-        if dims is not None and step not in _reached.get({step: None}):
+        here = self, step
+        if dims is not None and here not in _reached.get({here: None}):
             raise RuntimeError(
                 f"{option} of a {type(self).__name__} would be ignored, as its own {step} does not call that of "
                 f"DataParallelWithCallback; call super().{step}, or leave out {option}"
@@ -192,7 +193,7 @@ class _ReplicationMixin(DataParallel[Any]):
         run = handles[0]._sync_run
         warn_of_state = begin_watching(self, run.forward_pass.original, run.replica)
         call = partial(super().parallel_apply, handles, *args, **kwargs)
-        outputs: list[Any] = run.forward_pass.apply(call, handles, _how_cut)
+        outputs = run.forward_pass.apply(call, handles, partial(_how_cut, self))
         warn_of_state()
         return outputs
 
@@ -301,12 +302,12 @@ def use_devices_of_torch(data_parallel: DataParallel[Any]) -> None:
         data_parallel.device_ids = [device.index for device in dict.fromkeys(devices) if device.type != "cpu"]
 
 
-def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[Handle]:
-    """Return a `Handle` for each of `replicas`, all of one `ForwardPass`.
+def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
+    """Return a `ReplicaHandle` for each of `replicas`, all of one `ForwardPass`.
 
     A `parallel_apply` of the user's may have put modules or functions in place of the handles, which these call.
     """
-    if {*map(type, replicas)} == {Handle}:
+    if {*map(type, replicas)} == {ReplicaHandle}:
         return list(replicas)
     runs = prepared_runs()
     if len(runs) != len(replicas):  # for replicas of the user's, and for a single chunk, nothing is prepared
@@ -314,12 +315,12 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[Handle]:
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
         forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
         runs = [handle._sync_run for handle in forward_pass.prepare(originals, devices)]
-    return list(map(Handle, runs, replicas))
+    return list(map(ReplicaHandle, runs, replicas))
 
 
-def _how_cut() -> str:
-    """Return how the arguments of the wrapper that runs were cut, as far as `in_dims` does not say it."""
-    arguments = _reached.get({}).get("scatter")
+def _how_cut(wrapper: nn.Module) -> str:
+    """Return how the arguments of a wrapper that runs were cut, as far as `in_dims` does not say it."""
+    arguments = _reached.get({}).get((wrapper, "scatter"))
     return "" if arguments is None else arguments.how_cut()
 
 

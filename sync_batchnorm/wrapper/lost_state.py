@@ -101,12 +101,17 @@ def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
 
 def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
     """Warn of what was bound anew on the original itself while its replicas ran."""
-    names = [prefix + name for _, prefix, name, _, _ in _bound_anew(state)]
+    # A number that was set to what it was is the same, whichever replica was the last.
+    names = [
+        prefix + name
+        for _, prefix, name, before, value in _bound_anew(state)
+        if not (type(value) in _KINDS and type(before) in _KINDS and value == before)
+    ]
     if names:
         warn_once(
             f"while replicas of {type(original).__name__} ran, something set {_listed(names)} of the model itself, as "
-            "a hook or closure does that refers to the model: the last replica wins, and a forward() that reads this "
-            "from self gets an older value. Register a forward hook in forward(), where self is the replica, and "
+            "a hook or closure does that refers to the model: each replica sets it, and a forward() that reads it from "
+            "self gets an older value. Register a forward hook in forward(), where self is the replica, and "
             "remove it there, or return what it collects"
         )
 
@@ -126,7 +131,8 @@ def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
                 f"replicas of more than {PASSES} earlier forward passes of {type(replica).__name__} are alive, with "
                 "all that they keep. A backward or tensor hook that forward() registers and that refers to self keeps "
                 "its replica, if forward() keeps an activation on self, too: write self.kept = y.detach(), or remove "
-                "the hook, unless a backward pass of these forward passes is still to come"
+                "the hook. Ignore this if a backward pass of these forward passes is still to come, as for a "
+                "checkpoint of a method of self"
             )
 
 

@@ -48,13 +48,13 @@ class ForwardPass:
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
 
-    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Handle"]:
+    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaHandle"]:
         """Return what is called in place of each of all replicas; note the modes of this thread."""
-        handles = [Handle(Run(replica, self, i, devices[i])) for i, replica in enumerate(replicas)]
+        handles = [ReplicaHandle(Run(replica, self, i, devices[i])) for i, replica in enumerate(replicas)]
         self._inherit(handles)  # for replicas that are not called by `parallel_apply`
         return handles
 
-    def apply(self, function: Callable[[], list[Any]], handles: Sequence["Handle"], fact: Callable[[], str]) -> Any:
+    def apply(self, function: Callable[[], list[Any]], handles: Any, fact: Callable[[], str]) -> list[Any]:
         """Return the outputs of `function`, which calls these handles; raise the error of a replica that has failed.
 
         The text of `fact` is added to the note of such an error.
@@ -77,7 +77,7 @@ class ForwardPass:
                 del raised, failure  # Their traceback refers to this frame.
         return outputs
 
-    def _inherit(self, handles: Sequence["Handle"]) -> None:
+    def _inherit(self, handles: Sequence["ReplicaHandle"]) -> None:
         """Note the modes and the context of this thread, as those of the caller of these handles."""
         is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
@@ -112,7 +112,8 @@ class ForwardPass:
             return raised
         if is_in_replica():
             return error  # The outer wrapper shows the frames of both.
-        return without_frames(error, who, "" if isinstance(error, ReplicaSyncError) else fact())
+        is_own = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
+        return without_frames(error, who, fact() if is_own else "")
 
 
 class Run:
@@ -157,7 +158,7 @@ class Run:
             _current.reset(token)
 
 
-class Handle(nn.Module):
+class ReplicaHandle(nn.Module):
     """What `replicate` returns for a replica: it looks like the replica, and a call of it runs the replica, once."""
 
     _sync_run: Run
@@ -182,16 +183,23 @@ class Handle(nn.Module):
     forward = __call__
 
 
-def call_replicas(handles: Sequence[Handle], inputs: Any, kwargs: Any) -> list[Any]:
-    """Call each `Handle` of a forward pass in a thread of its own, or a single one in this thread.
+def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) -> list[Any]:
+    """Call each `ReplicaHandle` of a forward pass in a thread of its own, or a single one in this thread.
 
     Return the outputs in order, with None for a replica that has failed; the coordinator knows its error. No `kwargs`
     mean no keyword arguments.
     """
+    # Here, not in the threads: what an iterator of the user's raises would be lost there, and the others would wait.
+    all_args = [args if isinstance(args, (list, tuple)) else (args,) for args in inputs]
+    all_kwargs = list(kwargs) if kwargs else [{} for _ in all_args]
+    if not len(handles) == len(all_args) == len(all_kwargs):
+        raise ValueError(
+            f"expected arguments for each of {len(handles)} replicas, but got {len(all_args)} positional and "
+            f"{len(all_kwargs)} keyword ones; pass as many of both to parallel_apply, as scatter returns them"
+        )
 
     def call(i: int) -> Any:
-        args = inputs[i] if isinstance(inputs[i], (list, tuple)) else (inputs[i],)
-        return runs[i].call(handles[i]._sync_called, args, kwargs[i] if kwargs else {})
+        return runs[i].call(handles[i]._sync_called, all_args[i], all_kwargs[i])
 
     def work(i: int) -> None:
         with suppress(BaseException):  # The run has told the coordinator.
@@ -200,7 +208,7 @@ def call_replicas(handles: Sequence[Handle], inputs: Any, kwargs: Any) -> list[A
     runs = [handle._sync_run for handle in handles]
     if len(runs) == 1:
         return [call(0)]
-    outputs: list[Any] = [None] * len(handles)
+    outputs: list[Any] = [None] * len(runs)
     streams: dict[torch.device, Any] = {}
     for run in runs:
         run.stream = streams.setdefault(run.device, current_stream(run.device))
