@@ -146,8 +146,9 @@ def test_exception_of_a_master_callback_is_the_object_that_the_caller_gets(name,
     with pytest.raises(type(error)) as caught:
         WRAPPERS["wrapper"](exchanging)(torch.zeros(R)) if wrapped else SyncMaster(callback).run_master(1)
     assert caught.value is error
-    if name == "text":
+    if name == "text":  # It gets no notes, and so it keeps its frames.
         assert error.__notes__ == "of the user"
+        assert traceback.extract_tb(error.__traceback__)[-1].name == "callback"
         return
     notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
     if name == "attributes":

@@ -443,18 +443,31 @@ def test_mapping_without_the_named_entry_is_shared(devices):
     assert net.seen == [{}, {}, settings, settings]
 
 
-def cut_by_hand(self, x):
-    inputs, _ = self.scatter((x,), {}, self.device_ids)
-    replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-    return self.gather(self.parallel_apply(replicas, inputs, None), self.output_device)
+def call_by_hand(parallel, x, inputs_of, kwargs):
+    inputs, _ = parallel.scatter((x,), {}, parallel.device_ids)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids[: len(inputs)])
+    return parallel.gather(parallel.parallel_apply(replicas, inputs_of(inputs), kwargs), parallel.output_device)
 
 
-def test_parallel_apply_takes_none_for_no_keyword_arguments(devices):
-    class ByHand(DataParallelWithCallback):
-        forward = cut_by_hand
+@pytest.mark.parametrize("kwargs", [None, (), map(dict, [(), ()])], ids=["none", "empty", "iterator"])
+@pytest.mark.parametrize("inputs_of", [list, iter])
+def test_parallel_apply_takes_iterators_and_none_for_no_keyword_arguments(inputs_of, kwargs):
+    kwargs = map(dict, [(), ()]) if isinstance(kwargs, map) else kwargs
+    assert torch.equal(call_by_hand(DataParallelWithCallback(Two(), R), X, inputs_of, kwargs), X)
 
-    x = X.to(as_devices(devices)[0])
-    assert torch.equal(ByHand(Two(), devices)(x), x)
+
+@pytest.mark.parametrize(("inputs_of", "kwargs"), [(lambda inputs: inputs[:1], None), (list, [{}])])
+def test_parallel_apply_refuses_other_numbers_of_arguments_than_of_replicas_at_once(inputs_of, kwargs):
+    parallel = DataParallelWithCallback(convert_model(Normed()), R)
+    with pytest.raises(
+        ValueError, match=r"for each of 2 replicas, but got [12] positional and 1 keyword ones"
+    ):
+        call_by_hand(parallel, X, inputs_of, kwargs)
+
+
+def test_nothing_is_cut_into_nothing():
+    for devices in (R, R[:1]):
+        assert DataParallelWithCallback(Two(), devices).scatter((), {}, devices) == ((), ())
 
 
 class Sliced(nn.DataParallel):
