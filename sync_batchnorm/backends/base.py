@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .workspaces import Lease, Workspace
+from .workspaces import Lease, Vectors, Workspace, sent_to
 
 __all__: list[str] = []
 
@@ -81,20 +81,7 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
     return merged, (torch.addcmul(var, deviations, deviations) * fractions).sum(0)
 
 
-Pair = Sequence[Tensor]  # two tensors of one shape, such as mean and invstd
-Statistics = Sequence[Tensor]  # a pair, or a single tensor with both, the second one after the first
-
-
-def sent_to(pair: Statistics, device: torch.device) -> Statistics:
-    """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
-    if pair[0].device == device:
-        return pair
-    return (torch.cat(tuple(pair)).to(device, non_blocking=True),)
-
-
-def as_pair(statistics: Statistics) -> Pair:
-    """Return the two tensors of what `sent_to` has returned."""
-    return statistics if len(statistics) == 2 else statistics[0].chunk(2)
+Pair = Vectors  # two tensors of one shape, such as mean and invstd
 
 
 class RunningStatistics(NamedTuple):
@@ -148,7 +135,7 @@ class BatchStatistics(NamedTuple):
         """What totals are divided by to get means: the elements per channel, or one if there are none."""
         return self.elements if isinstance(self.elements, Tensor) else max(self.elements, 1)
 
-    def totals(self, sums: Sequence[Statistics], workspace: Workspace) -> Tensor:
+    def totals(self, sums: Sequence[Pair], workspace: Workspace) -> Tensor:
         """Add up the pairs of sums of all replicas and processes, the second vectors after the first: ``(2 * C,)``."""
         rows = workspace.stack(sums or [tuple(map(torch.zeros_like, self.mean_invstd[self.master]))])
         return self.completed(torch.sum(rows, 0, out=workspace.flat))
@@ -205,7 +192,7 @@ class Backend:
 
     def merge(
         self,
-        statistics: Sequence[Statistics],
+        statistics: Sequence[Pair],
         counts: Sequence[int] | Tensor,
         total: int | Tensor,
         eps: float,
@@ -219,7 +206,7 @@ class Backend:
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
         replaced a smaller variance, if it `clamps`.
         """
-        of_means, of_variances = zip(*map(as_pair, statistics), strict=True)
+        of_means, of_variances = zip(*statistics, strict=True)
         means = torch.cat(of_means).to(dtype=self.merge_dtype)  # (P, C)
         variances = torch.cat(of_variances).to(dtype=self.merge_dtype)
         if isinstance(counts, Tensor):
@@ -252,7 +239,7 @@ class Backend:
         does not enter the loss, or has no elements.
         """
         mean_invstd = _statistics_in_graph(parts, batch) if torch.is_grad_enabled() else batch.mean_invstd
-        sums: list[Statistics] = []
+        sums: list[Pair] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         all_normalized: list[Tensor] = []
         for part in parts:
@@ -300,7 +287,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
 
     Their values are those of the forward. Replicas that recorded no graph, and are not here, have constant inputs.
     """
-    sums: list[Statistics] = []
+    sums: list[Pair] = []
     for part in parts:
         mean = batch.mean_invstd[part.input.device][0]
         x = part.input.to(mean.dtype)
@@ -315,7 +302,7 @@ def _statistics_in_graph(parts: Sequence[BackwardPart], batch: BatchStatistics) 
     if batch.clamped is not None:
         change = change.masked_fill(batch.clamped, 0)
     pair = mean + first, (invstd.pow(-2) + change).rsqrt()
-    return {device: as_pair(sent_to(pair, device)) for device in batch.mean_invstd}
+    return {device: sent_to(pair, device) for device in batch.mean_invstd}
 
 
 GENERAL = Backend()

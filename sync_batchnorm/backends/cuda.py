@@ -10,7 +10,6 @@ NOTE [tried on CUDA]: The host's time of a step is the number of operators and o
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -23,15 +22,12 @@ from .base import (
     Gradients,
     Pair,
     RunningStatistics,
-    Statistics,
-    as_pair,
     format_of,
     invstd_of,
     memory_for_output,
     per_channel,
-    sent_to,
 )
-from .workspaces import Lease, Workspace
+from .workspaces import Lease, Workspace, sent_to
 
 __all__: list[str] = []
 
@@ -51,7 +47,7 @@ class Cuda(Backend):
 
     def merge(
         self,
-        statistics: Sequence[Statistics],
+        statistics: Sequence[Pair],
         counts: Sequence[int] | Tensor,
         total: int | Tensor,
         eps: float,
@@ -90,23 +86,24 @@ class Cuda(Backend):
                 torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0, out=part.output)
 
     def gradients(self, parts: Sequence[BackwardPart], batch: BatchStatistics) -> Sequence[Gradients]:
-        sums: list[Statistics] = []
+        sums: list[Pair] = []
         of_parameters: list[tuple[Tensor | None, Tensor | None]] = []
         for part in parts:
             if part.grad_output is None or not part.input.numel():
                 of_parameters.append((None, None))
             else:
                 pair, grad_weight, grad_bias = _sums(part, part.grad_output, batch)
-                sums.append(sent_to(pair, batch.master))
+                sums.append(sent_to(pair, batch.master, batch.lease.kept))
                 of_parameters.append((grad_weight, grad_bias))
         if not any([part.wants_input for part in parts]):
             return [(None, *grads) for grads in of_parameters]
 
-        lease, count = _lease(sums, batch), batch.elements
+        devices, count = tuple(batch.mean_invstd), batch.elements
+        lease = Lease(batch.lease.kept, devices, (sums or [batch.mean_invstd[batch.master]])[0][0])
         totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = lease.workspace.spread(totals, tuple(batch.mean_invstd))
+        terms = lease.workspace.spread(totals, devices)
         results: list[Gradients] = []
         for part, grads in zip(parts, of_parameters, strict=True):
             grad_input = None
@@ -128,21 +125,10 @@ def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tu
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
 
-def _lease(sums: Sequence[Statistics], batch: BatchStatistics) -> Lease:
-    """Return a workspace for a backward pass; it is not kept in inference mode, and not for batched gradients."""
-    # What is made in inference mode cannot be written outside. What is batched has no memory, and goes into none.
-    with suppress(RuntimeError):
-        if not torch.is_inference_mode_enabled() and all([vector.data_ptr() for pair in sums for vector in pair]):
-            return Lease(batch.lease.free)
-    return Lease()
-
-
-def _stacked(
-    statistics: Sequence[Statistics], counts: Sequence[int] | Tensor, workspace: Workspace
-) -> tuple[Pair, Tensor]:
+def _stacked(statistics: Sequence[Pair], counts: Sequence[int] | Tensor, workspace: Workspace) -> tuple[Pair, Tensor]:
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
-        return as_pair(statistics[0]), counts.clamp(min=_NEARLY_ZERO)
+        return statistics[0], counts.clamp(min=_NEARLY_ZERO)
     filled = [(pair, count) for pair, count in zip(statistics, counts, strict=True) if count]
     rows = workspace.stack([pair for pair, _ in filled])
     return workspace.halves, _counts(rows.device, tuple([count for _, count in filled]), rows.dtype)

@@ -9,7 +9,7 @@ keep.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,14 +21,15 @@ from ..torch_private import foreach_copy
 __all__: list[str] = []
 
 
+Vectors = Sequence[Tensor]  # a pair, such as mean and invstd
+_MOST = 1024  # workspaces of one kind that a wrapper keeps: more than a net has layers of one width
+
+
 class Kept(dict[Any, deque["Workspace"]]):
-    """Workspaces that nobody uses, by the kind of the calls that may use them: devices, channels, dtypes and modes."""
-
-    def of_kind(self, kind: Any) -> ref[deque["Workspace"]]:
-        """Return those of one kind: at most as many as a net may have layers of one width."""
-        return ref(self.setdefault(kind, deque(maxlen=1024)))
+    """Workspaces that nobody uses, by what may be written into them: see `Lease`."""
 
 
+_NONE: deque["Workspace"] = deque(maxlen=0)  # keeps nothing
 _kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
 
 
@@ -41,44 +42,75 @@ class Workspace:
     """The memory of an exchange. What is first put into it makes it; what comes later is written into it."""
 
     rows: Tensor | None = None  # a pair of vectors of each replica, (R, 2 * C), on the first device
-    flat: Tensor | None = None  # what goes to all devices, (2 * C,), on the first one
+    flat: Tensor | None = None  # a pair that goes to all devices, (2 * C,), on the first one
 
-    def stack(self, pairs: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Set `rows` to these pairs, of which each is two vectors, or a single one with both; set `halves` of them."""
+    def stack(self, pairs: Sequence[Vectors]) -> Tensor:
+        """Set `rows` to these pairs, and `halves` to their first and their second vectors, ``(R, C)`` each."""
         vectors = [vector for pair in pairs for vector in pair]
         if self.rows is None or len(self.rows) != len(pairs):
             flat = torch.cat(vectors)
             rows = flat.view(len(pairs), -1)
-            self._stacked, self.rows, self.halves = flat, rows, rows.chunk(2, 1)  # (R, C) each
+            self._stacked, self.rows, self.halves = flat, rows, rows.chunk(2, 1)
         else:
             torch.cat(vectors, out=self._stacked)
         return self.rows
 
-    def spread(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Sequence[Tensor]]:
-        """Return the two vectors of `flat` on each of `devices`. It is on the first one, in its place if it has one."""
+    def spread(self, flat: Tensor, devices: Sequence[torch.device]) -> Mapping[torch.device, Vectors]:
+        """Return the pair in `flat` on each of `devices`. It is on the first one, in its place if it has one."""
         if self.flat is None:
             self._copies = [flat.to(device, non_blocking=True) for device in devices[1:]]
             there = zip(devices, (flat, *self._copies), strict=True)
             self._spread, self.flat = {device: copy.chunk(2) for device, copy in there}, flat
+        elif len(self._copies) == 1:
+            self._copies[0].copy_(flat, non_blocking=True)
         else:
             foreach_copy(self._copies, [flat] * len(self._copies), non_blocking=True)
         return self._spread
 
 
 class Lease:
-    """The right to use a workspace, which ends with this object."""
+    """The right to use a workspace on some devices for vectors such as one; it ends with this object."""
 
-    __slots__ = ("free", "workspace")
+    __slots__ = ("_free", "kept", "workspace")
 
-    def __init__(self, free: Callable[[], deque[Workspace] | None] = lambda: None) -> None:
-        """`free` returns those of one kind that are kept, while they are."""
-        self.free, kept = free, free()
+    def __init__(self, kept: ref[Kept] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
+        self.kept, self._free = kept, ref(_NONE)
+        # On one device, not all kernels of a call run on default streams.
+        there = None if kept is None or len(devices) == 1 or devices[0].type != "cuda" else kept()
         try:
-            self.workspace = kept.pop() if kept else Workspace()
-        except IndexError:  # Another thread was faster.
+            if there is not None and vector.data_ptr():  # Batched gradients have no memory, and are copied into none.
+                # What is made in inference mode cannot be written outside.
+                kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
+                self._free = ref(there.setdefault(kind, deque(maxlen=_MOST)))
+            self.workspace = (self._free() or _NONE).pop()
+        except (IndexError, RuntimeError):
             self.workspace = Workspace()
 
     def __del__(self) -> None:
-        kept = self.free()
-        if kept is not None:
-            kept.append(self.workspace)
+        free = self._free()
+        if free is not None:  # The wrapper is still there.
+            free.append(self.workspace)
+
+
+class Held(tuple[Tensor, ...]):
+    """A pair in a workspace, which holds the right to use it."""
+
+    lease: Lease
+
+
+def on_devices(pair: Vectors, devices: Sequence[torch.device], lease: Lease) -> Mapping[torch.device, Vectors]:
+    """Return `pair`, which is on the first of `devices`, on each of them."""
+    if len(devices) == 1:
+        return {devices[0]: pair}
+    return lease.workspace.spread(torch.cat(tuple(pair), out=lease.workspace.flat), devices)
+
+
+def sent_to(pair: Vectors, device: torch.device, kept: ref[Kept] | None = None) -> Vectors:
+    """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
+    devices = pair[0].device, device
+    if devices[0] == device:
+        return pair
+    lease = Lease(kept, devices, pair[0])
+    held = Held(on_devices(pair, devices, lease)[device])
+    held.lease = lease
+    return held

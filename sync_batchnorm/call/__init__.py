@@ -18,7 +18,7 @@ NOTE [tried in a call]: Shares of the processor time of a training step of ResNe
   forward mode, which operators refuse, would be lost.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -26,9 +26,9 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import backends
-from ..backends.base import GENERAL, BatchStatistics, Pair, Statistics, sent_to, single_value
+from ..backends.base import GENERAL, BatchStatistics, Pair, single_value
 from ..backends.streams import are_default, on_default_streams
-from ..backends.workspaces import Lease, Workspace
+from ..backends.workspaces import Lease, on_devices, sent_to
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .node import make_node
 from .part import Part, Saved, SavedByHooks
@@ -91,7 +91,7 @@ def _exchange(part: Part) -> Tensor:
         statistics, part.memory = part.backend.statistics(input, part.eps)
     else:
         statistics = part.backend.empty_statistics(input)
-    part.statistics = sent_to(statistics, connection.master_device or device)
+    part.statistics = sent_to(statistics, connection.master_device or device, getattr(connection.pipe, "kept", None))
     if connection.pipe is None:
         _merge([part])
     elif graph_task_id() != -1:  # inside a backward pass
@@ -125,7 +125,7 @@ def _merge(parts: Sequence[Part]) -> None:
 def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first, backend, master = parts[0], parts[0].backend, parts[0].input.device
-    statistics: Sequence[Statistics] = [sent_to(part.statistics, master) for part in parts]
+    statistics: Sequence[Pair] = [sent_to(part.statistics, master) for part in parts]
     counts: Sequence[int] | Tensor = [part.elements for part in parts]
     total: int | Tensor = sum(counts)
     if first.peers is not None:
@@ -135,27 +135,18 @@ def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
     running = first.running if graph_task_id() == -1 else None
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
-    # A workspace is kept if all kernels of the call run on default streams.
-    kept = first.connection.pipe.kept() if len(devices) > 1 and master.type == "cuda" else None
-    lease = Lease() if kept is None else Lease(kept.of_kind((devices, first.kind)))
+    lease = Lease(getattr(first.connection.pipe, "kept", None), devices, statistics[0][0])
     *pair, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, lease.workspace)
     return BatchStatistics(
         backend=backend,
         master=master,
-        mean_invstd=_on_devices(pair, devices, lease.workspace),
+        mean_invstd=on_devices(pair, devices, lease),
         elements=total,
         clamped=clamped,
         parameters_differ=_parameters_differ(parts),
         reduce=None if first.peers is None else first.peers.all_reduced,
         lease=lease,
     )
-
-
-def _on_devices(pair: list[Tensor], devices: Sequence[torch.device], space: Workspace) -> Mapping[torch.device, Pair]:
-    """Return `pair`, which is on the first of `devices`, on each of them."""
-    if len(devices) == 1:
-        return {devices[0]: pair}
-    return space.spread(torch.cat(pair, out=space.flat), devices)
 
 
 def _parameters_differ(parts: Sequence[Part]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, device
 
-from ..backends.base import Backend, BatchStatistics, RunningStatistics, Statistics
+from ..backends.base import Backend, BatchStatistics, Pair, RunningStatistics
 from ..backends.streams import current_stream, on_streams
 from ..torch_private import fast_apply
 from .processes import Peers
@@ -54,7 +54,7 @@ class Part:
     # What the replica measures, for the master.
     backend: Backend = field(init=False)
     kind: tuple[Any, ...] = field(init=False)  # what must be equal in all replicas
-    statistics: Statistics = field(init=False)  # of the input, see `Backend.statistics`
+    statistics: Pair = field(init=False)  # of the input, see `Backend.statistics`
     elements: int = field(init=False)  # per channel
     memory: Tensor | None = None  # for the output, if the backend has some
     # What the master adds.

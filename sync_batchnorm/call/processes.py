@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..backends.base import Pair, Statistics, as_pair, merge_moments
+from ..backends.base import Pair, merge_moments
 
 __all__: list[str] = []
 
@@ -114,7 +114,7 @@ def active_group(process_group: Group | None) -> Group | None:
 
 
 def gather_statistics(
-    statistics: Statistics, count: int, peers: Peers, dtype: torch.dtype | None
+    statistics: Pair, count: int, peers: Peers, dtype: torch.dtype | None
 ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
     """Gather the statistics of all processes; return a list with one pair ``(W, C)``, the counts ``(W,)``, their sum.
 
@@ -122,7 +122,7 @@ def gather_statistics(
     The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then the
     caller has to check that it is more than 1.
     """
-    first, second = (tensor.to(dtype=dtype) for tensor in as_pair(statistics))
+    first, second = (tensor.to(dtype=dtype) for tensor in statistics)
     if first.dim() > 1:  # in pieces
         first, second = merge_moments(first, second, None)
     head = [count, _number_of(peers)] if first.is_cpu else [count]  # Elsewhere, the host would have to wait.

@@ -70,7 +70,7 @@ class Coordinator:
     ) -> None:
         self.timeout = timeout
         self.span = span
-        self.kept: Callable[[], Any] = lambda: None  # returns what forward passes of a wrapper hand on to each other
+        self.kept: Any = None  # a weak reference to what the forward passes of a wrapper hand on to each other
         self._lock = Lock()
         self._records = Records()
         for number, device in enumerate(devices):

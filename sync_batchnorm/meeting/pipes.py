@@ -51,7 +51,7 @@ class SlavePipe(_Member):
     """
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
-        self._coordinator = coordinator
+        self._coordinator, self.kept = coordinator, coordinator.kept
         self._rendezvous = rendezvous
         self.identifier = identifier
 
