@@ -129,9 +129,8 @@ def _stacked(statistics: Sequence[Pair], counts: Sequence[int] | Tensor, workspa
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
         return statistics[0], counts.clamp(min=_NEARLY_ZERO)
-    filled = [(pair, count) for pair, count in zip(statistics, counts, strict=True) if count]
-    rows = workspace.stack([pair for pair, _ in filled])
-    return workspace.halves, _counts(rows.device, tuple([count for _, count in filled]), rows.dtype)
+    rows = workspace.stack([pair for pair, count in zip(statistics, counts, strict=True) if count])
+    return workspace.halves, _counts(rows.device, tuple(filter(None, counts)), rows.dtype)
 
 
 def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:

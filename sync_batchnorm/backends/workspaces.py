@@ -22,11 +22,14 @@ __all__: list[str] = []
 
 
 Vectors = Sequence[Tensor]  # a pair, such as mean and invstd
-_MOST = 1024  # workspaces of one kind that a wrapper keeps: more than a net has layers of one width
 
 
 class Kept(dict[Any, deque["Workspace"]]):
-    """Workspaces that nobody uses, by what may be written into them: see `Lease`."""
+    """Workspaces that nobody uses, by what may be written into them: at most 1024 of a kind, which no net needs."""
+
+    def __del__(self) -> None:
+        for free in self.values():
+            free.clear()  # also where a graph refers to it
 
 
 _NONE: deque["Workspace"] = deque(maxlen=0)  # keeps nothing
@@ -74,22 +77,20 @@ class Lease:
     __slots__ = ("_free", "kept", "workspace")
 
     def __init__(self, kept: ref[Kept] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
-        self.kept, self._free = kept, ref(_NONE)
+        self.kept, self._free = kept, _NONE
         # On one device, not all kernels of a call run on default streams.
         there = None if kept is None or len(devices) == 1 or devices[0].type != "cuda" else kept()
         try:
             if there is not None and vector.data_ptr():  # Batched gradients have no memory, and are copied into none.
                 # What is made in inference mode cannot be written outside.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
-                self._free = ref(there.setdefault(kind, deque(maxlen=_MOST)))
-            self.workspace = (self._free() or _NONE).pop()
+                self._free = there.get(kind) or there.setdefault(kind, deque(maxlen=1024))
+            self.workspace = self._free.pop() if self._free else Workspace()
         except (IndexError, RuntimeError):
             self.workspace = Workspace()
 
     def __del__(self) -> None:
-        free = self._free()
-        if free is not None:  # The wrapper is still there.
-            free.append(self.workspace)
+        self._free.append(self.workspace)
 
 
 class Held(tuple[Tensor, ...]):
