@@ -6,13 +6,15 @@ makes a race, which simulated GPUs report. Both mistakes are made on purpose at 
 
 import functools
 import gc
+import itertools
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import simulated_gpus
 import torch
-from conftest import device_lists, needs_two_gpus
+from conftest import CUDA_COUNT, device_lists, needs_two_gpus
 from helpers import (
     Net,
     TwoLayers,
@@ -330,6 +332,45 @@ def test_three_hundred_steps_make_no_more_memory_than_three(devices, alive):
             numbers.append(len(alive))
     assert numbers == [numbers[0]] * 3
     assert 0 < numbers[0] <= 2 * (1 + len(devices))  # for two layers: both passes; and what other replicas send
+
+
+def widths_of_resnet50():
+    stages = [
+        [width, width, 4 * width] * number + [4 * width] for width, number in ((64, 3), (128, 4), (256, 6), (512, 3))
+    ]
+    return [64, *itertools.chain(*stages)]
+
+
+class Widths(nn.Module):
+    """Layers of some widths, each on a part of the input."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.layers = nn.ModuleList(map(nn.BatchNorm1d, widths))
+
+    def forward(self, input):
+        return sum(layer(input[:, : layer.num_features] * 1).sum(1) for layer in self.layers)
+
+
+def bytes_on_first_and_in_all(parallel):
+    tensors = []
+    for workspace in itertools.chain(*workspaces._kept[parallel].values()):
+        tensors += [value for value in vars(workspace).values() if isinstance(value, torch.Tensor)]
+        tensors += getattr(workspace, "_copies", [])
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values()
+    sizes = [(storage.device.index, storage.nbytes()) for storage in storages]
+    return sum(size for index, size in sizes if index == 0), sum(size for _, size in sizes)
+
+
+@pytest.mark.skipif(CUDA_COUNT < 8, reason="needs eight GPUs")
+def test_page_has_the_bytes_of_resnet50_on_eight_gpus():
+    parallel = DataParallelWithCallback(convert_model(Widths(widths_of_resnet50())).cuda(), list(range(8)))
+    for _ in range(2):
+        parallel(torch.randn(16, 2048, device="cuda")).sum().backward()
+    first, total = (f"{number / 1e6:.1f} MB" for number in bytes_on_first_and_in_all(parallel))
+    page = Path(__file__).parents[2] / "docs" / "how-it-works.md"
+    words = " ".join(page.read_text(encoding="utf-8").split())
+    assert f"for ResNet-50 on eight GPUs {total} in all, of which {first} are on the first" in words
 
 
 @needs_two_gpus
