@@ -335,10 +335,8 @@ def test_three_hundred_steps_make_no_more_memory_than_three(devices, alive):
 
 
 def widths_of_resnet50():
-    stages = [
-        [width, width, 4 * width] * number + [4 * width] for width, number in ((64, 3), (128, 4), (256, 6), (512, 3))
-    ]
-    return [64, *itertools.chain(*stages)]
+    stages = {64: 3, 128: 4, 256: 6, 512: 3}  # blocks by width
+    return [64, *itertools.chain(*([n, n, 4 * n] * blocks + [4 * n] for n, blocks in stages.items()))]
 
 
 class Widths(nn.Module):
@@ -366,7 +364,7 @@ def bytes_on_first_and_in_all(parallel):
 def test_page_has_the_bytes_of_resnet50_on_eight_gpus():
     parallel = DataParallelWithCallback(convert_model(Widths(widths_of_resnet50())).cuda(), list(range(8)))
     for _ in range(2):
-        parallel(torch.randn(16, 2048, device="cuda")).sum().backward()
+        parallel(torch.randn(16, 2048, device="cuda", requires_grad=True)).sum().backward()
     first, total = (f"{number / 1e6:.1f} MB" for number in bytes_on_first_and_in_all(parallel))
     page = Path(__file__).parents[2] / "docs" / "how-it-works.md"
     words = " ".join(page.read_text(encoding="utf-8").split())
