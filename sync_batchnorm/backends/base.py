@@ -142,8 +142,7 @@ class BatchStatistics(NamedTuple):
 
     def completed(self, total: Tensor) -> Tensor:
         """Add up the totals of all processes; the second one, of what depends on the variance, is zero where eps is."""
-        if self.reduce is not None:
-            total = self.reduce(total)
+        total = total if self.reduce is None else self.reduce(total)
         if self.clamped is not None:
             total.view(2, -1)[1].masked_fill_(self.clamped, 0)
         return total
