@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,40 +26,6 @@ SIZE = "or the number of samples, as with"
 PLACE = "depends on its place in the batch"
 
 
-class Generates(nn.Module):
-    """Draws from a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x):
-        return x + torch.randn(x.shape, generator=self.generator)
-
-
-class Swin(nn.Module):
-    """Sets the size of its input on its block in each forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.block, self.shape = nn.Linear(6, 8), Sized(), None
-
-    def forward(self, x):
-        self.block.rows, self.rows = len(x), x.shape[0]
-        return self.block(self.first(x))
-
-
-class Sized(nn.Module):
-    rows = 0
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.norm(x).reshape(self.rows, -1)
-
-
 class Gated(nn.Module):
     """A block of a diffusion transformer at its start: gates and last layer are zeros."""
 
@@ -74,28 +40,20 @@ class Gated(nn.Module):
         return self.last(hidden + self.gate(x) * self.inside(hidden))
 
 
-class Views(nn.Module):
-    """Runs two views of each sample in one batch."""
-
-    def __init__(self, *inside):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), *inside, nn.ReLU(), nn.Linear(8, 4))
-
-    def forward(self, x):
-        return self.net(torch.cat([x, x + 1])).chunk(2)
+def views(*inside):
+    """Return a net that runs two views of each sample in one batch."""
+    layers = nn.Sequential(nn.Linear(6, 8), *inside, nn.ReLU(), nn.Linear(8, 4))
+    return Net(lambda self, x: self.net(torch.cat([x, x + 1])).chunk(2), net=layers)
 
 
-class Momentum(nn.Module):
-    """Compares two nets that begin equal."""
+def compare_nets(self, x):
+    difference = self.net(x) - self.slow(x)
+    return x + difference - difference.mean(0)
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 6)
-        self.slow = copy.deepcopy(self.net)
 
-    def forward(self, x):
-        difference = self.net(x) - self.slow(x)
-        return x + difference - difference.mean(0)
+def nets_that_begin_equal():
+    net = nn.Linear(6, 6)
+    return Net(compare_nets, net=net, slow=copy.deepcopy(net))
 
 
 class ByNumbers(nn.Module):
@@ -106,63 +64,32 @@ class ByNumbers(nn.Module):
         return torch.stack([row * number for row, number in zip(x, numbers, strict=False)])
 
 
-class ClosedHook(nn.Module):
-    """Has a hook, made in __init__, that writes into the model through a closure."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), None
-
-        def keep(module, args, output):
-            self.features = output
-
-        self.net[0].register_forward_hook(keep)
-
-    def forward(self, x):
-        output = self.net(x)
-        return output + self.features
+def keep(self, module, args, output):
+    self.features = output
 
 
-class MethodHook(nn.Module):
-    """Has a hook that is a method, and reads what it has set on the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 0
-        self.net[0].register_forward_hook(self.keep)
-
-    def keep(self, module, args, output):
-        self.features = output.detach().mean()
-
-    def forward(self, x):
-        return self.net(x) + self.features
+def keep_mean(self, module, args, output):
+    self.features = output.detach().mean()
 
 
-class ReadingHook(nn.Module):
-    """Has a hook that is a method, and only reads what `forward` has set on the replica."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.scale = nn.Linear(6, 6), torch.ones(1, 6)
-        self.net.register_forward_hook(self.scaled)
-
-    def scaled(self, module, args, output):
-        return output * self.scale.to(output.dtype)
-
-    def forward(self, x):
-        self.scale = x[:1].detach() * 0 + 2
-        return self.net(x)
+def scaled(self, module, args, output):
+    return output * self.scale.to(output.dtype)
 
 
-class SettingHook(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 6)
-        self.net.register_forward_hook(lambda module, args, output: setattr(self, "features", output))
+def set_scale(self, x):
+    self.scale = x[:1].detach() * 0 + 2
+    return self.net(x)
 
-    def forward(self, x):
-        self.net(x)
-        return self.features
+
+def hooked(hook, forward, is_method=True, **attributes):
+    """Return a net with a hook that refers to it, as its method or through a closure."""
+    model = Net(forward, net=nn.Linear(6, 6), **attributes)
+    model.net.register_forward_hook(MethodType(hook, model) if is_method else lambda *args: hook(model, *args))
+    return model
+
+
+def add_features(self, x):
+    return self.net(x) + self.features
 
 
 def before_norm(function):
@@ -253,6 +180,10 @@ def tower():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+def draw(self, x):
+    return x + torch.randn(x.shape, generator=self.generator)
+
+
 def add_seeded_noise(self, x):
     return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
 
@@ -318,10 +249,6 @@ def pad_twice(self, x):
     return pad(self, x) + self.parts[0](x)
 
 
-def shift(self, x):
-    return x + x.mean(0).detach()
-
-
 def scale_by_itself(self, x):
     return self.parts[0](x, x if len(x) < 5 else 1)
 
@@ -336,14 +263,14 @@ FAULTS = {
     OTHER: {
         "cumsum before a norm": (lambda: before_norm(lambda h: h.cumsum(0)), ITSELF, "norm"),
         "maximum before a norm": (lambda: before_norm(lambda h: h / h.max()), ITSELF, "norm"),
-        "two views": (lambda: Views(Apply(mix)), "net.1 (Apply)"),
+        "two views": (lambda: views(Apply(mix)), "net.1 (Apply)"),
         "time-major": (lambda: Apply(in_blocks, nn.Linear(6, 6), Apply(mix)), "parts.1 (Apply)"),
         "behind a log": (
             lambda: Apply(log_and_mix, Apply(lambda self, x: x.mean(0)), Apply(mix), nn.Linear(6, 6)),
             *("parts.1 (Apply)", "parts.0"),
         ),
         "gates of zeros": (lambda: Gated(Apply(mix)), "inside (Apply)"),
-        "a copy that begins equal": (Momentum, ITSELF),
+        "a copy that begins equal": (nets_that_begin_equal, ITSELF),
         "loop over samples": (lambda: before_norm(tanh_of_each), ITSELF, "tanh"),
         "mean by hand": (lambda: Apply(lambda self, x: x - sum(x.unbind()) / len(x)), ITSELF),
         "a number that is drawn and not used": (
@@ -399,13 +326,13 @@ FAULTS = {
         )
     },
     "look for state, a generator of its own, or the time": {
-        "generator of its own": (lambda: behind(Generates()), "1 (Generates)"),
+        "generator of its own": (lambda: behind(Net(draw, generator=torch.Generator())), "1 (Net)"),
         "time": (lambda: Apply(lambda self, x: x * (time.perf_counter_ns() % 1000)), ITSELF, "random numbers"),
     },
     "a seed of its own": {
         "noise": (lambda: behind(Net(add_seeded_noise)), "1 (Net)...its place in the batch or the number of samples")
     },
-    "is not synchronized; call": {"two views": (lambda: Views(nn.BatchNorm1d(8)), "net.1 (BatchNorm1d)")},
+    "is not synchronized; call": {"two views": (lambda: views(nn.BatchNorm1d(8)), "net.1 (BatchNorm1d)")},
     "2.kept differs from": {  # what forward keeps on itself
         "counter in a tensor": (lambda: keeping(torch.ones(()), lambda k, x: k + 1, torch.mul), "pass 2"),
         "average in a tensor": (lambda: keeping(torch.zeros(6), lambda k, x: k / 2 + x.mean(0), torch.sub), "pass 2"),
@@ -449,7 +376,9 @@ FAULTS = {
             *("the first gradient that differs...that of 0.", "first difference"),
         ),
         "gradient behind values that do not matter": (
-            lambda: Apply(behind_values_that_do_not_matter, nn.Linear(6, 6), Apply(shift)),
+            lambda: Apply(
+                behind_values_that_do_not_matter, nn.Linear(6, 6), Apply(lambda self, x: x + x.mean(0).detach())
+            ),
             *("the first gradient that differs...that of parts.0", "first difference"),
         ),
     },
@@ -496,10 +425,10 @@ FAULTS = {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
     "hooks that refer to the model": {
-        "hook": (ClosedHook, "...keep of net.0 (features)"),
-        "hook, a method": (MethodHook, "...keep of net.0 (features)"),
-        "hook that reads": (ReadingHook, "...scaled of net (scale)"),
-        "hook, by name": (SettingHook, "not in replicas: AttributeError...(features)"),
+        "hook": (lambda: hooked(keep_mean, add_features, False, features=0), "...<lambda> of net (features)"),
+        "hook, a method": (lambda: hooked(keep_mean, add_features, features=0), "keep_mean of net (features)"),
+        "hook that reads": (lambda: hooked(scaled, set_scale, scale=torch.ones(1, 6)), "scaled of net (scale)"),
+        "hook that sets": (lambda: hooked(keep, add_features), "not in replicas: AttributeError...(features)"),
     },
 }
 # Of a replica that gets one row: how to build the model, and what the message is.
@@ -556,6 +485,16 @@ def grow(self, x):
     return x + 0 * self.table[: len(x), None]
 
 
+def set_rows(self, x):
+    self.block.rows, self.rows = len(x), x.shape[0]
+    return self.block(self.first(x))
+
+
+def swin():
+    block = Net(lambda self, x: self.norm(x).reshape(self.rows, -1), norm=nn.BatchNorm1d(8), rows=0)
+    return Net(set_rows, first=nn.Linear(6, 8), block=block)
+
+
 def write_buffer(self, x):
     self.last.copy_(x.detach().mean())
     return x * 1
@@ -607,7 +546,7 @@ RIGHT = {
     "script with buffers": (
         lambda: quietly(torch.jit.script, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval())),
     ),
-    "sizes that each forward sets": (lambda: convert_model(Swin()),),
+    "sizes that each forward sets": (lambda: convert_model(swin()),),
     "a table filled in the first forward": (lambda: Net(fill_table, table=None),),
     "a growing table": (lambda: Net(grow, table=torch.arange(1)),),
     "a number that is counted": (lambda: Net(lambda self, x: setattr(self, "n", self.n + len(x)) or x * 1, n=0),),
@@ -623,7 +562,7 @@ RIGHT = {
     "a buffer that each forward writes": (lambda: Apply(write_buffer, last=0.0),),
     "a module that logs": (lambda: Apply(lambda self, x: (self.parts[0](x), x * 1)[1], Apply(mix)),),
     "gates of zeros": (lambda: convert_model(Gated(nn.BatchNorm1d(6))),),
-    "two views": (lambda: convert_model(Views(nn.BatchNorm1d(8))),),
+    "two views": (lambda: convert_model(views(nn.BatchNorm1d(8))),),
     "jacrev and vmap": (lambda: Apply(jacobian, nn.Sequential(nn.Linear(6, 6), nn.Tanh())),),
     "functional_call": (lambda: Apply(called_functionally, nn.Linear(6, 6)),),
     "attributes of parameters": (tagged,),
