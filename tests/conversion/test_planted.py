@@ -65,10 +65,6 @@ class ByNumbers(nn.Module):
 
 
 def keep(self, module, args, output):
-    self.features = output
-
-
-def keep_mean(self, module, args, output):
     self.features = output.detach().mean()
 
 
@@ -81,10 +77,21 @@ def set_scale(self, x):
     return self.net(x)
 
 
-def hooked(hook, forward, is_method=True, **attributes):
-    """Return a net with a hook that refers to it, as its method or through a closure."""
+def hooked(hook, forward, **attributes):
+    """Return a net with a hook that is its method."""
     model = Net(forward, net=nn.Linear(6, 6), **attributes)
-    model.net.register_forward_hook(MethodType(hook, model) if is_method else lambda *args: hook(model, *args))
+    model.net.register_forward_hook(MethodType(hook, model))
+    return model
+
+
+def hooked_by_closure(by_name):
+    def keep(module, args, output):
+        model.features = output
+
+    model = Net(add_features, net=nn.Linear(6, 6))
+    model.net.register_forward_hook(
+        (lambda module, args, output: setattr(model, "features", output)) if by_name else keep
+    )
     return model
 
 
@@ -425,10 +432,10 @@ FAULTS = {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
     "hooks that refer to the model": {
-        "hook": (lambda: hooked(keep_mean, add_features, False, features=0), "...<lambda> of net (features)"),
-        "hook, a method": (lambda: hooked(keep_mean, add_features, features=0), "keep_mean of net (features)"),
-        "hook that reads": (lambda: hooked(scaled, set_scale, scale=torch.ones(1, 6)), "scaled of net (scale)"),
-        "hook that sets": (lambda: hooked(keep, add_features), "not in replicas: AttributeError...(features)"),
+        "hook": (lambda: hooked_by_closure(False), "not in replicas: AttributeError...keep of net (features)"),
+        "hook, a method": (lambda: hooked(keep, add_features, features=0), "...keep of net (features)"),
+        "hook that reads": (lambda: hooked(scaled, set_scale, scale=torch.ones(1, 6)), "...scaled of net (scale)"),
+        "hook, by name": (lambda: hooked_by_closure(True), "not in replicas: AttributeError...(features)"),
     },
 }
 # Of a replica that gets one row: how to build the model, and what the message is.
