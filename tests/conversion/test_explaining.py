@@ -70,10 +70,6 @@ class NormInBackward(MeanInBackward):
         return grad / grad.norm()
 
 
-def norm_backward(self, x):
-    return NormInBackward.apply(x)
-
-
 class SumInBackward(MeanInBackward):
     @staticmethod
     def backward(ctx, grad):
@@ -285,11 +281,22 @@ LOSS = "in replicas; `loss` depends on more than the output$"
 LABELS_TO_IGNORE = {"kwargs": {"labels": torch.tensor([0, 9, 2, 2])}}
 CROSS_ENTROPY = {"loss": lambda output: F.cross_entropy(output, LABELS)}
 
+# What a module between others that are right does with images, the replica where they differ first, and the cause.
+AROUND = {
+    "a mean": (mix, 0, MIXES),
+    "length": (lambda self, x: x * len(x), 0, SIZE),
+    "beside dropout": (lambda self, x: F.dropout(x) * len(x), 0, SIZE),
+    "of the second replica": (lambda self, x: x * (2 if len(x) == 2 else 1), 1, SIZE),
+    "branch": (lambda self, x: x * x.ndim if len(x) > 2 else x, 1, SIZE),
+    "branch in place": (lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x, 1, SIZE),
+    "arange": (lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1), 1, PLACE),
+    "attribute of replicas": (lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3), 0, STATE),
+    "torch's random numbers": (lambda self, x: x + torch.rand_like(x), 0, RANDOM),
+}
 # By the cause that the message says: how to build the model, in which module its output differs, in replica 0 unless it
 # says another one; the input if that is not `VECTORS`, and options.
 IN_MODULES = {
     MIXES: {
-        "a mean": (lambda: around(mix), "2 (Apply)", IMAGES),
         "class that synchronizes": (
             lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}),
             "0 (SynchronizedScaled)",
@@ -384,13 +391,6 @@ IN_MODULES = {
         ),
     },
     SIZE: {
-        "length": (lambda: around(lambda self, x: x * len(x)), "2 (Apply)", IMAGES),
-        "beside dropout": (lambda: around(lambda self, x: F.dropout(x) * len(x)), "2 (Apply)", IMAGES),
-        "of the second replica": (
-            lambda: around(lambda self, x: x * (2 if len(x) == 2 else 1)),
-            "2 (Apply), in replica 1",
-            IMAGES,
-        ),
         "in rows of several": (
             lambda: Apply(lambda self, x: self.parts[0](x.flatten(0, 1)), Apply(lambda self, x: x * len(x))),
             "parts.0 (Apply)",
@@ -403,12 +403,6 @@ IN_MODULES = {
         "around a norm": (
             lambda: convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(3))),
             ITSELF,
-        ),
-        "branch": (lambda: around(lambda self, x: x * x.ndim if len(x) > 2 else x), "2 (Apply), in replica 1", IMAGES),
-        "branch in place": (
-            lambda: around(lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x),
-            "2 (Apply), in replica 1",
-            IMAGES,
         ),
         "branch behind a call that was stopped": (
             lambda: nn.Sequential(Apply(stop_and_branch, Apply(refuse))),
@@ -428,19 +422,7 @@ IN_MODULES = {
             f"{ITSELF}, in replica 0, by 5.0e-01 of its largest value",
         ),
     },
-    PLACE: {
-        "arange": (
-            lambda: around(lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1)),
-            "2 (Apply), in replica 1",
-            IMAGES,
-        )
-    },
     STATE: {
-        "attribute of replicas": (
-            lambda: around(lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3)),
-            "2 (Apply)",
-            IMAGES,
-        ),
         "beside a norm in eval mode": (
             lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3).eval())),
             ITSELF,
@@ -457,7 +439,6 @@ IN_MODULES = {
         )
     },
     RANDOM: {
-        "torch's": (lambda: around(lambda self, x: x + torch.rand_like(x)), "2 (Apply)", IMAGES),
         "of a compiled function": (
             lambda: nn.Sequential(nn.Flatten(), quietly(torch.jit.script, Drops())),
             "the model itself (Sequential)",
@@ -658,7 +639,9 @@ ELSEWHERE = {
     },
     "that of 0.bias: only replicas have one, while that of 2.bias, before it": {
         "that is nothing but rounding on one device": (
-            lambda: convert_model(nn.Sequential(nn.Linear(3, 3), Apply(norm_backward), nn.BatchNorm1d(3))),
+            lambda: convert_model(
+                nn.Sequential(nn.Linear(3, 3), Apply(lambda self, x: NormInBackward.apply(x)), nn.BatchNorm1d(3))
+            ),
             "outputs and loss agree",
         )
     },
@@ -761,6 +744,12 @@ def check(message, build, *rest):
         assert_names([message], model, input, **options)
 
 
+@pytest.mark.parametrize("planted", AROUND)
+def test_a_module_between_others_is_named_with_the_cause(planted):
+    function, replica, cause = AROUND[planted]
+    check(f"first difference: output of 2 (Apply), in replica {replica}, ...{cause}", lambda: around(function), IMAGES)
+
+
 @pytest.mark.parametrize(("cause", "planted"), [(cause, name) for cause in IN_MODULES for name in IN_MODULES[cause]])
 def test_a_module_is_named_with_the_cause(cause, planted):
     build, where, *rest = IN_MODULES[cause][planted]
@@ -779,52 +768,43 @@ class Drops(nn.Module):
         return F.dropout(x)
 
 
-@pytest.mark.parametrize(
-    ("layers", "is_said"),
-    [
-        ([Apply(lambda self, x: x + torch.rand_like(x)), nn.Dropout()], False),
-        ([Apply(mix)], False),
-        ([Apply(mix), nn.Dropout()], True),
-        ([Apply(mix), Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2, dropout=0.5))], True),
-        ([Apply(mix), Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2))], False),
-        ([Apply(mix), Apply(lambda self, x: F.dropout(x))], True),
-        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0))], False),
-        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, None, 0.0))], False),
-        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))], True),
-        ([Apply(mix), Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, None, 0.5))], True),
-    ],
-    ids=[
-        "random numbers",
-        "no dropout",
-        "dropout",
-        "of an LSTM",
-        "none of an LSTM",
-        "by a function",
-        "none of attention",
-        "none by position",
-        "of attention",
-        "of attention, by position",
-    ],
-)
+def attend(*args, **options):
+    return Apply(lambda self, x: F.scaled_dot_product_attention(x, x, x, *args, **options))
+
+
+def lstm(**options):
+    return Apply(lambda self, x: self.parts[0](x)[0], nn.LSTM(3, 3, 2, **options))
+
+
+DROPOUT = {  # what is in a model beside a cause, or is the cause, and whether the message speaks of dropout
+    "random numbers": ([Apply(lambda self, x: x + torch.rand_like(x)), nn.Dropout()], False),
+    "no dropout": ([Apply(mix)], False),
+    "dropout": ([Apply(mix), nn.Dropout()], True),
+    "of an LSTM": ([Apply(mix), lstm(dropout=0.5)], True),
+    "none of an LSTM": ([Apply(mix), lstm()], False),
+    "by a function": ([Apply(mix), Apply(lambda self, x: F.dropout(x))], True),
+    "none of attention": ([Apply(mix), attend(dropout_p=0.0)], False),
+    "none by position": ([Apply(mix), attend(None, 0.0)], False),
+    "of attention": ([Apply(mix), attend(dropout_p=0.5)], True),
+    "of attention, by position": ([Apply(mix), attend(None, 0.5)], True),
+}
+
+
+@pytest.mark.parametrize(("layers", "is_said"), DROPOUT.values(), ids=list(DROPOUT))
 def test_dropout_is_named_where_it_was_switched_off_and_is_not_the_cause(layers, is_said):
     with pytest.raises(AssertionError, match="output of 0") as caught:
         assert_matches_one_device(nn.Sequential(*layers), VECTORS)
     assert ("dropout" in str(caught.value)) == is_said, caught.value
 
 
-class Counting(nn.Module):
-    """Scales by a count what the next layer normalizes, so that outputs differ less than the check looks at."""
-
-    def __init__(self):
-        super().__init__()
-        self.step, self.linear, self.norm = 0, nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, input):
-        self.step += 1
-        return self.norm(self.linear(input) * (1 + 1e-3 * self.step))
+def count_steps(self, input):
+    """Scale by a count what the next layer normalizes, so that outputs differ less than the check looks at."""
+    self.step += 1
+    return self.norm(self.linear(input) * (1 + 1e-3 * self.step))
 
 
 def test_loss_of_the_check_is_not_said_to_be_one_of_the_user():
     torch.manual_seed(2)
+    model = Net(count_steps, step=0, linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
     with pytest.raises(AssertionError, match=r"outputs agree, the loss does not: .* in replicas; what forward"):
-        assert_matches_one_device(wrapped(convert_model(Counting())), torch.randn(3, 4))
+        assert_matches_one_device(wrapped(convert_model(model)), torch.randn(3, 4))
