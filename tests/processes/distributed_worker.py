@@ -21,6 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,12 @@ RANK = SIZE = 0
 SECONDS = 60.0  # the timeout of the world; starting takes long where many processes share few cores
 
 
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
+def add(checks: dict[str, Callable[[], None]], function: Callable[[], None]) -> Callable[[], None]:
+    checks[function.__name__] = function
     return function
 
 
-def check_of_end(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS_OF_ENDS[function.__name__] = function
-    return function
-
-
-def check_on_gpus(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS_ON_GPUS[function.__name__] = function
-    return function
+check, check_of_end, check_on_gpus = (partial(add, checks) for checks in (CHECKS, CHECKS_OF_ENDS, CHECKS_ON_GPUS))
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -868,13 +862,19 @@ def ddp_with_losses_over_gathered_features_equals_one_process() -> None:
             assert_same_gradients(ddp, plain, averaged=True)
 
 
-@check
-def compiled_ddp_equals_one_process() -> None:
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
     torch.compiler.reset()  # Tests that ran before in this process may have reached its limit of compilations.
-    plain, model = twins(conv_net())
     logging.disable(logging.WARNING)  # what the compiler logs and warns of is its own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@check
+def compiled_ddp_equals_one_process() -> None:
+    plain, model = twins(conv_net())
+    with compiling():
         # Not the default backend, which needs a compiler of C++ and seconds.
         assert_same_training(plain, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
 
@@ -886,17 +886,10 @@ def block_of_the_page_compiles_to_two_graphs() -> None:
     exec(code, names)
     plain, model = twins(names["Block"]())
     graphs: list[Any] = []
-    torch.compiler.reset()
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        batch = images()
-        assert_equal(torch.compile(model, backend=counting)(cut(batch)), cut(plain(batch)))
+    batch = images()
+    with compiling():
+        compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
+        assert_equal(compiled(cut(batch)), cut(plain(batch)))
     assert len(graphs) == 2
 
 
