@@ -7,7 +7,8 @@ from types import MethodType
 
 import pytest
 import torch
-from checked import VECTORS, Apply, quietly, wrapped
+from checked import VECTORS, Apply, mix, quietly, wrapped
+from helpers import Net
 from torch import nn
 
 from sync_batchnorm import (
@@ -21,18 +22,6 @@ from sync_batchnorm import (
 class Uncopied(nn.Linear):
     def __deepcopy__(self, memo):
         raise NotImplementedError("one of a kind")
-
-
-class Locked(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 3)
-        self.lock = threading.Lock()
-
-
-class Iterates(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 3)
-        self.numbers = (number for number in range(3))
 
 
 def small_chunks(self, x):
@@ -95,21 +84,16 @@ def test_forward_gets_keywords_of_any_name(word):
     assert_matches_one_device(parallel, VECTORS, kwargs={word: "generator"})
 
 
-class Headed(nn.Module):
-    """Has a wrapper inside, whose gathered output goes on in the model."""
-
-    def __init__(self, inside, head):
-        super().__init__()
-        self.backbone, self.head = wrapped(convert_model(nn.Sequential(nn.Linear(3, 4), *inside))), head
-
-    def forward(self, x):
-        return self.head(self.backbone(x * 1))
+def headed(inside, head):
+    """Return a model with a wrapper inside, whose gathered output goes on in the model."""
+    backbone = wrapped(convert_model(nn.Sequential(nn.Linear(3, 4), *inside)))
+    return Net(lambda self, x: self.head(self.backbone(x * 1)), backbone=backbone, head=head)
 
 
 HEADS = {
     "norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)),
     "converted norm": lambda: convert_model(nn.BatchNorm1d(4)),
-    "mix": lambda: Apply(lambda self, x: x - x.mean(0)),
+    "mix": lambda: Apply(mix),
     "random numbers": lambda: Apply(lambda self, x: x + torch.rand_like(x)),
     "loss": lambda: Apply(lambda self, x: x.square().mean()),
 }
@@ -117,11 +101,11 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 def test_what_stands_outside_of_a_wrapper_gets_the_whole_batch(head):
-    assert_matches_one_device(Headed([nn.BatchNorm1d(4)], HEADS[head]()), VECTORS[:3])
+    assert_matches_one_device(headed([nn.BatchNorm1d(4)], HEADS[head]()), VECTORS[:3])
 
 
 FAULTS = {
-    "mix": ([Apply(lambda self, x: x - x.mean(0))], r"output of backbone\.module\.1 \(Apply\), .*other samples"),
+    "mix": ([Apply(mix)], r"output of backbone\.module\.1 \(Apply\), .*other samples"),
     "size": ([nn.BatchNorm1d(4), Apply(lambda self, x: x * len(x))], r"output of backbone\.module\.2 \(Apply\)"),
     "counter": (
         [nn.Tanh(), Apply(lambda self, x: setattr(self, "n", getattr(self, "n", 0) + 1) or x * self.n)],
@@ -133,7 +117,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_wrapper_that_a_model_contains_is_named(fault):
     inside, message = FAULTS[fault]
-    model = Headed(inside, nn.Linear(4, 2))
+    model = headed(inside, nn.Linear(4, 2))
     with pytest.raises(AssertionError, match=message):
         assert_matches_one_device(model, VECTORS[:3])
     assert model.backbone.device_ids == [torch.device("cpu")] * 2
@@ -159,7 +143,7 @@ def test_what_a_wrapper_has_beside_its_module_stays_as_it_is():
 def test_a_model_that_contains_several_wrappers_is_compared_as_a_whole():
     model = nn.Sequential(wrapped(nn.Linear(3, 4)), wrapped(nn.Linear(4, 4)))
     assert_matches_one_device(model, VECTORS)
-    model.append(Apply(lambda self, x: x - x.mean(0)))
+    model.append(Apply(mix))
     with pytest.raises(AssertionError, match=r"output of 2 \(Apply\)"):
         assert_matches_one_device(model, VECTORS)
 
@@ -175,7 +159,7 @@ def test_a_wrapper_that_scatters_and_gathers_in_its_own_way_does_so_in_the_check
     assert_matches_one_device(
         parallel, samples, loss=lambda outputs: torch.cat([output["x"] for output in outputs]).square().mean()
     )
-    parallel.module.parts[0] = Apply(lambda self, x: x - x.mean(0))
+    parallel.module.parts[0] = Apply(mix)
     with pytest.raises(AssertionError, match=r"output of parts.0 \(Apply\), in replica 0"):
         assert_matches_one_device(parallel, samples)
 
@@ -298,8 +282,18 @@ def test_errors_of_replicas_have_the_names_of_the_model():
         (nn.Linear(3, 3), {"dtype": torch.float16}, ValueError, "or torch.float32, but got torch.float16"),
         (nn.LazyLinear(3), {}, RuntimeError, "LazyLinear cannot be copied.*LazyModule"),
         (Uncopied(3, 3), {}, RuntimeError, "Uncopied cannot be copied.*one of a kind"),
-        (Locked(), {}, RuntimeError, "'_thread.lock' object; keep a lock or an iterator outside of the model, or"),
-        (Iterates(), {}, RuntimeError, "Iterates cannot be copied.* 'generator' object; keep a lock or an iterator"),
+        (
+            Net(len, held=threading.Lock()),
+            {},
+            RuntimeError,
+            "'_thread.lock' object; keep a lock or an iterator outside of the model, or",
+        ),
+        (
+            Net(len, held=(x for x in VECTORS)),
+            {},
+            RuntimeError,
+            "Net cannot be copied.* 'generator' object; keep a lock or an iterator",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(model, options, error, message):

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from conftest import device_lists
-from helpers import assert_equal, assert_same_results, assert_same_state, assert_same_step, doubles, twins
+from helpers import Net, assert_equal, assert_same_results, assert_same_state, assert_same_step, doubles, twins
 from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
@@ -154,21 +154,16 @@ def test_module_of_ones_own_equals_one_device(extending, name, devices):
         assert_same_results(plain, parallel, step, 1e-12)
 
 
-class GradCam(nn.Module):
-    """Returns the gradient of each sample's first score with respect to its features, made inside `forward`."""
-
-    def __init__(self, with_features: nn.Module) -> None:
-        super().__init__()
-        self.with_features = with_features
-
-    def forward(self, input: Tensor) -> Tensor:
-        scores, features = self.with_features(input)
-        return torch.autograd.grad(scores[:, 0].sum(), features)[0]
+def grad_cam(net: Net, input: Tensor) -> Tensor:
+    """Return the gradient of each sample's first score with respect to its features, made inside `forward`."""
+    scores, features = net.with_features(input)
+    return torch.autograd.grad(scores[:, 0].sum(), features)[0]
 
 
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_gradient_of_features_is_made_inside_in_eval_mode_and_cannot_be_outside(extending, devices):
-    plain, parallel = twins(GradCam(extending.WithFeatures(_conv(), "2")).double().eval(), devices)
+    net = Net(grad_cam, with_features=extending.WithFeatures(_conv(), "2"))
+    plain, parallel = twins(net.double().eval(), devices)
     input = doubles(5, 3, 4, 4, devices=devices)
     assert_equal(parallel(input), plain(input))
     scores, features = DataParallelWithCallback(parallel.module.with_features, devices)(input)
