@@ -102,29 +102,8 @@ def for_the_root(net, input):
     return output
 
 
-def on_two_modules(net, input):
-    """Keeps apart which hook takes keyword arguments."""
-    handles = [
-        net.first.register_forward_hook(doubled_with_kwargs, with_kwargs=True, always_call=True),
-        net.second.register_forward_hook(doubled),
-        net.second.register_forward_hook(doubled_with_kwargs, with_kwargs=True),
-    ]
-    output = net.second(net.first(net.bn(input)))
-    for handle in (handles[0], handles[2], handles[1]):
-        handle.remove()
-        output = output + net.second(net.first(input))
-    return output
-
-
-NETS = {
-    "on the root, removed in the same call": lambda: net(for_the_root),
-    "on two modules": lambda: net(on_two_modules, first=nn.Linear(3, 3), second=nn.Linear(3, 3)),
-}
-
-
-@pytest.mark.parametrize("kind", NETS)
-def test_hooks_are_those_of_the_replica(devices, kind):
-    assert_trains_as_one_device(NETS[kind](), devices, 7, 3)
+def test_hook_that_a_replica_registers_on_the_root_is_its_own(devices):
+    assert_trains_as_one_device(net(for_the_root), devices, 7, 3)
 
 
 class Calling(nn.Module):
