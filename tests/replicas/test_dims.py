@@ -459,9 +459,7 @@ def test_parallel_apply_takes_iterators_and_none_for_no_keyword_arguments(inputs
 @pytest.mark.parametrize(("inputs_of", "kwargs"), [(lambda inputs: inputs[:1], None), (list, [{}])])
 def test_parallel_apply_refuses_other_numbers_of_arguments_than_of_replicas_at_once(inputs_of, kwargs):
     parallel = DataParallelWithCallback(convert_model(Normed()), R)
-    with pytest.raises(
-        ValueError, match=r"for each of 2 replicas, but got [12] positional and 1 keyword ones"
-    ):
+    with pytest.raises(ValueError, match=r"for each of 2 replicas, but got [12] positional and 1 keyword ones"):
         call_by_hand(parallel, X, inputs_of, kwargs)
 
 
