@@ -5,8 +5,8 @@ NOTE [tried on CUDA]: The host's time of a step is the number of operators and o
 - torch's own gather and scatter of vectors, instead of one copy for each device: 4 to 8 % of a step more;
 - both vectors sent one by one, without `cat`: as many launches on two GPUs, more on others;
 - sums added up one by one, without `cat` and `sum`: one operator less on two GPUs, more launches on others;
-- `stack` in place of `cat`, `_foreach_copy_` for a single copy, or `to` in a kept workspace: 1 to 2 % of a layer more;
-- workspaces in the backward pass alone: half of what both bring;
+- `stack` in place of `cat`, or `foreach_copy` for a single copy: 1 to 2 % of a layer more each;
+- workspaces in the backward pass alone: a third of what they bring in both;
 - means and inverse deviations as two views by `as_strided`, and a counter that adds a kept tensor in place of a number:
   1 % at most, which measurements do not tell from nothing.
 """
