@@ -213,12 +213,6 @@ def test_a_gather_of_ones_own_takes_the_loss_of_each_replica(kind):
         assert_matches_one_device(parallel, VECTORS, loss=loss)
 
 
-def test_a_gather_of_ones_own_adds_up_sums():
-    parallel = wrapped(Apply(lambda self, x: x.square().sum(0)))
-    parallel.gather = lambda outputs, device: sum(outputs)
-    assert_matches_one_device(parallel, VECTORS)
-
-
 def test_a_gather_of_ones_own_gets_fewer_outputs_of_replicas():
     parallel = wrapped(Apply(lambda self, x: (x, x) if len(x) == 4 else (x,)))
     parallel.gather = lambda outputs, device: tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

@@ -86,13 +86,6 @@ def in_complex_double(self, x):
     return x * 1
 
 
-def experts(self, x):
-    """Route each row to one of two experts, which get other numbers of rows in replicas."""
-    is_first = x[:, :1] > 0
-    first, second = self.parts[0](x[is_first[:, 0]]), self.parts[1](x[~is_first[:, 0]])
-    return torch.zeros_like(x).masked_scatter(is_first, first).masked_scatter(~is_first, second)
-
-
 class Recurrent(nn.Module):
     """Has states and constants in float32, as people write them."""
 
@@ -149,7 +142,6 @@ RIGHT = {
     "thread": (lambda: Apply(in_thread, nn.Linear(3, 3)), VECTORS.clone().requires_grad_()),
     "large values": (lambda: nn.Sequential(convert_model(nn.BatchNorm2d(3)), Apply(lambda self, x: x * 1e9)), IMAGES),
     "values beside a tensor": (lambda: Apply(lambda self, x: {"x": x, "scale": 0.5, "name": "x", "is": True}), VECTORS),
-    "experts": (lambda: Apply(experts, nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(16, 3)),
     "script": (lambda: nn.Sequential(quietly(torch.jit.script, nn.Linear(3, 3)), nn.ReLU()), VECTORS),
     "weight norm": (lambda: quietly(nn.utils.weight_norm, nn.Linear(3, 3)), VECTORS),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), VECTORS),
@@ -193,6 +185,7 @@ RIGHT = {
     "class that counts no calls": (
         *(lambda: convert_model(nn.Sequential(WithCall(3)), classes={WithCall: SynchronizedWithCall}), VECTORS),
     ),
+    "no elements": (lambda: nn.Sequential(nn.Linear(3, 3), Apply(lambda self, x: (x * 1, x[:, :0] * 1))), VECTORS),
     "mask, in inference mode": (lambda: Apply(torch.inference_mode()(lambda self, x: x > 0)), VECTORS),
 }
 
@@ -225,13 +218,6 @@ def test_the_default_rule_for_eps_is_no_difference():
         assert_matches_one_device(convert_model(nn.BatchNorm2d(3)), 1e-3 * IMAGES)
     finally:
         set_sbn_eps_mode("plus")
-
-
-def test_tensors_without_elements_are_equal():
-    def split(self, x):
-        return x * 1, x[:, :0] * 1
-
-    assert_matches_one_device(nn.Sequential(nn.Linear(3, 3), Apply(split)), VECTORS)
 
 
 def test_a_hook_of_all_modules_may_stop_a_call():

@@ -32,9 +32,7 @@ LISTS = {  # what is passed, and how the warning names the list and its remedy
     "rows in proportion": ([X, BOXES], {}, "y, a list,", "in_dims={'y': 0}"),
     "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "in_dims={'x': 0}"),
     "targets": ([X, [{"boxes": box, "name": "a"} for box in [X] * 4]], {}, "y, a list,", "in_dims={'y': 0}"),
-    "targets alone": ([[{"image": X}] * 4], {}, "x, a list,", "in_dims={'x': 0}"),
     "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "in_dims={'boxes': 0}"),
-    "first": ([BOXES, X], {}, "x, a list,", "in_dims={'x': 0}"),
     "below": (
         [{"data": Sample(X, [X, BOXES])}],
         {},
@@ -68,7 +66,6 @@ def test_list_that_certainly_has_an_entry_for_each_sample_is_named_once(kind):
 NO_LISTS = {
     "feature maps": [torch.zeros(3, 8), [torch.zeros(3, n) for n in (1, 2, 3)]],
     "feature maps alone": [[torch.zeros(3, n) for n in (1, 2, 3)]],
-    "pyramids": [[torch.zeros(2, 8), torch.zeros(2, 4)], [torch.zeros(2, 8), torch.zeros(2, 4)]],
     "strings": [torch.zeros(2, 3), ["rgb", "flow"]],
     "shape": [torch.zeros(2, 3), (224, 224)],
     "lengths": [X, [1, 2, 3, 4]],
@@ -77,7 +74,6 @@ NO_LISTS = {
     "one entry": [torch.zeros(1, 2), [{"a": torch.zeros(1)}]],
     "another number of dicts": [X, [{"a": X}] * 3],
     "auxiliary outputs": [X, {"aux": [{"a": X}] * 6}],
-    "images of one channel number": [[torch.zeros(3, 5, 5), torch.zeros(3, 6, 7)]],
 }
 
 
@@ -114,10 +110,6 @@ ROWS: dict[str, Any] = {  # arguments on two devices, and what their error says;
     "boxes": (
         [torch.zeros(3, 5), [torch.zeros(n, 4) for n in (7, 2, 1)]],
         f"{UNEQUAL}y[0] in in_dims, in_dims={{'y': 0}}{ENTRIES}, or pass in_dims={{'y': {{0: None}}}}{WHOLE}",
-    ),
-    "lists": (
-        [[torch.zeros(3, 2)] * 4, [{"a": torch.zeros(n)} for n in (1, 2)]],
-        f"in_dims={{'x': 0}}{ENTRIES}, in_dims={{'y': 0}}{ENTRIES}",
     ),
     "keys": (
         [X, {0: [X, torch.zeros(5)], "a": Sample(X, X)}],

@@ -366,7 +366,6 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
     "dict": (lambda x: {"a": x, "b": x.T}, {"b": 1}, lambda x: {"a": x, "b": x.T}),
     "scalars": (lambda x: [x.sum(), x], (None, 0), "replica 0 returned output[0] = tensor("),
     "list": (lambda x: list(x), 0, list),
-    "lists of lists": (lambda x: {"a": [[row, "a"] for row in x]}, 0, lambda x: {"a": [[row, "a"] for row in x]}),
     "whole list": (lambda x: [1, "a"], (None, None), lambda x: [1, "a"]),
     "whole values": (lambda x: (x, x * 0 + 1), (0, None), lambda x: (x, x[:2] * 0 + 1)),
     "other values": (lambda x: (x, x), (0, None), "replica 0 returned output[1] = tensor("),
@@ -374,7 +373,6 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
     "no list": (lambda x: (x, x[0] if x[0, 0] else [x]), (0, 0), "output[1] = [tensor"),
     "tree": (lambda x: x, (0, 0), "output, a Tensor of 0 entries, does not fit the dimensions (0, 0)"),
     "no dimension": (lambda x: x, 3, "output of shape (2, 2) has no dimension 3; name the dimension of its samples"),
-    "no negative": (lambda x: (x, x), (0, -3), "output[1] of shape (2, 2) has no dimension -3; name the dimension"),
 }
 
 

@@ -119,10 +119,12 @@ class WrappingSubclass(Wrapping, DataParallelWithCallback):
 
 
 class WrappingForward(WrappingSubclass):
+    """Passes None for the keyword arguments, as the function of torch takes it."""
+
     def forward(self, input):
-        inputs, kwargs = self.scatter((input,), {}, self.device_ids)
+        inputs, _ = self.scatter((input,), {}, self.device_ids)
         replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-        return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+        return self.gather(self.parallel_apply(replicas, inputs, None), self.output_device)
 
 
 class WrappingPatched(Wrapping, AnyDeviceDataParallel):

@@ -104,14 +104,10 @@ NOTHING = "a tensor, but replica 1 returned nothing there"
 ONE_MORE = "nothing there, but replica 1 returned a tensor"
 UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names it
     "none": (lambda x: x, lambda x: None, "output = a tensor, but replica 1 returned None"),
-    "tuple": (lambda x: x, lambda x: (x, x), f"output = {NOTHING}"),
     "none inside": (lambda x: (x, [None, x]), lambda x: (x, x), "output[1][0] = None, but replica 1 returned nothing"),
     "keys": (lambda x: {"a": x}, lambda x: {"b": x}, f"output['a'] = {NOTHING}"),
     "more keys": (lambda x: {"a": x}, lambda x: {"a": x, "b": x}, f"output['b'] = {ONE_MORE}"),
-    "more": (lambda x: [x], lambda x: [x, x], f"output[1] = {ONE_MORE}"),
     "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
-    "classes": (Output, lambda x: Pair(x, x), f"output.rows = {NOTHING}"),
-    "a field": (Output, lambda x: Output(x, x), "output.value = None, but replica 1 returned a tensor"),
     "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
     "below": (
         lambda x: (x, UserDict(names=Output(x, ["a", 1]))),
@@ -136,7 +132,6 @@ SIZES: dict[str, Any] = {  # as of `pad_packed_sequence`, since each chunk has a
     "dict": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "b": x[:, :1]}, f"[(3, 2), (3, 1)]{ALONG}"),
     "dimensions": (lambda x: [x], lambda x: [x[..., None]], f"[(3, 2), (3, 2, 1)]{DIFFER}"),
     "squeeze": (lambda x: x[:, 0], lambda x: x[:1, 0].squeeze(), f"[(3,), ()]{DIFFER}"),
-    "squeeze of the first": (lambda x: x[:1, 0].squeeze(), lambda x: x[:, 0], f"[(), (3,)]{DIFFER}"),
 }
 
 
