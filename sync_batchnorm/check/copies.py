@@ -290,6 +290,7 @@ class CheckedWrapper(DataParallelWithCallback):
         args, kwargs_of = self.scatter(inputs, kwargs, self.device_ids)
         of_one = args[0] if isinstance(args[0], (list, tuple)) else args[:1]  # as the `parallel_apply` of torch does
         output = self.module(*of_one, **kwargs_of[0])
+        self.returned = [output]
         return self.gather([output], self.output_device) if "gather" in self.overridden else output
 
     def parallel_apply(self, replicas: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -109,17 +109,19 @@ class Investigation:
 
     def _evidence(self) -> str:
         """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
-        if self._difference.kind not in ("loss", "gradient"):
+        kind, name = self._difference[:2]
+        is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
+        if kind not in ("loss", "gradient") and not is_number:
             return ""
         taken = self._of_one, self._of_many
         one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
-        if self._index == 0 and any(other.kind == "loss" for other in differences(one, many)):
+        if self._index == 0 and any(other.kind in IN_FORWARD for other in differences(one, many)):
             taken = one, many
         pairs = sorted(scalars(*taken), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
         text = _related(*pairs[0], [rows.size for rows in self._passes.rows])
-        return f"the loss differs: {text}" if self._difference.kind == "loss" else f"{self._difference.text}; {text}"
+        return f"{self._difference.text}; {text}" if kind == "gradient" else f"the loss differs: {text}"
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:

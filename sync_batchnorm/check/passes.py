@@ -24,7 +24,7 @@ Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 
 # What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
-# as "path", where each output is; as "returned", the tensors of each replica; as "assigned", the names of parameters
+# as "path", where each output is; as "returned", the numbers of each replica; as "assigned", the names of parameters
 # and buffers to which the forward pass has assigned other tensors.
 Pass = dict[str, dict[Any, Any]]
 
@@ -101,7 +101,6 @@ class Side(Copy):
         with parallel.modes[0] if self._is_one else InDouble(dtype) as mode:
             output = (module if self._passes.path else parallel)(*inputs, **kwargs)
         self._passes.begun = mode.begun if self._is_one else self._passes.begun
-        parallel.returned = () if self._passes.path else parallel.returned
         outputs, seen = self._outputs(output), self._after_forward(output, memory)
         with InDouble(dtype):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
@@ -125,7 +124,7 @@ class Side(Copy):
         return {
             "path": dict(enumerate([path for path, leaf in named if isinstance(leaf, Tensor)])),
             "value": {path: leaf for path, leaf in named if isinstance(leaf, SCALARS)},
-            "returned": dict(enumerate([list(map(Tensor.detach, tensors_in(of))) for of in self.parallel.returned])),
+            "returned": {i: _numbers_in(of) for i, of in enumerate(self.parallel.returned)},
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
             "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
             "assigned": {name: 0 for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))},
@@ -134,7 +133,8 @@ class Side(Copy):
     def _outputs(self, output: Any) -> list[Tensor]:
         """Return the outputs, those of all replicas in one where a gather of the user's own lists them."""
         outputs, numbers = tensors_in(output), [len(tensors_in(part)) for part in self.parallel.returned]
-        if "gather" not in self.parallel.overridden or len({*numbers}) != 1 or len(outputs) != sum(numbers):
+        is_list = "gather" in self.parallel.overridden and len({*numbers}) == 1 and len(outputs) == sum(numbers)
+        if not is_list or self._passes.path:
             return outputs
         groups = [outputs[i :: numbers[0]] for i in range(numbers[0])]
         return [torch.cat(group, self.parallel.dim) if group[0].dim() else torch.stack(group) for group in groups]
@@ -155,6 +155,12 @@ def _check_loss(loss: Any, outputs: Sequence[Tensor]) -> None:
         raise TypeError(f"expected a `loss` with one element, but got {what}; return that of the batch")
     if not loss.requires_grad and any(output.requires_grad for output in outputs):
         raise ValueError("expected a `loss` with a gradient, but got a tensor without; return what training minimizes")
+
+
+def _numbers_in(output: Any) -> dict[str, Tensor]:
+    """Return the tensors with one element, by their paths."""
+    leaves = dict(named_leaves(output, "output"))
+    return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
 
 
 def _fresh(leaf: Any) -> Any:
@@ -201,7 +207,7 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
     grads = [grad for grad in one["gradient"].values() if grad is not None]
     sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
     for (kind, name), actual, expected in pairs_of(many, one):
-        if kind == "output" and expected.numel() == 1:  # one from each replica
+        if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:  # one from each replica
             continue
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
@@ -260,9 +266,8 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
     """Yield what replicas return where that is a number from each, what one device returns, and which output it is."""
-    parts = many["returned"].values()
-    for i, tensor in one["output"].items() if parts else ():
-        if tensor.numel() == 1 and all(i < len(part) and part[i].numel() == 1 for part in parts):
-            numbers = torch.stack([part[i].double().real.reshape(()) for part in parts])
-            name = f"as {one['path'][i]}, " if len(one["path"]) > 1 else ""
-            yield numbers, tensor.double().real.reshape(()), name
+    parts, on_one = many["returned"].values(), one["returned"].get(0, {})
+    for path, tensor in on_one.items() if parts else ():
+        if all(path in part for part in parts):
+            numbers = torch.stack([part[path].double().real.reshape(()) for part in parts])
+            yield numbers, tensor.double().real.reshape(()), f"as {path}, " if path != "output" else ""

@@ -209,6 +209,10 @@ def two_losses(self, x):
     return {"rows": x.square().mean(1), "divided": (x.square().mean(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()}
 
 
+def square_mean(self, x):
+    return x.square().mean()
+
+
 def pad(self, x):
     return F.pad(x, (0, int(x.max() * 9)))
 
@@ -293,6 +297,10 @@ FAULTS = {
             "output of 0 (Apply), in replica 0, in its shape",
         ),
         "behind padding": (lambda: behind(Apply(pad), Apply(add_total), Apply(mix)), "3 (Apply)"),
+        "in a wrapper, before the loss of a model": (
+            lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), wrapped(behind(Apply(mix)))),
+            *("parts.0.module.1 (Apply)", "outputs agree", "depends on more"),
+        ),
         "behind a right output that does not fit into the replica": (
             lambda: nn.Sequential(Apply(pad_twice, Apply(pad)), Apply(add_total), Apply(mix)),
             "2 (Apply)",
@@ -397,6 +405,12 @@ FAULTS = {
         "momentum": (
             lambda: convert_model(Net(set_momentum, norm=nn.BatchNorm1d(6), step=0)),
             *("pass 2...the buffer norm.running_mean differs", "chunk"),
+        )
+    },
+    "the mean weighted by rows is that of one device": {
+        "in a wrapper": (
+            lambda: Apply(lambda self, x: self.parts[0](x).mean(), wrapped(behind(Apply(square_mean)))),
+            *("the loss differs: replicas with [3, 2] rows", "outputs agree", "depends on more"),
         )
     },
     "compute it from the gathered output, or": {
