@@ -80,7 +80,7 @@ class InDouble(TorchFunctionMode):
         self.dropped = dict[str, None]()  # the functions in which dropout was switched off
         self.failed: tuple[Call, Exception] | None = None  # the innermost call that an error has ended
         self._running = [Call(None, ("", 0))]
-        self.begun: Counter[str] = Counter()  # calls, by the name of the module, and of backward()
+        self.begun: Counter[str] = Counter()  # calls, by the name of the module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -93,7 +93,6 @@ class InDouble(TorchFunctionMode):
         trains = name == "batch_norm" and (args[5] if len(args) > 5 else kwargs.get("training", False))
         if trains or name == "sync_batch_norm" or func is torch.autograd.grad:
             self._running[-1].called.add(name)
-        self.begun["backward()"] += name == "backward"
         kwargs = {key: self.converted(value) for key, value in kwargs.items()}
         if name == "scaled_dot_product_attention":
             if any([*args[4:5], kwargs.pop("dropout_p", 0.0)]):

@@ -3,6 +3,7 @@
 A pass is recorded, and run once more with one thing as it is on one device; a call is made again with other rows.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
@@ -30,11 +31,10 @@ CHANGES = "it returns something else each time for these rows: look for state, a
 _SAMPLE = "what it returns for a sample depends on"
 SAMPLES = f"{_SAMPLE} other samples of the batch, as with x.mean(0), x.std(), x[0] or padding to the longest sample"
 PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with arange(len(x)) or a seed of its own"
-STATE = "it returns the same for these rows when it is called again on one device: look for a cache, and what it keeps"
-_LIST = (
-    "; each replica gets a whole list or tensor of as many items as the batch has samples: if it has one for each, "
-    'name it, as in DataParallelWithCallback(model, in_dims={"names": 0})'
-)
+STATE = "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and"
+STATE += " what it reads elsewhere"
+_LIST = "; each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
+_LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
@@ -79,7 +79,7 @@ class Investigation:
         # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
         is_of_list = kind == "loss" and "gather" in self._many.parallel.overridden
-        if kind == "gradient" and any(mode.begun["backward()"] for mode in self._modes):
+        if kind == "gradient" and not agree(self._of_many["added"], self._of_one["added"]):
             return _BACKWARD
         return "" if is_of_batch or is_of_list else why
 
@@ -96,8 +96,11 @@ class Investigation:
         """Return which attributes differ before the pass."""
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
-        lost = f"what forward() sets on self ends with the replica, so {', '.join(self._lost)} differs from one device"
-        return f"{lost}; change a buffer in place instead, or set it outside the forward pass" if self._lost else ""
+        differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
+        if not differs or text_of_hooks(self._one.module):  # A hook may have set it, on the model.
+            return differs
+        lost = f"what forward() sets on self ends with the replica, so {differs}"
+        return f"{lost}; change a buffer in place instead, or set it outside the forward pass"
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
@@ -156,8 +159,10 @@ class Investigation:
             cause = _PLAIN_NORM
         elif not cause:
             cause = _GRADIENT if "grad" in suspect.called and any(map(_uses_batch, module.modules())) else self._calls
-        elif cause in (SAMPLES, PLACE) and _holds_list(suspect.arguments, call.arguments, rows.total):
-            cause += _LIST
+        elif cause in (SAMPLES, PLACE):
+            cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else ""
+            has_hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 2  # Two are those of the check.
+            cause += "; look at the forward hooks of the module" if has_hooks else ""
         return suspect, cause
 
     def _changed_parameter(self, call: Call) -> str:
@@ -175,7 +180,7 @@ def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[
     for name in [name for name, module in model.named_modules() if _synchronizes(module)]:
         others = [mode.begun[name] for mode in modes]
         if {*others} != {on_one[name]}:
-            return f"{name} is called {on_one[name]} times on one device, {others} times in replicas{remedy}"
+            return f"number of calls of {name}: {on_one[name]} on one device, {others} in replicas{remedy}"
     return ""
 
 
@@ -279,11 +284,18 @@ def text_of_hooks(model: nn.Module) -> str:
             held = [getattr(hook, "__self__", None), *closure_of(function)] if hasattr(function, "__code__") else []
             for other in [value for value in held if isinstance(value, nn.Module)]:
                 words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
-                if attributes := [word for word in words if isinstance(word, str) and word in vars(other)]:
+                used = vars(other).keys() & _names_in_methods(type(other), function.__name__)  # Others log only.
+                if attributes := [word for word in words if isinstance(word, str) and word in used]:
                     text = "; hooks that refer to the model read and write attributes of the original, not the replica"
                     hook = f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})"
                     return f'{text}: {hook}, see "Hooks that refer to the model"'
     return ""
+
+
+def _names_in_methods(cls: type, hook: str) -> set[str]:
+    """Return the names that methods of a class use, except for `__init__` and a hook."""
+    methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
+    return {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
 
 
 class Experiment:

@@ -1,7 +1,7 @@
 """Training passes of copies, on one device or in replicas, and what differs there for their caller."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
 
 # What the caller sees of a pass, by kind and name: tensors; as "value", numbers, flags and strings among the outputs;
-# as "path", where each output is; as "returned", the numbers of each replica; as "assigned", the names of parameters
-# and buffers to which the forward pass has assigned other tensors.
+# as "path", where each output is; as "returned", the numbers of each replica; as "added", the gradients that parameters
+# have after the forward pass; as "assigned", the names of what it has assigned other tensors to.
 Pass = dict[str, dict[Any, Any]]
 
 
@@ -94,7 +94,9 @@ class Side(Copy):
 
     def _taken(self, has_backward: bool) -> Pass:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
-        leaves, initial = [_fresh(leaf) for leaf in leaves_of(self.arguments)], dict(module.named_parameters())
+        leaves = [_fresh(leaf) for leaf in leaves_of(self.arguments)]
+        asking = {f"input {i}": leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
+        initial = dict(module.named_parameters()) | asking  # before forward() asks for gradients of more inputs
         inputs, kwargs = with_leaves(self.arguments, iter(leaves))
         memory = self.memory()
         self.order.clear()
@@ -106,11 +108,10 @@ class Side(Copy):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            _go_backward(loss, [*initial.values(), *leaves], dtype)
+            _go_backward(loss, initial.values(), dtype)
         for name, buffer in module.named_buffers():  # A recomputation updates statistics once more on one device.
             buffer.data.copy_(seen["buffer"].get(name, buffer))
         grads = {name: initial[name].grad for name in self.order | initial}
-        grads |= {f"input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         module.zero_grad()
         parallel.returned = ()
         losses = {self._passes.loss and "loss": loss.detach().reshape(())}
@@ -127,6 +128,7 @@ class Side(Copy):
             "returned": {i: _numbers_in(of) for i, of in enumerate(self.parallel.returned)},
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
             "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
+            "added": {name: p.grad.clone() for name, p in self.module.named_parameters() if p.grad is not None},
             "assigned": {name: 0 for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))},
         }
 
@@ -169,7 +171,7 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> None:
+def _go_backward(loss: Tensor, of_copy: Iterable[Any], dtype: torch.dtype) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
     nodes = new = set[Any]({edge.node})
@@ -188,6 +190,7 @@ def _go_backward(loss: Tensor, of_copy: Sequence[Any], dtype: torch.dtype) -> No
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
+_ASSIGNED += ", or in place if it is a buffer that does not depend on the batch"
 _CHANGED = "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside"
 _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # of tensors, in the order of the pass
 

@@ -234,7 +234,10 @@ MIXES = "what it returns for a sample depends on other samples of the batch, as 
 SIZE = "what it returns for a sample depends on its place in the batch or the number of samples"
 PLACE = "what it returns for a sample depends on its place in the batch or"
 RANDOM = "it draws random numbers, which differ in replicas"
-STATE = "it returns the same for these rows when it is called again on one device"
+STATE = (
+    "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and "
+    "what it reads elsewhere"
+)
 NO_MEAN = (
     "none of these is that of one device; compute it from the gathered output, or, if it divides sums, return these, "
     "and divide outside, see"
@@ -608,7 +611,7 @@ ELSEWHERE = {
             "outputs, loss and gradients agree; the buffer seen differs",
         ),
     },
-    "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass": {
+    "update it outside the forward pass, or in place if it is a buffer that does not depend on the batch": {
         "queue": (lambda: Apply(enqueue, queue=[[0.0] * 3] * 6), "agree; the buffer queue differs")
     },
     "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside": {

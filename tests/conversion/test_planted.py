@@ -99,6 +99,41 @@ def add_features(self, x):
     return self.net(x) + self.features
 
 
+class Logs(nn.Module):
+    """Has a hook that is a method, and sets on the model what nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.log = nn.Linear(6, 6), None
+        self.net.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.log = output.detach()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Levels(nn.Module):
+    """Has a backward hook that is a method, and reads what it has set in the last pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.level = nn.Linear(6, 6), 1.0
+        self.net.register_full_backward_hook(self.keep)
+
+    def keep(self, module, grad_input, grad_output):
+        self.level = 1 + float(grad_output[0].norm())
+
+    def forward(self, x):
+        return self.net(x * 1) * self.level
+
+
+def with_hook(module, hook, kind="forward_hook"):
+    getattr(module, f"register_{kind}")(hook)
+    return module
+
+
 def before_norm(function):
     """Return a net that does something in its own forward, before a norm."""
     layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
@@ -171,6 +206,11 @@ def go_backward(self, x):
     output.square().mean().backward(retain_graph=True)
     self.zero_grad()
     return output * 1
+
+
+def go_backward_elsewhere(self, x):
+    x.detach().requires_grad_().sum().backward()
+    return x * 1
 
 
 def by_sample(self, x):
@@ -297,6 +337,7 @@ FAULTS = {
             "output of 0 (Apply), in replica 0, in its shape",
         ),
         "behind padding": (lambda: behind(Apply(pad), Apply(add_total), Apply(mix)), "3 (Apply)"),
+        "behind a hook that only logs": (lambda: nn.Sequential(Logs(), Apply(mix)), "1 (Apply)", "hooks that refer"),
         "in a wrapper, before the loss of a model": (
             lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), wrapped(behind(Apply(mix)))),
             *("parts.0.module.1 (Apply)", "outputs agree", "depends on more"),
@@ -379,6 +420,14 @@ FAULTS = {
             lambda: behind(Apply(lambda self, x: MeanInBackward.apply(x)), Apply(pad), Apply(add_total)),
             *("the first gradient that differs...that of 0.", "first difference"),
         ),
+        "gradient behind a hook that only logs": (
+            lambda: nn.Sequential(Logs(), Apply(lambda self, x: MeanInBackward.apply(x))),
+            *("that of 0.net.", "hooks that refer"),
+        ),
+        "gradient behind backward() of a tensor of one's own": (
+            lambda: behind(Apply(go_backward_elsewhere), Apply(lambda self, x: MeanInBackward.apply(x))),
+            *("that of 0.", "forward() calls backward()"),
+        ),
     },
     "compute it outside the forward pass": {
         "gradient of a chunk within forward": (
@@ -428,6 +477,16 @@ FAULTS = {
     "compared with dropout switched off: 1.drop_prob, dropout": {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
+    "padding to the longest sample; look at the forward hooks of the module": {
+        "hook": (lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args, x: x - x.mean(0))), "1 (Linear)"),
+        "hook before": (
+            lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args: (mix(module, *args),), "forward_pre_hook")),
+            "1 (Linear)",
+        ),
+    },
+    "level differs from one device; hooks that refer to the model": {
+        "backward hook": (Levels, "pass 2...keep of net (level)", "sets on self")
+    },
     "hooks that refer to the model": {
         "hook": (lambda: hooked_by_closure(False), "not in replicas: AttributeError...keep of net (features)"),
         "hook, a method": (lambda: hooked(keep, add_features, features=0), "...keep of net (features)"),
@@ -455,7 +514,7 @@ ERRORS = {
     ),
     "a norm that is called for each sample": (
         lambda: convert_model(Apply(by_sample, nn.BatchNorm1d(2))),
-        "ReplicaSyncError...group_size=1...; parts.0 is called 3 times on one device, [2, 1] times in replicas; ",
+        "ReplicaSyncError...group_size=1...; number of calls of parts.0: 3 on one device, [2, 1] in replicas; ",
     ),
 }
 
@@ -471,6 +530,10 @@ def test_a_planted_fault_is_named_and_nothing_else(cause, fault):
 def test_an_error_of_a_replica_alone_is_named_with_its_module(error):
     build, message = ERRORS[error]
     assert_names(["runs on one device, but not in replicas: ", message], build(), BATCH[:3])
+
+
+def forces(self, x):
+    return torch.autograd.grad(self.parts[0](x.requires_grad_()).sum(), x, create_graph=True)[0]
 
 
 def fill_table(self, x):
@@ -540,6 +603,10 @@ def rotations():
 
 
 RIGHT = {
+    "a gradient of an input that forward asks for": (lambda: Apply(forces, tower()), lambda output: output.sum()),
+    "numbers of replicas that the model adds up": (
+        lambda: Apply(lambda self, x: self.parts[0](x).sum(), wrapped(Apply(lambda self, x: x.square().sum()))),
+    ),
     "a complex parameter": (lambda: Net(rotate, factors=nn.Parameter(rotations())),),
     "a complex buffer": (lambda: Net(rotate, factors=nn.Buffer(rotations())),),
     "a `to` of its own": (lambda: MovesByDevice(6, 3),),
@@ -609,7 +676,7 @@ def test_a_list_that_each_replica_gets_whole_is_said():
 def test_a_norm_that_is_called_for_each_sample_is_named_with_both_numbers_of_calls():
     model = Apply(by_sample, nn.BatchNorm1d(2))
     text = (
-        "the model itself (Apply)...parts.0 is called 4 times on one device, [2, 2] times in replicas; if once for "
+        "the model itself (Apply)...number of calls of parts.0: 4 on one device, [2, 2] in replicas; if once for "
         "each sample, call it once for all rows, or set its group_size to 1$"
     )
     assert_names([text], convert_model(model), BATCH[:4])
