@@ -26,8 +26,9 @@ def assert_synchronized(
 
     Call it on the wrapped model, in training mode, and before you freeze layers: the error also names layers that are
     in eval mode on purpose, see "Freezing layers" on the page "Usage". A wrapper of one device is fine: one replica has
-    the whole batch. So has a norm outside every wrapper, which need not be converted unless processes exchange. It runs
-    nothing: what a `forward` of yours computes, `assert_matches_one_device` compares.
+    the whole batch. So has a norm outside every wrapper: a plain one is left out, a converted one needs `ignore`,
+    unless processes exchange. It runs nothing: what a `forward` of yours computes, `assert_matches_one_device`
+    compares.
 
     Example:
         >>> assert_synchronized(DataParallelWithCallback(SynchronizedBatchNorm2d(8), ["cpu"] * 2))
@@ -41,9 +42,9 @@ def assert_synchronized(
     Raises:
         TypeError, ValueError: for bad arguments.
         RuntimeError: naming every `torch.nn.BatchNorm1d/2d/3d`, `torch.nn.SyncBatchNorm` and synchronized layer that
-            would not synchronize, what has the code of one, and lists, tuples and dicts of layers in attributes, with
-            the reason for each; or if the model has no such layer. See "Training that is not synchronized" on the page
-            "Troubleshooting".
+            would not synchronize, what has the code of one, and lists, tuples and dicts in attributes with layers that
+            are no submodules, with the reason for each; or if the model has no such layer. See "Training that is not
+            synchronized" on the page "Troubleshooting".
     """
     check_module(model)
     check_number("replicas", replicas)

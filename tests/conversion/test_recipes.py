@@ -9,7 +9,7 @@ from helpers import Net, assert_equal, assert_same_results, assert_same_state, a
 from repository import ROOT, blocks_of
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, revert_model
+from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, revert_model
 
 CPUS = ["cpu"] * 2
 
@@ -90,6 +90,7 @@ def test_uneven_chunks_equal_one_device(recipes, chunk_size):
     uneven = recipes.Uneven(parallel.module, CPUS, chunk_size)
     assert_same_step(plain, uneven, doubles(5, 3, 6, 6))
     assert sorted(sizes) == sorted(chunk_size)
+    assert_matches_one_device(uneven, torch.randn(5, 3, 6, 6))
 
 
 def _encoder() -> nn.Module:
