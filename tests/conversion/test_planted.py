@@ -77,9 +77,17 @@ def set_scale(self, x):
     return self.net(x)
 
 
+def of_class(forward, **attributes):
+    """Return a module of a class that has this `forward`, where the check looks for what a hook sets."""
+    model = type("Hooked", (nn.Module,), {"forward": forward})()
+    for name, value in {"net": nn.Linear(6, 6), **attributes}.items():
+        setattr(model, name, value)
+    return model
+
+
 def hooked(hook, forward, **attributes):
     """Return a net with a hook that is its method."""
-    model = Net(forward, net=nn.Linear(6, 6), **attributes)
+    model = of_class(forward, **attributes)
     model.net.register_forward_hook(MethodType(hook, model))
     return model
 
@@ -88,7 +96,7 @@ def hooked_by_closure(by_name):
     def keep(module, args, output):
         model.features = output
 
-    model = Net(add_features, net=nn.Linear(6, 6))
+    model = of_class(add_features)
     model.net.register_forward_hook(
         (lambda module, args, output: setattr(model, "features", output)) if by_name else keep
     )
