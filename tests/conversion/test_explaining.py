@@ -178,6 +178,14 @@ def count_and_mix(self, x):
     return mix(self, x) * self.calls
 
 
+class Stop(BaseException):
+    pass
+
+
+def stop(self, x):
+    raise Stop
+
+
 def refuse(self, x):
     raise StopAsyncIteration
 
@@ -186,6 +194,12 @@ def stop_and_branch(self, x):
     with suppress(StopAsyncIteration):
         self.parts[0](x)
     return x * 2 if len(x) > 2 else x
+
+
+def stop_and_mix(self, x):
+    with suppress(Stop):
+        self.parts[0](x)
+    return mix(self, self.parts[1](x))
 
 
 def hooked(module, register, hook):
@@ -270,6 +284,10 @@ IN_MODULES = {
             lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}),
             "0 (SynchronizedScaled)",
             IMAGES,
+        ),
+        "beside a call that was stopped": (
+            lambda: Apply(stop_and_mix, nn.Sequential(nn.ReLU(), Apply(stop)), nn.ReLU()),
+            ITSELF,
         ),
         "by a number that is none of dropout": (
             lambda: Net(lambda self, x: x + self.p * x.mean(0), p=0.5),
