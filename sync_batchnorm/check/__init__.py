@@ -107,15 +107,14 @@ def _compare(passes: Passes) -> None:
         of_one = _on_one_device(passes, one, index)
         many = many or Side(passes, False, index)  # not before, to hold less at a time
         of_many = many.take(index)
-        if next(differences(of_one, of_many), None) is None:
-            _warn_of_equal_chunks(passes, of_one, of_many)
-        else:
+        if difference := next(differences(of_one, of_many), None):
             one = many = None
             difference = _beyond_rounding(passes, index, (of_one, of_many))
-            if difference is not None:
-                del of_one, of_many
-                raise AssertionError(Investigation(passes, index, difference).text())
+        else:
+            _warn_of_equal_chunks(passes, of_one, of_many)
         del of_one, of_many
+        if difference:
+            raise AssertionError(Investigation(passes, index, difference).text())
 
 
 def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:

@@ -165,12 +165,11 @@ class Compared(InDouble):
 
     def __init__(self, one: OneDevice, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
-        self._one, self._number, self._rows, self._replicas = one, number, rows[number], len(rows)
-        self._model = model  # the copy that has replicas
+        self._one, self._number, self._rows, self._model = one, number, rows, model  # the copy that has replicas
 
     def begin(self, call: Call, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
-        call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows)
+        call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
         # In containers of its own, without a graph.
         call.arguments = _mapped(arguments, Tensor.detach) if call.agrees else None
 
@@ -179,12 +178,12 @@ class Compared(InDouble):
         if on_one is None:
             return
         names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
-        for actual, right in _compared(output, on_one.output, self._rows):
+        for actual, right in _compared(output, on_one.output, self._rows[self._number]):
             if (by := gap(actual, right)) > call.gap:
                 call.gap, call.part = by, names[id(actual)]
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
-        if len(on_one.in_replicas) == self._replicas and not suspects_in(on_one, self._model):
+        if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):
             del self._one.calls[call.key]
 
 

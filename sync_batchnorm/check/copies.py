@@ -219,15 +219,15 @@ class Copy:
                 self.dropped[f"{name}.{attribute}".strip(".")] = None
 
     @torch.no_grad()
-    def move_constants(self) -> None:
+    def move_constants(self, is_moved: bool) -> None:
         """Move parameters that are all equal upwards, as zeros and ones: they may hide what stands before them."""
         for name, parameter in self.module.named_parameters():
-            if _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
+            if is_moved and _trains(parameter) and bool(parameter.eq(first := parameter.flatten()[0]).all()):
                 size = (0.1 * first.abs()).clamp(min=0.02) * (0.5 + _numbers_like(parameter, name).abs())
                 parameter.add_(-size if first < 0 else size)  # Zeros move upwards: a root of them stays a number.
 
     @torch.no_grad()
-    def move(self, index: int, by: float = 0.01) -> None:
+    def move(self, index: int, by: float) -> None:
         """Move all parameters that train by about this much of each value, in each pass otherwise."""
         for name, parameter in self.module.named_parameters():
             if _trains(parameter) and by:
@@ -240,10 +240,9 @@ def _trains(tensor: Tensor) -> bool:
 
 def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     """Return random numbers that follow from a name; they repeat, which takes less time."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    numbers = torch.randn(min(parameter.numel(), 1021), generator=generator, dtype=torch.float64)
-    times = -(-parameter.numel() // len(numbers))  # rounded up
-    return numbers.to(parameter.dtype).repeat(times)[: parameter.numel()].reshape(parameter.shape)
+    generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
+    numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
+    return numbers.to(parameter.dtype).repeat(size // len(numbers) + 1)[:size].reshape(parameter.shape)
 
 
 def closure_of(function: Any) -> list[Any]:

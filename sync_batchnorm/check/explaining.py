@@ -22,9 +22,7 @@ from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, S
 __all__: list[str] = []
 
 _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
-_DEPTH = 4  # of containers that are looked into. Arbitrary.
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
-_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
@@ -38,7 +36,6 @@ _LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
-_BACKWARD = "forward() calls backward(), which in a replica adds to the gradients of the model; call it outside"
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
@@ -51,9 +48,9 @@ class Investigation:
         self._lost = _different_attributes(self._one.module, self._many.module) if index else []
         self._record = OneDevice(passes.dtype)
         self._of_one = self._one.take(index, difference.kind, [self._record])
-        self._modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
-        self._of_many = self._many.take(index, difference.kind, self._modes)
-        self._calls = _text_of_calls(self._many.module, self._record.begun, self._modes, _BY_SAMPLE)
+        modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
+        self._of_many = self._many.take(index, difference.kind, modes)
+        self._calls = _text_of_calls(self._many.module, self._record.begun, modes, _BY_SAMPLE)
 
     def text(self) -> str:
         """Return what differs, where and why."""
@@ -78,10 +75,7 @@ class Investigation:
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
-        is_of_list = kind == "loss" and "gather" in self._many.parallel.overridden
-        if kind == "gradient" and not agree(self._of_many["added"], self._of_one["added"]):
-            return _BACKWARD
-        return "" if is_of_batch or is_of_list else why
+        return "" if is_of_batch or (kind == "loss" and "gather" in self._many.parallel.overridden) else why
 
     def _rows(self) -> str:
         """Return what is known of an output that has other rows than one for each sample."""
@@ -97,10 +91,9 @@ class Investigation:
         if buffers := [name for name in self._lost if name in dict(self._one.module.named_buffers())]:
             return f"the buffer {', '.join(buffers)} differs from that on one device: {IN_PLACE}"
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
-        if not differs or text_of_hooks(self._one.module):  # A hook may have set it, on the model.
-            return differs
-        lost = f"what forward() sets on self ends with the replica, so {differs}"
-        return f"{lost}; change a buffer in place instead, or set it outside the forward pass"
+        why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
+        # A hook may have set it, on the model.
+        return differs if not differs or text_of_hooks(self._one.module) else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
@@ -116,11 +109,10 @@ class Investigation:
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
             return ""
-        taken = self._of_one, self._of_many
         one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
-        if self._index == 0 and any(other.kind in IN_FORWARD for other in differences(one, many)):
-            taken = one, many
-        pairs = sorted(scalars(*taken), key=lambda pair: agree(pair[0].mean(), pair[1]))
+        if self._index or not any(other.kind in IN_FORWARD for other in differences(one, many)):
+            one, many = self._of_one, self._of_many
+        pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
         text = _related(*pairs[0], [rows.size for rows in self._passes.rows])
@@ -146,8 +138,7 @@ class Investigation:
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the cause that is known or that experiments tell."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
-        in_norm = _cause_in_norm(module, suspect.called, len(call.in_replicas))
-        cause = in_norm or self._changed_parameter(call) or state
+        cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
         for candidate in suspects if not cause else ():
             rows = self._passes.rows[candidate.number]
             with suppress(Exception):  # It may not run again.
@@ -209,8 +200,7 @@ def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble
     for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
         text += f"; raised in {_name_of_call(call, model)}"
         module = model.get_submodule(call.key[0])
-        has_failed = "batch_norm" in call.called and "Expected more than 1 value" in text
-        if has_failed and not isinstance(module, _SynchronizedBatchNorm):
+        if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
             text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
     return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
 
@@ -226,13 +216,13 @@ def _attributes_of(model: nn.Module, module: str) -> dict[str, Any]:
     attributes = dict[str, Any]()
     for name, child in dict(model.named_modules())[module].named_modules(prefix=module):
         # Running statistics follow from what goes into a layer.
-        left_out = {*_OF_MODULES, *_RUNNING} if isinstance(child, BatchNormBase) else _OF_MODULES
+        left_out = _OF_MODULES | {*nn.BatchNorm1d(1)._buffers} if isinstance(child, BatchNormBase) else _OF_MODULES
         members = {} if isinstance(child, nn.DataParallel) else {**vars(child), **child._parameters, **child._buffers}
         attributes |= {f"{name}.{key}".strip("."): members[key] for key in members if key not in left_out}
     return attributes
 
 
-def _plain(value: Any, depth: int = _DEPTH) -> Any:
+def _plain(value: Any, depth: int = 4) -> Any:  # containers that are looked into; arbitrary
     """Return what can be seen of an attribute: its tensors, numbers, flags and strings, in lists for other objects."""
     if isinstance(value, (*SCALARS, Tensor)):
         return value

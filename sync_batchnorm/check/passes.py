@@ -16,9 +16,8 @@ from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_
 __all__: list[str] = []
 
 IN_FORWARD = ("output", "value", "loss")  # kinds of what the caller sees without a backward pass
-_BACKWARD = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
+_TRAINING = 2  # passes with a backward pass, which takes most of the time; a counter that only gradients see needs two
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}  # how far parameters move to see what rounding does, by dtype
-_NOISE = -1  # in place of the index of a pass, where parameters move by rounding
 
 Loss = Callable[[Any], Tensor]
 Key = tuple[str, Any]  # the kind of what the caller sees, and its name
@@ -73,20 +72,18 @@ class Side(Copy):
         if passes.path:
             self.module.set_submodule(passes.path, self.parallel)
             self.parallel.register_forward_pre_hook(passes.note_rows, with_kwargs=True)
-        if is_moved:
-            self.move_constants()
-        self.move(_NOISE, noise)
+        self.move_constants(is_moved)
+        self.move(-1, noise)
         for before in range(index):
             self.take(before)
 
     def take(self, index: int, kind: str = "gradient", modes: Sequence[InDouble] = ()) -> Pass:
         """Take a pass, as far as tensors of a kind need it; its index gives random numbers, others in replicas."""
-        if self._is_moved:
-            self.move(index)  # before the first pass, too: copies that begin equal hide what stands before them
+        self.move(index, 0.01 * self._is_moved)  # before the first pass, too: equal copies hide what stands before them
         self.parallel.modes = modes or [InDouble(self._passes.dtype) for _ in range(self._passes.replicas)]
         seed(index if self._is_one or self._passes.path else 1000 + index)
         try:
-            return self._taken(index < _BACKWARD and kind not in IN_FORWARD)
+            return self._taken(index < _TRAINING and kind not in IN_FORWARD)
         except Exception as error:
             if self._is_one:
                 raise
@@ -192,6 +189,7 @@ IN_PLACE = "only what replica 0 writes into it in place stays, from its own chun
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
 _ASSIGNED += ", or in place if it is a buffer that does not depend on the batch"
 _CHANGED = "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside"
+_BACKWARD = "forward() calls backward(), which in a replica adds to the gradients of the model; call it outside"
 _KINDS = ("output", "loss", "gradient", "parameter", "buffer")  # of tensors, in the order of the pass
 
 
@@ -214,19 +212,19 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
             continue
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), much(by), one)
+            text, why = _text_of(kind, name, (actual, expected), much(by), (one, many))
             if kind == "gradient":
                 text += f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
             elif kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
             yield Difference(kind, name, text, why)
         elif kind == "gradient" and expected.any():
-            agreed = f", while that of {name}, before it in the backward pass, agrees"
-            agreed += "; if no branch leads past that, look between these two"
+            agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
 
 
-def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, one: Pass) -> tuple[str, str]:
-    """Return what differs, and why, where that is known; `one`: the pass on one device."""
+def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes: tuple[Pass, Pass]) -> tuple[str, str]:
+    """Return what differs, and why, where that is known; `passes`: that on one device first."""
+    one, many = passes
     if kind == "output":
         part = f" in {one['path'][name]}" if len(one["path"]) > 1 else ""
         return f"outputs differ{part}, {how}", ""
@@ -236,7 +234,7 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, one: P
         return text, "`loss` depends on more than the output" if name else ""  # That of the check does not.
     if kind == "gradient":
         text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
-        return f"{text} {name}: {_norms(*pair)}", ""
+        return f"{text} {name}: {_norms(*pair)}", "" if agree(many["added"], one["added"]) else _BACKWARD
     text = f"outputs, loss and gradients agree; the {kind} {name} differs after the forward pass, {how}"
     return text, _ASSIGNED if name in one["assigned"] else IN_PLACE if kind == "buffer" else _CHANGED
 

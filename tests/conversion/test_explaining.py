@@ -554,8 +554,8 @@ ELSEWHERE = {
         "state that changes little": (lambda: Apply(hide, nn.Softmax(0)), "", loss_with_state(0.001)),
     },
     # Gradients
-    "it is missing, or zero, in replicas, as after detach or no_grad, while that of parts.1..., before it in the "
-    "backward pass, agrees; if no branch leads past that, look between these two for": {
+    "it is missing, or zero, in replicas, as after detach or no_grad, while that of parts.1..., before it, "
+    "agrees; if no branch leads past that, look between these two for": {
         "that replicas drop": (lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), GRADIENT, CROSS_ENTROPY),
     },
     "it is missing, or zero, in replicas, as after detach or no_grad; look for": {
