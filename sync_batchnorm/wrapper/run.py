@@ -70,6 +70,7 @@ class ForwardPass:
         except BaseException as error:
             raised = error
         failure = self._failure(raised, fact)
+        _prepared.set(())  # A replica that is stuck would let this pass be taken for the next one.
         if failure is not None:
             try:
                 raise failure

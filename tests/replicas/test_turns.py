@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError
 from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.random_states import RandomStates
+from sync_batchnorm.wrapper.run import prepared_runs
 
 ONE_DEVICE = [param for param in device_lists(4) if len(set(param.values[0])) == 1]
 shared_devices = pytest.mark.parametrize("devices", [*ONE_DEVICE, *INTERLEAVED])
@@ -194,6 +195,7 @@ def test_replica_that_is_stuck_in_its_first_turn_loses_it_at_the_timeout(monkeyp
     with pytest.raises(ReplicaSyncError, match=text) as caught:
         parallel(*inputs)
     assert caught.value.__notes__[0].startswith("Stack of replica 0 on device cpu at the timeout:\n")
+    assert prepared_runs() == []  # though this replica has not ended
     release.set()
 
 
