@@ -39,7 +39,7 @@ RUN = {
     f"{BENCHMARKS}/exchange/processes.py --processes 2 --channels 64 512 2048 3000 --rounds 200 --other "
     "/tmp/version_2_2": "--channels 64 --rounds 2",
     f"{BENCHMARKS}/exchange/replicas.py --rounds 5": "--rounds 2 --replicas 2 --exchanges 20",
-    f'{BENCHMARKS}/host/step.py --other /tmp/version_2_1 --nets resnet50 "a layer"': "--steps 2 --numbers 2",
+    f'{BENCHMARKS}/host/step.py --other /tmp/version_2_3 --nets resnet50 "a layer"': "--steps 2 --numbers 2",
     f"{BENCHMARKS}/host/run.py --other /tmp/version_1_2 --existing out/existing --rounds 30 --one-core": "--rounds 1",
     f"{BENCHMARKS}/layer/kernels.py": "",
     f"{BENCHMARKS}/layer/run.py --existing out/existing --rounds 12": "--rounds 1 --layers 1 --replicas 2",

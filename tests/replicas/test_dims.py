@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")  # deprecated, or not supported
 @pytest.mark.parametrize("kind", REFUSED)
 def test_dimensions_that_do_not_fit_are_refused_by_name(kind):
     module, in_dims, args, error, text = REFUSED[kind]
