@@ -262,10 +262,10 @@ class SynchronizedBatchNorm(_SynchronizedBatchNorm):
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: for bad input, with the texts of `torch.nn.BatchNorm2d`; a single
-            value per channel only if all replicas of the group together have no other. ValueError if replicas differ in dtype, type
-            of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a `process_group`
-            that this process does not belong to; TypeError for one that is no group. RuntimeError in all processes if
-            they are seen to call different layers.
+            value per channel only if all replicas of the group together have no other. ValueError if replicas differ in
+            dtype, type of device, channels, number of dimensions, `eps`, `eps_mode` or inference mode; also for a
+            `process_group` that this process does not belong to; TypeError for one that is no group. RuntimeError in
+            all processes if they are seen to call different layers.
         ReplicaSyncError: if the replicas cannot exchange. If processes cannot, the error is one of `torch.distributed`.
     """
 
