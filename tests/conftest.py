@@ -8,6 +8,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
@@ -124,23 +125,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def threads_of_python() -> set[threading.Thread]:
+def busy_threads() -> set[threading.Thread]:
     """Return the threads that run and that Python has started.
 
     Autograd keeps a thread for each GPU until the process ends. It is listed once it has run Python code, cannot be
-    joined, and belongs to no test.
+    joined, and belongs to no test. So does a thread of replicas on a GPU, once they have ended.
     """
-    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    frames = sys._current_frames()
+    idle = {ident for ident, frame in frames.items() if frame.f_code.co_name == "_work_and_stay"}
+    threads = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    return {thread for thread in threads if thread.ident not in idle}
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
-    before = threads_of_python()
+    before = busy_threads()
     yield
-    left = threads_of_python() - before
-    for thread in left:
-        thread.join(60.0)
-    assert not [thread for thread in left if thread.is_alive()], f"threads left behind: {left}"
+    end = time.monotonic() + 60.0
+    while (left := busy_threads() - before) and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not left, f"threads left behind: {left}"
 
 
 @pytest.fixture(autouse=True)

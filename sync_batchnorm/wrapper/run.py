@@ -5,6 +5,11 @@ Whoever waits for a replica learns how it ends.
 NOTE [whose thread]: A replica runs in a copy of the context of its caller, which may itself be a replica of another
 wrapper, and a thread that a replica starts may inherit its context, as by default in free-threaded Python 3.14. So a
 `ContextVar` alone does not say which replica a thread runs: the number of the thread must be that of the replica, too.
+
+NOTE [threads that stay]: cuDNN plans each convolution anew in each new thread, as torch keeps the plans by thread. That
+takes the forward pass of a ResNet-50 from 6 to 51 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So the thread of a
+replica on an accelerator stays, idle, for the next replica on that device; there are as many as have run at once. On
+the CPU, where nothing is kept by thread, it ends: an idle one would also keep its pool of OpenMP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +17,8 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Thread
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 from weakref import ref
 
@@ -223,13 +229,49 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
 def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
     coordinator = runs[0].forward_pass.coordinator
+    waits = [_begin_in_thread(partial(work, i), run.device) for i, run in enumerate(runs)]
+    for wait in waits:
+        while not wait(1.0) and not coordinator.has_given_up:
+            pass
+
+
+def _begin_in_thread(work: Callable[[], None], device: torch.device) -> Callable[[float], bool]:
+    """Run `work` in a thread; return a function that waits for its end, some seconds at most, and says if it came."""
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
-    threads = [Thread(target=work, args=(i,), daemon=True) for i in range(len(runs))]
-    for thread in threads:
+    if device.type == "cpu":
+        thread = Thread(target=work, daemon=True)
         thread.start()
-    for thread in threads:
-        while thread.is_alive() and not coordinator.has_given_up:
-            thread.join(1.0)
+
+        def wait(seconds: float) -> bool:
+            thread.join(seconds)
+            return not thread.is_alive()
+
+        return wait
+    idle = _idle.setdefault(device, [])
+    try:
+        works = idle.pop()
+    except IndexError:
+        works = SimpleQueue()
+        Thread(target=_work_and_stay, args=(works, idle), name=f"replicas on {device}", daemon=True).start()
+    ended = Event()
+    works.put((work, ended))
+    return ended.wait
+
+
+def _work_and_stay(works: "SimpleQueue[_Work]", idle: list["SimpleQueue[_Work]"]) -> None:
+    """Do one work after another, in a thread that is idle in between; see NOTE [threads that stay]."""
+    while True:
+        work, ended = works.get()
+        work()
+        del work  # which refers to inputs and outputs
+        idle.append(works)
+        ended.set()
+        del ended
+
+
+_Work = tuple[Callable[[], None], Event]
+
+_idle: dict[torch.device, list["SimpleQueue[_Work]"]] = {}  # where the threads that wait for a work on a device get it
 
 
 def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -301,3 +302,23 @@ def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_the
     assert type(counts((7, 8))) is torch.Tensor
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert counts((5, 6)) is not counts((5, 6))
+
+
+def test_threads_of_replicas_stay_for_the_next_pass_and_keep_nothing():
+    seen, alive = [], []
+
+    def forward(net, input):
+        seen.append(threading.get_ident())
+        alive.append(weakref.ref(input))
+        if net.fails and len(input) == 1:  # the last of unequal chunks
+            raise LookupError("as told")
+        return net.bn(input)
+
+    parallel = DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 0, 0])
+    for fails in (False, True, False):
+        parallel.module.fails = fails
+        with pytest.raises(LookupError) if fails else contextlib.nullcontext():
+            parallel(torch.randn(5, 3, device="cuda"))
+    assert len(seen) == 9
+    assert len(set(seen)) == 3
+    assert not any(reference() is not None for reference in alive)

@@ -18,6 +18,7 @@ from helpers import (
     run_parts,
     twins,
 )
+from simulated_gpus import is_simulated
 from torch import nn
 
 from sync_batchnorm import (
@@ -148,8 +149,12 @@ def test_wrong_parameter_or_buffer_is_refused_in_the_words_of_torch(devices, nam
     for layer in (plain, parallel.module):
         tensor = change(getattr(layer, name).detach())
         setattr(layer, name, nn.Parameter(tensor) if name in ("weight", "bias") else tensor)
-    assert_same_refusal(plain, parallel, torch.randn(4, 3, device=as_devices(devices)[0]))
-    assert parallel.module.num_batches_tracked == 0
+    data = torch.randn(4, 3, device=as_devices(devices)[0])
+    expected = outcome(lambda: plain(data))
+    assert outcome(lambda: parallel(data)) == expected
+    # A real GPU takes running statistics of another dtype.
+    assert expected or (data.is_cuda and "running" in name and change is torch.Tensor.double and not is_simulated())
+    assert parallel.module.num_batches_tracked == (0 if expected else 1)
 
 
 @pytest.mark.cuda

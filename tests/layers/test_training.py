@@ -20,6 +20,7 @@ from helpers import (
     run_parts,
     twins,
 )
+from simulated_gpus import is_simulated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,9 +53,13 @@ def test_low_precision_has_the_types_of_torch_and_the_values_of_float32(devices,
         layer = getattr(model, "module", model)
         parameters = [parameter.grad for parameter in layer.parameters()]
         results.append([output, input.grad, *parameters, layer.running_mean, layer.running_var])
+    # For a contiguous input, the kernel of a real GPU rounds each product that it sums for the gradient of the weight.
+    rounded = {0, 1, 2} if kind == "contiguous" and data.is_cuda and not is_simulated() else {0, 1}
     for i, (expected, of_torch, ours) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == of_torch.dtype
-        assert_equal(ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i < 2 else torch.float32])
+        assert_equal(
+            ours.float(), expected, tolerance=TOLERANCES[dtype if cast_module or i in rounded else torch.float32]
+        )
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import Net, are_distinct_gpus, as_devices, doubles
+from helpers import Net, are_distinct_gpus, as_devices, assert_equal, doubles
 from torch import nn
 
 from sync_batchnorm import DataParallelWithCallback
@@ -174,7 +174,7 @@ def test_own_scatter_and_named_lists_give_replicas_the_entries_of_their_samples(
     sums = Net(lambda net, images, boxes: images + torch.stack([entry.sum() for entry in boxes])[:, None])
     images, boxes = doubles(rows, 1, devices=devices), [doubles(n + 1, 4) for n in range(rows)]
     expected = images + torch.stack([entry.sum() for entry in boxes])[:, None].to(device)
-    assert torch.equal(CutsLists(sums, devices)(images, boxes), expected)
+    assert_equal(CutsLists(sums, devices)(images, boxes), expected)
     assert kinds.pop() == ({int} if are_distinct_gpus(devices) else {torch.device})
     named = DataParallelWithCallback(sums, devices, in_dims={"args": {1: 0}})
-    assert torch.equal(named(images, boxes), expected)
+    assert_equal(named(images, boxes), expected)
