@@ -8,8 +8,9 @@ wrapper, and a thread that a replica starts may inherit its context, as by defau
 
 NOTE [threads that stay]: cuDNN plans each convolution anew in each new thread, as torch keeps the plans by thread. That
 takes the forward pass of a ResNet-50 from 6 to 51 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So the thread of a
-replica on an accelerator stays, idle, for the next replica on that device; there are as many as have run at once. On
-the CPU, where nothing is kept by thread, it ends: an idle one would also keep its pool of OpenMP.
+replica on an accelerator stays, idle, for the next replica on that device; there are as many as have run at once. It
+ends if its replica fails: before torch 2.13, an exception leaves the hooks of a checkpoint on its thread. On the CPU,
+where nothing is kept by thread, it ends, too: an idle one would also keep its pool of OpenMP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -208,9 +209,11 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     def call(i: int) -> Any:
         return runs[i].call(handles[i]._sync_called, all_args[i], all_kwargs[i])
 
-    def work(i: int) -> None:
+    def work(i: int) -> bool:
         with suppress(BaseException):  # The run has told the coordinator.
             outputs[i] = call(i)
+            return True
+        return False
 
     runs = [handle._sync_run for handle in handles]
     if len(runs) == 1:
@@ -226,7 +229,7 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     return outputs
 
 
-def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
+def _run_threads(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
     """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
     coordinator = runs[0].forward_pass.coordinator
     waits = [_begin_in_thread(partial(work, i), run.device) for i, run in enumerate(runs)]
@@ -235,7 +238,7 @@ def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
             pass
 
 
-def _begin_in_thread(work: Callable[[], None], device: torch.device) -> Callable[[float], bool]:
+def _begin_in_thread(work: Callable[[], bool], device: torch.device) -> Callable[[float], bool]:
     """Run `work` in a thread; return a function that waits for its end, some seconds at most, and says if it came."""
     # After Ctrl-C in the caller, a busy daemon thread does not block exit.
     if device.type == "cpu":
@@ -259,22 +262,24 @@ def _begin_in_thread(work: Callable[[], None], device: torch.device) -> Callable
 
 
 def _work_and_stay(works: "SimpleQueue[_Work]", idle: list["SimpleQueue[_Work]"]) -> None:
-    """Do one work after another, in a thread that is idle in between; see NOTE [threads that stay]."""
-    while True:
+    """Do one work after another, in a thread that is idle in between, until one fails; see NOTE [threads that stay]."""
+    succeeds = True
+    while succeeds:
         work, ended = works.get()
-        work()
+        succeeds = work()
         del work  # which refers to inputs and outputs
-        idle.append(works)
+        if succeeds:
+            idle.append(works)
         ended.set()
         del ended
 
 
-_Work = tuple[Callable[[], None], Event]
+_Work = tuple[Callable[[], bool], Event]
 
 _idle: dict[torch.device, list["SimpleQueue[_Work]"]] = {}  # where the threads that wait for a work on a device get it
 
 
-def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
+def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
     original = forward_pass.original

@@ -304,21 +304,24 @@ def test_vectors_of_counts_are_kept_unless_they_are_many_or_a_graph_captures_the
     assert counts((5, 6)) is not counts((5, 6))
 
 
-def test_threads_of_replicas_stay_for_the_next_pass_and_keep_nothing():
-    seen, alive = [], []
+def test_threads_of_replicas_stay_for_the_next_pass_unless_it_fails_and_keep_nothing(monkeypatch):
+    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
+    threads, inputs = [], []
 
     def forward(net, input):
-        seen.append(threading.get_ident())
-        alive.append(weakref.ref(input))
+        threads.append(threading.current_thread())
+        inputs.append(weakref.ref(input))
         if net.fails and len(input) == 1:  # the last of unequal chunks
             raise LookupError("as told")
         return net.bn(input)
 
     parallel = DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 0, 0])
-    for fails in (False, True, False):
+    for fails in (False, False, True, False, False):
         parallel.module.fails = fails
         with pytest.raises(LookupError) if fails else contextlib.nullcontext():
             parallel(torch.randn(5, 3, device="cuda"))
-    assert len(seen) == 9
-    assert len(set(seen)) == 3
-    assert not any(reference() is not None for reference in alive)
+    first, second, failed, third, fourth = [set(threads[i : i + 3]) for i in range(0, 15, 3)]
+    assert first == second == failed
+    assert third == fourth
+    assert len(first | third) == 6
+    assert not any(reference() is not None for reference in inputs)
