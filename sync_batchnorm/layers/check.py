@@ -49,8 +49,8 @@ def assert_synchronized(
     check_module(model)
     check_number("replicas", replicas)
     modules = list(model.named_modules())
-    _check_ignore(ignore, modules)
     norms = {name: module for name, module in modules if _is_norm_to_check(module)}
+    _check_ignore(ignore, norms)
     layers = {name: layer for name, layer in norms.items() if not _is_ignored(name, layer, ignore)}
     problems: dict[str, list[str]] = {}  # the names of layers, by the reason
     for name, why in _unsynchronized(layers, modules, replicas or 1):
@@ -68,13 +68,14 @@ def assert_synchronized(
         )
 
 
-def _check_ignore(ignore: Any, modules: Modules) -> None:
+def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
     are_right = not isinstance(ignore, str) and all(isinstance(entry, (type, str)) for entry in ignore)
     if not are_right:
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
-    missing = [entry for entry in ignore if isinstance(entry, str) and entry not in dict(modules)]
-    if missing:
-        raise ValueError(f"expected ignore to name modules of the model, but got {missing}; take names from the error")
+    others = [entry for entry in ignore if isinstance(entry, str) and entry not in norms]
+    if others:
+        what_to_do = "name each norm itself, as the error without ignore does"
+        raise ValueError(f"expected ignore to name batch norms, but got {others}; {what_to_do}")
 
 
 def _is_ignored(name: str, layer: nn.Module, ignore: Collection[type[nn.Module] | str]) -> bool:

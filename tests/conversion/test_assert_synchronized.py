@@ -308,7 +308,8 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
     [
         ("module.0", TypeError, "ignore as a list of classes and names of norms, but got 'module.0'"),
         ([nn.BatchNorm1d(3)], TypeError, "ignore as a list of classes and names"),
-        (["module.9"], ValueError, r"to name modules of the model, but got \['module.9'\]; take names from the error"),
+        (["module.9"], ValueError, r"to name batch norms, but got \['module.9'\]; name each norm itself, as the error "),
+        (["module.1", "module.2"], ValueError, r"to name batch norms, but got \['module.2'\]; name each norm itself"),
     ],
 )
 def test_what_cannot_be_ignored_is_refused(ignore, error, text):
