@@ -203,7 +203,7 @@ class Arguments:
         remedy = "its tensors have the rows" if dims else "every replica needs the whole"
         return ValueError(
             f"{written(one.path)} has {rows} rows, but {written(two.path)} has {rows_of_other}, so that replicas would "
-            f"get rows that do not belong together; name the dimension of the samples of {written(odd.path)} in in_dims"
+            f"get rows that do not belong together; {_what_to_name(odd)}"
             f"{self._by_sample(one.path, two.path)}, or pass {_in_dims(odd.path, dims)} to the wrapper if {remedy}"
         )
 
@@ -218,6 +218,16 @@ class Arguments:
                     "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
                     f"pass {_in_dims(path, 0)} to the wrapper, otherwise name the dimensions of its entries there"
                 )
+
+
+def _what_to_name(leaf: Leaf) -> str:
+    """Return what to do about an argument with other rows, by what `in_dims` names for it."""
+    if leaf.dim is USUAL:
+        return f"name the dimension of the samples of {written(leaf.path)} in in_dims"
+    if leaf.is_list():
+        return f"in_dims names {written(leaf.path)} as a list with an entry for each sample: pass as many"
+    of_shape = f"{written(leaf.path)} of shape {tuple(leaf.value.shape)}"
+    return f"in_dims names dimension {leaf.dim} of {of_shape}: name another one if that has its samples"
 
 
 def _in_dims(path: Path, dims: Dims) -> str:

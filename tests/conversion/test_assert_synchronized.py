@@ -308,7 +308,7 @@ def test_norms_of_one_sample_each_are_left_out_on_request():
     [
         ("module.0", TypeError, "ignore as a list of classes and names of norms, but got 'module.0'"),
         ([nn.BatchNorm1d(3)], TypeError, "ignore as a list of classes and names"),
-        (["module.9"], ValueError, r"to name batch norms, but got \['module.9'\]; name each norm itself, as the error "),
+        (["module.9"], ValueError, r"to name batch norms, but got \['module.9'\]; name each norm itself, as the "),
         (["module.1", "module.2"], ValueError, r"to name batch norms, but got \['module.2'\]; name each norm itself"),
     ],
 )

@@ -134,6 +134,28 @@ def test_chunks_that_do_not_belong_together_are_refused_with_names_and_remedy(ki
         call(args, {})
 
 
+NAMED: dict[str, Any] = {  # what in_dims names for `y` beside 5 rows, and what the error says of it
+    "another dimension": (
+        *(torch.zeros(2, 5), 0),
+        "y of shape (2, 5): name another one if that has its samples, or pass in_dims={'y': None}",
+    ),
+    "from the end": (torch.zeros(5, 3), -1, "in_dims names dimension -1 of y of shape (5, 3): name another one"),
+    "entries": (
+        *(["a", "b"], 0),
+        "in_dims names y as a list with an entry for each sample: pass as many, or pass in_dims={'y': None} to the",
+    ),
+    "a tuple": ((torch.zeros(5), torch.zeros(5)), 0, "pass as many, or pass in_dims={'y': (0, 0)} to the wrapper if"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_is_said_of_a_dimension_that_is_named_is_not_to_name_one(kind):
+    value, dim, text = NAMED[kind]
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        DataParallelWithCallback(Takes(), ["cpu"] * 2, in_dims={"y": dim})(torch.zeros(5, 3), value)
+    assert "name the dimension" not in str(caught.value)
+
+
 def test_tensors_whose_rows_are_in_proportion_are_cut_as_by_torch(devices):
     parallel = DataParallelWithCallback(Takes(), devices)
     tensors = [torch.arange(rows, device=as_devices(devices)[0]) for rows in (8, 16)]
