@@ -33,6 +33,7 @@ STATE = "it returns the same for these rows when it is called again on one devic
 STATE += " what it reads elsewhere"
 _LIST = "; each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
 _LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
+_NO_SAMPLES = ", unless in_dims should name an argument whose rows are no samples"
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
@@ -151,7 +152,9 @@ class Investigation:
         elif not cause:
             cause = _GRADIENT if "grad" in suspect.called and any(map(_uses_batch, module.modules())) else self._calls
         elif cause in (SAMPLES, PLACE):
-            cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else ""
+            # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
+            several = _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
+            cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else several
             has_hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 2  # Two are those of the check.
             cause += "; look at the forward hooks of the module" if has_hooks else ""
         return suspect, cause

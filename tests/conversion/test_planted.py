@@ -681,6 +681,32 @@ def test_a_list_that_each_replica_gets_whole_is_said():
         assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
+def prototypes(self, x, others):
+    return (x @ others.T).amax(1)
+
+
+def add_sums(self, x, tensors):
+    return x + torch.stack([tensor.sum() for tensor in tensors])[: len(x), None]
+
+
+WHOLE = {  # what a replica needs whole, or a list by entries, and of which the wrapper cuts rows; a right `in_dims`
+    "prototypes": (prototypes, -BATCH, None, OTHER),
+    "weights": (lambda self, x, weights: x * weights.sum() / weights.mean(), torch.rand(5), None, PLACE),
+    "a list": (add_sums, [torch.rand(5, 2) for _ in range(5)], 0, OTHER),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_other_samples_are_no_certain_cause_where_rows_of_an_argument_may_be_none(kind):
+    forward, value, dim, cause = WHOLE[kind]
+    text = f"{cause} .*, unless in_dims should name an argument whose rows are no samples$"
+    inside = Net(lambda self, x: self.net(x, value), net=wrapped(Apply(forward)))
+    for model, inputs in ((Apply(forward), (BATCH, value)), (inside, (BATCH,))):
+        with pytest.raises(AssertionError, match=text):
+            assert_matches_one_device(model, *inputs)
+    assert_matches_one_device(wrapped(Apply(forward), in_dims={"args": {1: dim}}), BATCH, value)
+
+
 def test_a_norm_that_is_called_for_each_sample_is_named_with_both_numbers_of_calls():
     model = Apply(by_sample, nn.BatchNorm1d(2))
     text = (
