@@ -91,6 +91,10 @@ def test_uneven_chunks_equal_one_device(recipes, chunk_size):
     assert_same_step(plain, uneven, doubles(5, 3, 6, 6))
     assert sorted(sizes) == sorted(chunk_size)
     assert_matches_one_device(uneven, torch.randn(5, 3, 6, 6))
+    net = Net(lambda net, x, sign: x * sign)
+    assert_equal(recipes.Uneven(net, CPUS, chunk_size)(batch := doubles(5, 2), sign=-1), -batch)
+    with pytest.raises(TypeError, match="pass tensors by position"):
+        recipes.Uneven(net, CPUS, chunk_size)(batch, sign=batch)
 
 
 def _encoder() -> nn.Module:
