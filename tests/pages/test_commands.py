@@ -39,6 +39,7 @@ RUN = {
     f"{BENCHMARKS}/exchange/processes.py --processes 2 --channels 64 512 2048 3000 --rounds 200 --other "
     "/tmp/version_2_2": "--channels 64 --rounds 2",
     f"{BENCHMARKS}/exchange/replicas.py --rounds 5": "--rounds 2 --replicas 2 --exchanges 20",
+    f"{BENCHMARKS}/gpu/run.py --other /tmp/version_2_3 --existing out/existing": "--parts errors kernels --rounds 1",
     f'{BENCHMARKS}/host/step.py --other /tmp/version_2_3 --nets resnet50 "a layer"': "--steps 2 --numbers 2",
     f"{BENCHMARKS}/host/run.py --other /tmp/version_1_2 --existing out/existing --rounds 30 --one-core": "--rounds 1",
     f"{BENCHMARKS}/layer/kernels.py": "",
@@ -51,7 +52,7 @@ RUN = {
 }
 NEEDS = {
     **{"sphinx": "myst_parser", "examples": "matplotlib", "digits": "sklearn", "plot.py": "matplotlib"},
-    **{"network/run": "torchvision", "check/run": "torchvision", "host": "torchvision", "segment": "torchvision"},
+    **dict.fromkeys(("network/run", "check/run", "host", "gpu/", "segment"), "torchvision"),
     "conversion": "timm",
 }
 PROFILE = f"{EXAMPLES}/profile_waits.py --profile out/profile.json"
@@ -84,7 +85,7 @@ def run_in_copy(folder: Path, *arguments: str) -> None:
         shutil.copy(ROOT / name, folder)
     for name in ("docs", "tests", "sync_batchnorm", ".ci"):
         copy_without_caches(ROOT / name, folder / name)
-    environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SIMULATED_GPUS": "1"}
     output_of([sys.executable, *arguments], folder, **environment)
 
 
@@ -99,7 +100,7 @@ def skip_without_what_it_needs(command: str) -> None:
             pytest.skip(f"needs {package}")
     if "--existing" in command and not EXISTING.exists():
         pytest.skip("needs the older library: pip install --no-deps --target out/existing sync-batchnorm==0.0.1")
-    if "host" in command or "mutants" in command:
+    if any(word in command for word in ("host", "gpu/", "mutants")):
         try:
             built_extension()
         except NotPossible as reason:

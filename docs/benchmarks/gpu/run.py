@@ -438,8 +438,8 @@ PARTS = {
 }
 
 
-def main() -> None:
-    """Print the tables of the README."""
+def main() -> int:
+    """Print the tables of the README; return how many parts have failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="folder of another version of the library")
     parser.add_argument("--existing", type=Path, help="folder into which sync-batchnorm==0.0.1 was installed")
@@ -450,16 +450,19 @@ def main() -> None:
     warnings.filterwarnings("ignore", r"\d+ BatchNorm")
     libraries = libraries_at(options.other, options.existing)
     print(environment())
+    failed = 0
     for part in options.parts:
         start = time.perf_counter()
         print(f"\n{PARTS[part].__doc__}")
         try:
             PARTS[part](libraries, options)
         except Exception:
+            failed += 1
             traceback.print_exc()
         torch.cuda.empty_cache()
         print(f"\n({part}: {time.perf_counter() - start:.0f} s)", flush=True)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
