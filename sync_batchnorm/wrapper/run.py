@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from os import getpid
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -250,7 +251,7 @@ def _begin_in_thread(work: Callable[[], bool], device: torch.device) -> Callable
             return not thread.is_alive()
 
         return wait
-    idle = _idle.setdefault(device, [])
+    idle = _idle.setdefault((getpid(), device), [])  # A forked child has none of its parent's threads.
     try:
         works = idle.pop()
     except IndexError:
@@ -276,7 +277,8 @@ def _work_and_stay(works: "SimpleQueue[_Work]", idle: list["SimpleQueue[_Work]"]
 
 _Work = tuple[Callable[[], bool], Event]
 
-_idle: dict[torch.device, list["SimpleQueue[_Work]"]] = {}  # where the threads that wait for a work on a device get it
+# Where the threads of a process that wait for a work on a device get it.
+_idle: dict[tuple[int, torch.device], list["SimpleQueue[_Work]"]] = {}
 
 
 def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
