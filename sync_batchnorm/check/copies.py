@@ -138,7 +138,7 @@ class InDouble(TorchFunctionMode):
 def _drops(args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether a call of a dropout function drops anything."""
     _, p, trains, *_ = (*args, None, None, None)  # Functions of torch.nn.functional pass all their options on by name.
-    return bool(kwargs.get("p", 0.5 if p is None else p) and kwargs.get("training", kwargs.get("train", trains)))
+    return bool(kwargs.get("p", p) and kwargs.get("training", kwargs.get("train", trains)))
 
 
 # The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A

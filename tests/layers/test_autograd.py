@@ -203,13 +203,16 @@ def test_backward_in_the_forward_of_each_replica_is_that_of_the_sum_of_their_los
 
 def freeing_inside(net, input, weights):
     """Free the graph of all replicas by the backward pass in its forward."""
-    (net.net(input) * weights).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if net.hooks else nullcontext():
+        output = net.net(input)
+    (output * weights).sum().backward()
 
 
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 @pytest.mark.usefixtures("many_switches")
-def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices):
-    _, parallel = twins(Net(freeing_inside, net=TwoLayers()).double(), devices)
+def test_backward_that_frees_what_its_peers_need_is_always_told_in_the_words_of_torch(devices, hooks):
+    _, parallel = twins(Net(freeing_inside, net=TwoLayers(), hooks=hooks).double(), devices)
     data, weights = doubles(6, 3, 6, 6, devices=devices), doubles(6, 4, 2, 2, devices=devices)
     for _ in range(20):
         with pytest.raises(RuntimeError, match=SECOND_TIME):
