@@ -712,7 +712,7 @@ ForgetsTheAbs = type("ForgetsTheAbs", (SynchronizedBatchNorm2d, NormAbs), {})
 @pytest.mark.parametrize(
     ("plain", "ours"),
     [
-        (NormAbs, nn.BatchNorm2d),
+        (NormAbs, type("NotSynchronized", (NormAbs,), {})),
         (NormAbs, "a name"),
         (nn.BatchNorm2d, nn.BatchNorm2d),
         ("a name", Unrelated),
