@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from .torch_private import BatchNormBase
-
 __all__: list[str] = []
 
 
@@ -44,6 +42,6 @@ def derived_class(original: Any, base: Any) -> Any:
     names = {name: getattr(original, name) for name in ("__module__", "__doc__", "__init__")}
     if hasattr(original, "__deepcopy__"):
         names["__deepcopy__"] = __deepcopy__
-    name = f"Synchronized{original.__name__}" if issubclass(base, BatchNormBase) else original.__name__
+    name = original.__name__ if issubclass(base, nn.DataParallel) else f"Synchronized{original.__name__}"
     bases = (DynamicSubclass, base, original, *getattr(base, "_sync_behind", ()))
     return type(name, bases, {**names, "_sync_original": original, "_sync_base": base})

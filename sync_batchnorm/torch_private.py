@@ -84,11 +84,6 @@ def compiled_module_type() -> Any:
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
 
 
-def original_module(module: nn.Module) -> Any:
-    """Return what `torch.compile` has made a module of, or the module itself."""
-    return module._orig_mod if isinstance(module, compiled_module_type()) else module
-
-
 REASON = (  # which the compiler shows with `fullgraph=True`
     "expected a graph break where a synchronized batch norm exchanges with other replicas or processes, but got "
     "fullgraph=True; leave that out, or compile the functions between these layers"

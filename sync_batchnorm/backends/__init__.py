@@ -1,9 +1,8 @@
 """The kinds of devices that have a faster backend than any device."""
 
-from .base import Backend
 from .cpu import Cpu
 from .cuda import Cuda
 
 __all__: list[str] = []
 
-BACKENDS: dict[str, Backend] = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device
+BACKENDS = {"cpu": Cpu(), "cuda": Cuda()}  # by the type of the device

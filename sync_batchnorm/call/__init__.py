@@ -31,13 +31,10 @@ from ..backends.streams import are_default, on_default_streams
 from ..backends.workspaces import Lease, on_devices, sent_to
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .node import make_node
-from .part import Part, Saved, SavedByHooks
-from .processes import gather_statistics
-from .recomputation import remember, repeat
+from .part import Part, Remembered, Saved, SavedByHooks
+from .recomputation import repeat
 
 __all__: list[str] = []
-
-Messages = Sequence[tuple[Hashable, Part]]  # by the identifier of the replica
 
 
 def sync_batch_norm(input: Tensor, part: Part) -> Tensor:
@@ -97,29 +94,29 @@ def _exchange(part: Part) -> Tensor:
     elif graph_task_id() != -1:  # inside a backward pass
         repeat(part)
     else:
-        connection.pipe.run(part)
-        if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph.
-            remember(part)
+        batch = connection.pipe.run(part)
+        if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph: they may repeat the call.
+            is_constant = part.saved is not None and not part.output.requires_grad
+            connection.pipe.remembered += (Remembered(part.statistics, batch, is_constant),)
     return part.output
 
 
-def merge_parts(messages: Messages) -> Messages:
-    """Answer the parts of all replicas; the callback of a layer's `SyncMaster`."""
+def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, BatchStatistics]]:
+    """Merge the parts of all replicas, by identifier; the callback of a layer's `SyncMaster`."""
     parts = [part for _, part in messages]
     for part in parts:
         if part.kind != parts[0].kind:
             raise _different(parts)
-    _merge(parts)
-    return messages
+    batch = _merge(parts)
+    return [(identifier, batch) for identifier, _ in messages]
 
 
-def _merge(parts: Sequence[Part]) -> None:
+def _merge(parts: Sequence[Part]) -> BatchStatistics:
     """Merge what all replicas have measured, and make their outputs."""
     batch = _statistics(parts)
-    for part in parts:
-        part.batch = batch
     batch.backend.normalize(parts, batch)
     make_node(batch, parts)
+    return batch
 
 
 def _statistics(parts: Sequence[Part]) -> BatchStatistics:
@@ -129,7 +126,7 @@ def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     counts: Sequence[int] | Tensor = [part.elements for part in parts]
     total: int | Tensor = sum(counts)
     if first.peers is not None:
-        statistics, counts, total = gather_statistics(statistics[0], first.elements, first.peers, backend.merge_dtype)
+        statistics, counts, total = first.peers.gathered_statistics(statistics[0], first.elements, backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value([part.input.shape for part in parts])
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.

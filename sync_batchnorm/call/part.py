@@ -58,8 +58,15 @@ class Part:
     elements: int = field(init=False)  # per channel
     memory: Tensor | None = None  # for the output, if the backend has some
     # What the master adds.
-    batch: BatchStatistics = field(init=False)
     output: Tensor = field(init=False)
+
+
+class Remembered(NamedTuple):
+    """What a pipe remembers of one call of its replica, outside of the graph, for NOTE [recomputation]."""
+
+    statistics: Pair  # of its input
+    batch: BatchStatistics  # the answer
+    is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
 FREED = (

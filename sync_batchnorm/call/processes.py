@@ -62,7 +62,26 @@ class Peers(NamedTuple):
             error.add_note(f"Raised in the exchange of {self.name} between processes.")
             raise
 
-    def gathered(self, tensor: Tensor) -> Tensor:
+    def gathered_statistics(
+        self, statistics: Pair, count: int, dtype: torch.dtype | None
+    ) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
+        """Gather the statistics of all processes; return a list with one pair ``(W, C)``, counts ``(W,)``, their sum.
+
+        `count` is the number of elements per channel in this process. The statistics travel in `dtype`, or in their
+        own. The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then
+        the caller has to check that it is more than 1.
+        """
+        first, second = (tensor.to(dtype=dtype) for tensor in statistics)
+        if first.dim() > 1:  # in pieces
+            first, second = merge_moments(first, second, None)
+        head = [count, _number_of(self)] if first.is_cpu else [count]  # Elsewhere, the host would have to wait.
+        gathered = self._gathered(torch.cat([*[first.new_full((1,), value) for value in head], first, second]))
+        if first.is_cpu:
+            _agree(gathered[:, 1].tolist(), self)
+        counts, total = gathered[:, 0], gathered[:, 0].sum()
+        return [gathered[:, len(head) :].chunk(2, 1)], counts, total if count > 1 else int(total)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the vectors of all processes, one a row."""
         size = dist.get_world_size(self.group)
         result = tensor.new_empty(size * len(tensor))
@@ -111,26 +130,6 @@ def active_group(process_group: Group | None) -> Group | None:
             "eval() of the model there"
         )
     return group
-
-
-def gather_statistics(
-    statistics: Pair, count: int, peers: Peers, dtype: torch.dtype | None
-) -> tuple[Sequence[Pair], Tensor, int | Tensor]:
-    """Gather the statistics of all processes; return a list with one pair ``(W, C)``, the counts ``(W,)``, their sum.
-
-    `count` is the number of elements per channel in this process. The statistics travel in `dtype`, or in their own.
-    The sum is a tensor, so that the host does not wait for it. It is an int only if `count` is at most 1: then the
-    caller has to check that it is more than 1.
-    """
-    first, second = (tensor.to(dtype=dtype) for tensor in statistics)
-    if first.dim() > 1:  # in pieces
-        first, second = merge_moments(first, second, None)
-    head = [count, _number_of(peers)] if first.is_cpu else [count]  # Elsewhere, the host would have to wait.
-    gathered = peers.gathered(torch.cat([*[first.new_full((1,), value) for value in head], first, second]))
-    if first.is_cpu:
-        _agree(gathered[:, 1].tolist(), peers)
-    counts, total = gathered[:, 0], gathered[:, 0].sum()
-    return [gathered[:, len(head) :].chunk(2, 1)], counts, total if count > 1 else int(total)
 
 
 def _number_of(peers: Peers) -> float:

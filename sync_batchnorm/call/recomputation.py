@@ -10,13 +10,12 @@ Without replicas, in a process of its own, a recomputation exchanges again: all 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.base import BatchStatistics
-from .part import Part, graph_source
+from .part import Part, Remembered, graph_source
 
 __all__: list[str] = []
 
@@ -29,20 +28,6 @@ REFUSED = (
     "that differentiates each replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you "
     f"call torch.autograd.grad through the layer yourself, do it outside the checkpoint. {FUNCTIONS}"
 )
-
-
-class Remembered(NamedTuple):
-    """What a pipe remembers of one call of its replica, outside of the graph."""
-
-    statistics: Sequence[Tensor]  # of its input
-    batch: BatchStatistics  # the answer
-    is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
-
-
-def remember(part: Part) -> None:
-    """Let the pipe of a replica remember its call, which may be repeated."""
-    is_constant = part.saved is not None and not part.output.requires_grad
-    part.connection.pipe.remembered += (Remembered(part.statistics, part.batch, is_constant),)
 
 
 def repeat(part: Part) -> None:

@@ -143,7 +143,7 @@ def _drops(args: Sequence[Any], kwargs: Any) -> bool:
 
 # The attributes with a probability of dropout, of stochastic depth, or to skip a layer, by the package of the class. A
 # class of the user's own that is called DropPath is mostly a copy of that in timm.
-_DROPPING = ("drop_prob", "layerdrop", "drop_connect_rate", "_drop_connect_rate")
+_DROPPING = ("drop_prob", "layerdrop", "drop_connect_rate")
 _PACKAGES = ("timm", "transformers", "monai", "segmentation_models_pytorch")
 _PROBABILITIES = {"torchvision": ("p",), **dict.fromkeys(_PACKAGES, _DROPPING)}
 
@@ -213,8 +213,9 @@ class Copy:
         """Switch off dropout and stochastic depth that a module does by an attribute of its own."""
         package = "timm" if type(module).__name__ == "DropPath" else type(module).__module__.partition(".")[0]
         is_of_torch = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
-        for attribute in ("dropout",) if is_of_torch else _PROBABILITIES.get(package, ()):
-            if type(vars(module).get(attribute)) is float and vars(module)[attribute]:
+        names = ("dropout",) if is_of_torch else _PROBABILITIES.get(package, ())
+        for attribute, value in vars(module).items():
+            if attribute.removeprefix("_") in names and type(value) is float and value:
                 module.__dict__[attribute] = 0.0
                 self.dropped[f"{name}.{attribute}".strip(".")] = None
 

@@ -155,8 +155,8 @@ class Investigation:
             # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
             several = _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
             cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else several
-            has_hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 2  # Two are those of the check.
-            cause += "; look at the forward hooks of the module" if has_hooks else ""
+            hooks = sum(len(getattr(module, name)) for name in HOOKS if "forward" in name)
+            cause += "; look at the forward hooks of the module" if hooks > 2 else ""  # Two are those of the check.
         return suspect, cause
 
     def _changed_parameter(self, call: Call) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
-from ..torch_private import original_module
 from ..trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
 from .scatter_gather import cut
 
@@ -33,7 +32,7 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     """
     while isinstance(module, DataParallel):  # whose own forward takes anything
         module = module.module
-    forward = original_module(module).forward
+    forward = dict(module.named_children()).get("_orig_mod", module).forward  # that which torch.compile has got
     method = getattr(forward, "__func__", forward)
     try:
         if method not in _kinds:
@@ -80,7 +79,7 @@ class Arguments:
         # The number of rows of each chunk.
         self.sizes = self._sizes() if most > 1 and (inputs or kwargs) else []
 
-    def chunks(self, devices: tuple[torch.device, ...]) -> Sequence[Sequence[Any]]:
+    def chunks(self, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Sequence[Any]]:
         """Return the positional arguments of all chunks, and their keyword arguments; nothing of nothing, as torch.
 
         A single chunk whose tensors are on its device has the arguments themselves.
@@ -92,7 +91,7 @@ class Arguments:
             devices = devices[: len(self.sizes)]
         if len(devices) == 1 and self._are_on(devices[0]):
             return (self._inputs,), (self._kwargs,)
-        return tuple(zip(*map(self._split, cut(self.tree, self.dims, devices)), strict=True))
+        return tuple(zip(*map(self._split, cut(self.tree, self.dims, devices, by_torch)), strict=True))
 
     def _are_on(self, device: torch.device) -> bool:
         """Return whether nothing must be moved to a device, or copied for a single replica."""

@@ -87,7 +87,8 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
             _reached.get({})[self, "scatter"] = arguments
-        return arguments.chunks(tuple(map(as_device, device_ids)))
+        devices = tuple(map(as_device, device_ids))
+        return arguments.chunks(devices, not unsupported_by_torch(devices))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())

@@ -18,7 +18,6 @@ from torch.nn.parallel import scatter as scatter_by_torch
 
 from ..messages import warn
 from ..trees import USUAL, Dims, Index, Leaf, Tree, moves, written
-from .devices import unsupported_by_torch
 
 __all__: list[str] = []
 
@@ -26,20 +25,20 @@ _OUT_DIMS = "name the dimension of its samples in out_dims, or None there if it 
 _SCALARS = "Was asked to gather along dimension 0, but all input tensors were scalars"  # as torch
 
 
-def cut(tree: Tree, dims: Sequence[int | None], devices: tuple[torch.device, ...]) -> list[Any]:
+def cut(tree: Tree, dims: Sequence[int | None], devices: Sequence[torch.device], by_torch: bool) -> list[Any]:
     """Cut the leaves of a tree into chunks, one for each device, and return a tree for each chunk.
 
     `dims` has the dimension of each leaf that is cut. Each chunk has a copy of every other tensor, list and dict, and
     all chunks share what is neither.
     """
     with torch.DisableTorchFunctionSubclass():  # Chunks are plain tensors, as those that torch makes.
-        chunks = [_chunks(leaf, dim, devices) for leaf, dim in zip(tree.leaves, dims, strict=True)]
+        chunks = [_chunks(leaf, dim, devices, by_torch) for leaf, dim in zip(tree.leaves, dims, strict=True)]
     return [tree.build(iter(of_device)) for of_device in zip(*chunks, strict=True)]
 
 
-def _chunks(leaf: Leaf, dim: int | None, devices: tuple[torch.device, ...]) -> Sequence[Any]:
+def _chunks(leaf: Leaf, dim: int | None, devices: Sequence[torch.device], by_torch: bool) -> Sequence[Any]:
     path, value, named = leaf
-    if dim is not None and not unsupported_by_torch(devices):
+    if dim is not None and by_torch:
         return scatter_by_torch(value, devices, dim)  # type: ignore[no-any-return]
     if dim is not None:
         return [piece.to(at, copy=True) for piece, at in zip(value.chunk(len(devices), dim), devices, strict=True)]

@@ -46,11 +46,14 @@ def timed(body: Callable[[], object]) -> Callable[[], float]:
 def exchange(library: ModuleType, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return what a layer of a library does between processes, in a forward pass and in a backward pass."""
     statistics, sums = torch.ones(2, 1, width).double().unbind(), torch.zeros(2, width).double()
-    layer, processes = library.SynchronizedBatchNorm1d(width), library.call.processes
-    return (
-        lambda: processes.gather_statistics(statistics, 512, layer._peers(), None),
-        lambda: layer._peers().all_reduced(sums),
-    )
+    layer, former = library.SynchronizedBatchNorm1d(width), getattr(library.call.processes, "gather_statistics", None)
+
+    def forward() -> object:
+        if former is not None:  # until 2.3
+            return former(statistics, 512, layer._peers(), None)
+        return layer._peers().gathered_statistics(statistics, 512, None)
+
+    return forward, lambda: layer._peers().all_reduced(sums)
 
 
 def measure(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
