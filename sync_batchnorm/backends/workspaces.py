@@ -33,12 +33,7 @@ class Kept(dict[Any, deque["Workspace"]]):
 
 
 _NONE: deque["Workspace"] = deque(maxlen=0)  # keeps nothing
-_kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
-
-
-def kept_by(wrapper: Any) -> ref[Kept]:
-    """Return what the forward passes of `wrapper` hand on to each other, and what ends with it."""
-    return ref(_kept.setdefault(wrapper, Kept()))
+_kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()  # what the forward passes of a wrapper hand on; ends with it
 
 
 class Workspace:
@@ -72,19 +67,23 @@ class Workspace:
 
 
 class Lease:
-    """The right to use a workspace on some devices for vectors such as one; it ends with this object."""
+    """The right to use a workspace on some devices for vectors such as one; it ends with this object.
 
-    __slots__ = ("_free", "kept", "workspace")
+    `owner` refers to the wrapper whose forward passes hand on the workspace; None: nothing is kept.
+    """
 
-    def __init__(self, kept: ref[Kept] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
-        self.kept, self._free = kept, _NONE
+    __slots__ = ("_free", "owner", "workspace")
+
+    def __init__(self, owner: ref[Any] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
+        self.owner, self._free = owner, _NONE
         # On one device, not all kernels of a call run on default streams.
-        there = None if kept is None or len(devices) == 1 or devices[0].type != "cuda" else kept()
+        wrapper = None if owner is None or len(devices) == 1 or devices[0].type != "cuda" else owner()
         try:
-            if there is not None and vector.data_ptr():  # Batched gradients have no memory, and are copied into none.
+            if wrapper is not None and vector.data_ptr():  # Batched gradients have no memory, and are copied into none.
                 # What is made in inference mode cannot be written outside.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
-                self._free = there.get(kind) or there.setdefault(kind, deque(maxlen=1024))
+                kept = _kept.get(wrapper) or _kept.setdefault(wrapper, Kept())
+                self._free = kept.get(kind) or kept.setdefault(kind, deque(maxlen=1024))
             self.workspace = self._free.pop() if self._free else Workspace()
         except (IndexError, RuntimeError):
             self.workspace = Workspace()
@@ -106,12 +105,12 @@ def on_devices(pair: Vectors, devices: Sequence[torch.device], lease: Lease) -> 
     return lease.workspace.spread(torch.cat(tuple(pair), out=lease.workspace.flat), devices)
 
 
-def sent_to(pair: Vectors, device: torch.device, kept: ref[Kept] | None = None) -> Vectors:
+def sent_to(pair: Vectors, device: torch.device, owner: ref[Any] | None = None) -> Vectors:
     """Return `pair` on `device`: as it is if it is there, otherwise as a single copy of both."""
     devices = pair[0].device, device
     if devices[0] == device:
         return pair
-    lease = Lease(kept, devices, pair[0])
+    lease = Lease(owner, devices, pair[0])
     held = Held(on_devices(pair, devices, lease)[device])
     held.lease = lease
     return held

@@ -88,7 +88,7 @@ def _exchange(part: Part) -> Tensor:
         statistics, part.memory = part.backend.statistics(input, part.eps)
     else:
         statistics = part.backend.empty_statistics(input)
-    part.statistics = sent_to(statistics, connection.master_device or device, getattr(connection.pipe, "kept", None))
+    part.statistics = sent_to(statistics, connection.master_device or device, getattr(connection.pipe, "owner", None))
     if connection.pipe is None:
         _merge([part])
     elif graph_task_id() != -1:  # inside a backward pass
@@ -132,7 +132,7 @@ def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
     running = first.running if graph_task_id() == -1 else None
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
-    lease = Lease(getattr(first.connection.pipe, "kept", None), devices, statistics[0][0])
+    lease = Lease(getattr(first.connection.pipe, "owner", None), devices, statistics[0][0])
     *pair, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, lease.workspace)
     return BatchStatistics(
         backend=backend,

@@ -4,8 +4,10 @@ What the caller sees decides, in three passes. What differs is run again, with p
 explained if that does not make the difference, too.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from torch import nn
 from ..meeting import add_note
 from ..messages import check_module, check_number, silence, warn, warn_once
 from .comparing import agree, gap, largest
-from .copies import random_states_kept
 from .explaining import Investigation, text_of_failure
 from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, pairs_of, scalars
 
@@ -77,7 +78,7 @@ def assert_matches_one_device(
     replicas = replicas or max(2, len(wrapper.device_ids) if wrapper else 0)
     model = wrapper.module if model is wrapper else model
     # Outside of inference mode, gradients are enabled.
-    with random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
+    with _random_states_kept(), torch.compiler.set_stance("force_eager"), torch.inference_mode(False):
         try:
             with silence() as warned:
                 _compare(Passes(model, (inputs, dict(kwargs or {})), wrapper, path, replicas, loss, dtype))
@@ -88,6 +89,16 @@ def assert_matches_one_device(
             raise error from failure.__cause__
     for text in warned:
         warn(f"replicas compute what one device does, but: {text}")
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield
 
 
 def _wrapper_in(model: nn.Module) -> tuple[str, nn.DataParallel[Any] | None]:

@@ -8,8 +8,8 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -29,16 +29,6 @@ __all__: list[str] = []
 
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _DROPOUTS |= {"feature_dropout", "native_dropout", "dropout_", "alpha_dropout_", "feature_dropout_"}
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restore the states of the generators of torch for the CPU, of Python, and of NumPy if it is imported."""
-    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-        yield
 
 
 def seed(number: int) -> None:

@@ -70,7 +70,7 @@ class Coordinator:
     ) -> None:
         self.timeout = timeout
         self.span = span
-        self.kept: Any = None  # a weak reference to what the forward passes of a wrapper hand on to each other
+        self.owner: Any = None  # a weak reference to the wrapper, whose forward passes may hand on memory to each other
         self._lock = Lock()
         self._records = Records()
         for number, device in enumerate(devices):

@@ -51,7 +51,7 @@ class SlavePipe(_Member):
     """
 
     def __init__(self, coordinator: Coordinator, rendezvous: Rendezvous, identifier: Hashable) -> None:
-        self._coordinator, self.kept = coordinator, coordinator.kept
+        self._coordinator, self.owner = coordinator, coordinator.owner
         self._rendezvous = rendezvous
         self.identifier = identifier
 
@@ -109,7 +109,7 @@ class SyncMaster(_Member):
         """Forget all slaves; belong to the forward pass whose callback runs in this thread, if one does."""
         here = running_callback.get() or RunningCallback(Coordinator(), name="a SyncMaster of its own")
         self._coordinator, self._rendezvous = here.coordinator, Rendezvous(here.name, here.number)
-        self.kept = here.coordinator.kept
+        self.owner = here.coordinator.owner
 
     @property
     def nr_slaves(self) -> int:

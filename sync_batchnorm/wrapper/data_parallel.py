@@ -18,12 +18,12 @@ from contextvars import ContextVar
 from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ..backends.workspaces import kept_by
 from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
@@ -178,7 +178,7 @@ class _ReplicationMixin(DataParallel[Any]):
         check_copies(frozenset(devices))
         replicas = super().replicate(module, device_ids, *args, **kwargs)  # type: ignore[arg-type]
         coordinator = new_coordinator(devices, self._sync_timeout)
-        coordinator.kept = kept_by(self)
+        coordinator.owner = ref(self)
         try:
             contexts = execute_callbacks(replicas, coordinator)
         except BaseException as error:
