@@ -24,7 +24,7 @@ NOT_FINITE = 1e99  # the gap where only one of two numbers is finite
 SCALARS = (bool, int, float, str)
 
 
-WHOLE = Rows(0, 1, 1)
+WHOLE = Rows(range(1), 1)
 
 
 def tolerance_of(tensor: Tensor) -> float:
@@ -80,8 +80,7 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | N
     """
     if rows == WHOLE:
         return whole
-    here = range(rows.first, rows.first + rows.size)
-    chunks = {has_blocks: _samples_of(whole, chunk, rows, here, has_blocks) for has_blocks in (False, True)}
+    chunks = {has_blocks: _samples_of(whole, chunk, rows, rows.here, has_blocks) for has_blocks in (False, True)}
     nearer = min(chunks, key=lambda has_blocks: gap(chunk, chunks[has_blocks]))
     return _samples_of(whole, chunk, rows, wanted, nearer) if wanted else chunks[nearer]
 
@@ -89,7 +88,7 @@ def chunk_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int] | N
 def _samples_of(whole: Tensor, chunk: Tensor, rows: Rows, wanted: Sequence[int], has_blocks: bool) -> Tensor:
     """Return the wanted samples of `whole`; `chunk` shows, by those of `rows`, which dimensions have samples."""
     for dim, (size, whole_size) in enumerate(zip(chunk.shape, whole.shape, strict=False)):
-        if size * rows.total == rows.size * whole_size and whole_size and whole_size % rows.total == 0:
+        if size * rows.total == len(rows.here) * whole_size and whole_size and whole_size % rows.total == 0:
             shape = (-1, rows.total) if has_blocks else (rows.total, -1)
             index = torch.arange(whole_size).reshape(shape).index_select(int(has_blocks), torch.tensor(wanted))
             whole = whole.index_select(dim, index.flatten())  # In a similarity matrix, two dimensions are samples.
@@ -104,8 +103,8 @@ def leaves_by_path(actual: Any, expected: Any, rows: Rows) -> Iterator[tuple[Any
     some, all_ = children_of(actual), children_of(expected)
     if not some and not all_:
         yield actual, expected
-    if (len(some), len(all_)) == (rows.size, rows.total):
-        all_ = dict(zip(some, list(all_.values())[rows.first :], strict=False))
+    if (len(some), len(all_)) == (len(rows.here), rows.total):
+        all_ = dict(zip(some, list(all_.values())[rows.here.start :], strict=False))
     if some.keys() != all_.keys():
         raise LookupError
     for key, child in some.items():

@@ -257,8 +257,7 @@ def _rebound(hook: Any, copies: Mapping[int, nn.Module]) -> Any:
 class Rows(NamedTuple):
     """Which rows of a batch a chunk has."""
 
-    first: int
-    size: int
+    here: range
     total: int
 
 
@@ -323,7 +322,7 @@ def rows_of_chunks(parallel: CheckedWrapper, replicas: int, inputs: Any, kwargs:
         sizes = [1] * replicas
     if len(sizes) < 2 or not sum(sizes):
         raise ValueError(f"expected at least two chunks with rows, but got chunks of {sizes} rows; pass a larger batch")
-    return [Rows(sum(sizes[:i]), size, sum(sizes)) for i, size in enumerate(sizes)]
+    return [Rows(range(sum(sizes[:i]), sum(sizes[: i + 1])), sum(sizes)) for i in range(len(sizes))]
 
 
 def _sizes_of_chunks(chunks: Sequence[Any], arguments: Any, dim: int) -> list[int]:

@@ -81,7 +81,7 @@ class Investigation:
     def _rows(self) -> str:
         """Return what is known of an output that has other rows than one for each sample."""
         one, many = (taken["output"].get(self._difference.name) for taken in (self._of_one, self._of_many))
-        total = sum(rows.size for rows in self._passes.rows)
+        total = self._passes.rows[0].total
         if one is None or many is None or not one.dim() or len(one) == total:
             return ""
         why = f"{len(one)} rows for {total} samples, in another order in replicas; return z1, z2, not cat([z1, z2])"
@@ -116,7 +116,7 @@ class Investigation:
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
-        text = _related(*pairs[0], [rows.size for rows in self._passes.rows])
+        text = _related(*pairs[0], [len(rows.here) for rows in self._passes.rows])
         return f"{self._difference.text}; {text}" if kind == "gradient" else f"the loss differs: {text}"
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
@@ -300,8 +300,7 @@ class Experiment:
 
     def cause(self) -> str:
         """Return on what the rows of the replica depend; nothing if that is open."""
-        everywhere, rows, former = range(self._rows.total), self._rows, self._call.module
-        here = range(rows.first, rows.first + rows.size)
+        everywhere, here, former = range(self._rows.total), self._rows.here, self._call.module
         if type(former) is not type(self._module):
             now, then = (self._called(copied(module, self._dtype), everywhere) for module in (self._module, former))
             if not agree(now, then):
@@ -313,11 +312,11 @@ class Experiment:
         if not agree(self._outputs(everywhere, other_seed=1), expected):
             return RANDOM
         alone = self._outputs(here)
-        right = [chunk_of(whole, some, rows) for whole, some in zip(expected, alone, strict=True)]
+        right = [chunk_of(whole, some, self._rows) for whole, some in zip(expected, alone, strict=True)]
         if agree(alone, right):
             return "" if any(map(_uses_batch, self._module.modules())) else STATE
-        others = [row if row in here else rows.first for row in everywhere]
-        if not agree(right, self._outputs(others), rows):
+        others = [row if row in here else here.start for row in everywhere]
+        if not agree(right, self._outputs(others), self._rows):
             return SAMPLES
         return PLACE if agree(self._outputs(everywhere, times=2), expected) else CHANGES
 
@@ -341,7 +340,7 @@ class Experiment:
         if isinstance(some, Tensor):  # A copy, as the module may change it.
             return chunk_of(whole.clone(), some, self._rows, rows)
         of_some, parts = children_of(some), children_of(whole)
-        if len(of_some) == self._rows.size and len(parts) == self._rows.total:
+        if len(of_some) == len(self._rows.here) and len(parts) == self._rows.total:
             parts = dict(enumerate([list(parts.values())[row] for row in rows]))
         else:
             parts = {key: self._selected(part, parts[key], rows) for key, part in of_some.items()}
