@@ -45,11 +45,9 @@ def silence() -> Iterator[list[str]]:
 
 def check_number(argument: str, number: object) -> None:
     """Raise an error for a number of replicas that is neither None nor an int of at least 1."""
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, int):
+    if isinstance(number, bool) or not isinstance(number, (int, type(None))):
         raise TypeError(f"expected {argument} as a number of replicas, but got {number!r}; pass an int or None")
-    if number < 1:
+    if number is not None and number < 1:
         raise ValueError(f"expected {argument} of at least 1, but got {number}; pass None for all replicas")
 
 

@@ -20,7 +20,6 @@ __all__: list[str] = []
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ATTRIBUTES = ("_parameters", "_buffers", "_modules")  # of every module; replicas are filled with them
 
 # The dictionaries in which a module has the hooks of its calls, and flags of those that have one, by their numbers.
 HOOKS_AND_FLAGS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
@@ -62,7 +61,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def has_attribute(module: nn.Module, name: str) -> bool:
     """Return whether a module has an attribute, without evaluating a property."""
     state = vars(module)
-    return name in state or hasattr(type(module), name) or any(name in state[part] for part in _ATTRIBUTES)
+    parts = (state, state["_parameters"], state["_buffers"], state["_modules"])
+    return hasattr(type(module), name) or any(name in part for part in parts)
 
 
 def names_of_modules(module: nn.Module) -> dict[nn.Module, str]:

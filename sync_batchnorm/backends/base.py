@@ -82,6 +82,7 @@ def merge_moments(mean: Tensor, var: Tensor, fractions: Tensor | None) -> tuple[
 
 
 Pair = Vectors  # two tensors of one shape, such as mean and invstd
+Counts = Sequence[int] | Tensor  # elements per channel: of each replica, or ``(W,)`` of processes
 
 
 class RunningStatistics(NamedTuple):
@@ -154,6 +155,9 @@ class ForwardPart(Protocol):
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None
+    eps: float
+    clamps: bool  # whether `eps` is a lower bound of the variance, and not added to it
+    running: RunningStatistics | None  # the buffers that this call of the replica updates
     memory: Tensor | None  # for the output, if `Backend.statistics` has returned some
     output: Tensor  # what `Backend.normalize` sets
 
@@ -190,20 +194,13 @@ class Backend:
         return zeros, zeros
 
     def merge(
-        self,
-        statistics: Sequence[Pair],
-        counts: Sequence[int] | Tensor,
-        total: int | Tensor,
-        eps: float,
-        clamps: bool,
-        running: RunningStatistics | None,
-        workspace: Workspace,
+        self, statistics: Sequence[Pair], counts: Counts, total: int | Tensor, part: ForwardPart, workspace: Workspace
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Merge the statistics of all replicas, which are on one device, and update the `running` statistics.
+        """Merge the statistics of all replicas, which are on one device, and update those that are `running`.
 
         `counts` are the elements per channel of each replica. Those of processes are a tensor ``(W,)``, and their
         `statistics` one pair of ``(W, C)``. Return mean and inverse standard deviation, ``(C,)``, and where `eps` has
-        replaced a smaller variance, if it `clamps`.
+        replaced a smaller variance, if it `clamps`: what the `part` of the first replica says holds for all.
         """
         of_means, of_variances = zip(*statistics, strict=True)
         means = torch.cat(of_means).to(dtype=self.merge_dtype)  # (P, C)
@@ -213,10 +210,9 @@ class Backend:
         else:
             fractions = _fractions(list(map(len, of_means)), counts, means)
         mean, var = merge_moments(means, variances, fractions)
-        if running is not None:
-            running.update(mean, var, total)
-        invstd, clamped = invstd_of(var, eps, clamps)
-        return mean, invstd, clamped
+        if part.running is not None:
+            part.running.update(mean, var, total)
+        return mean, *invstd_of(var, part.eps, part.clamps)
 
     def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
         """Set the output of each replica: ``(input - mean) * invstd * weight + bias``."""

@@ -22,10 +22,10 @@ from .base import (
     Backend,
     BackwardPart,
     BatchStatistics,
+    Counts,
     ForwardPart,
     Gradients,
     Pair,
-    RunningStatistics,
     format_of,
     invstd_of,
     memory_for_output,
@@ -50,31 +50,24 @@ class Cuda(Backend):
         return zeros, torch.ones_like(zeros)  # which the kernel that merges divides by
 
     def merge(
-        self,
-        statistics: Sequence[Pair],
-        counts: Sequence[int] | Tensor,
-        total: int | Tensor,
-        eps: float,
-        clamps: bool,
-        running: RunningStatistics | None,
-        workspace: Workspace,
+        self, statistics: Sequence[Pair], counts: Counts, total: int | Tensor, part: ForwardPart, workspace: Workspace
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Merge and update the running statistics with one operator, unless it cannot update them."""
         if isinstance(total, int) and total == 0:
-            return super().merge(statistics, counts, total, eps, clamps, running, workspace)
+            return super().merge(statistics, counts, total, part, workspace)
         (means, invstds), vector = _stacked(statistics, counts, workspace)
-        momentum, buffers = 0.0, (None, None)
+        eps, running, momentum, buffers = part.eps, part.running, 0.0, (None, None)
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
             momentum, buffers, running = running.count_call(), (running.mean, running.var), None
         mean, invstd = _gather_stats(means, means, invstds, *buffers, momentum, eps, vector)
         clamped = None
-        if clamps or running is not None:
+        if part.clamps or running is not None:
             var = (invstd.pow(-2) - eps).clamp_(min=0)
             if running is not None:
                 running.update(mean, var, total)
-            if clamps:
-                invstd, clamped = invstd_of(var, eps, clamps)
+            if part.clamps:
+                invstd, clamped = invstd_of(var, eps, True)
         return mean, invstd, clamped
 
     def normalize(self, parts: Sequence[ForwardPart], batch: BatchStatistics) -> None:
@@ -129,7 +122,7 @@ def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tu
     return (sum_dy, sum_dy_xmu), grad_weight, sum_dy
 
 
-def _stacked(statistics: Sequence[Pair], counts: Sequence[int] | Tensor, workspace: Workspace) -> tuple[Pair, Tensor]:
+def _stacked(statistics: Sequence[Pair], counts: Counts, workspace: Workspace) -> tuple[Pair, Tensor]:
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
     if isinstance(counts, Tensor):
         return statistics[0], counts.clamp(min=_NEARLY_ZERO)

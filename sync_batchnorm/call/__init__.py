@@ -26,7 +26,7 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import backends
-from ..backends.base import GENERAL, BatchStatistics, Pair, single_value
+from ..backends.base import GENERAL, BatchStatistics, Counts, Pair, single_value
 from ..backends.streams import are_default, on_default_streams
 from ..backends.workspaces import Lease, on_devices, sent_to
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
@@ -123,17 +123,17 @@ def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first, backend, master = parts[0], parts[0].backend, parts[0].input.device
     statistics: Sequence[Pair] = [sent_to(part.statistics, master) for part in parts]
-    counts: Sequence[int] | Tensor = [part.elements for part in parts]
+    counts: Counts = [part.elements for part in parts]
     total: int | Tensor = sum(counts)
     if first.peers is not None:
         statistics, counts, total = first.peers.gathered_statistics(statistics[0], first.elements, backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value([part.input.shape for part in parts])
-    # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
-    running = first.running if graph_task_id() == -1 else None
+    if graph_task_id() != -1:  # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
+        first.running = None
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
     lease = Lease(getattr(first.connection.pipe, "owner", None), devices, statistics[0][0])
-    *pair, clamped = backend.merge(statistics, counts, total, first.eps, first.clamps, running, lease.workspace)
+    *pair, clamped = backend.merge(statistics, counts, total, first, lease.workspace)
     return BatchStatistics(
         backend=backend,
         master=master,

@@ -96,18 +96,13 @@ class Saved:
         input, weight = self.kept, self._weight
         if input is None:
             raise RuntimeError(FREED)
-        if input._version != self._input_version:
-            raise _changed(input, self._input_version)
-        if weight is not None and weight._version != self._weight_version:
-            raise _changed(weight, self._weight_version)
+        for tensor, version in ((input, self._input_version), (weight, self._weight_version)):
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+                )
         return input, weight
-
-
-def _changed(tensor: Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-    )
 
 
 class SavedByHooks(Saved):
@@ -125,7 +120,6 @@ class SavedByHooks(Saved):
         if kept is None:
             raise RuntimeError(FREED)
         owner, stream = kept
-
         if stream == current_stream(self.device):
             return owner.grad_fn.saved_tensors  # type: ignore[no-any-return]
         # Hooks may compute to unpack, and others use what a checkpoint has computed on this stream.

@@ -98,16 +98,13 @@ def check_group(process_group: Any) -> None:
     """Raise an error for what is no process group."""
     if process_group is None or not dist.is_available():
         return
-    if not isinstance(process_group, dist.ProcessGroup) and not _is_of_others(process_group):
+    # `torch.distributed.new_group` returns this number in processes that the group does not have.
+    is_of_others = isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and not is_of_others:
         raise TypeError(
             f"process_group must be a group of torch.distributed, got {process_group!r}; pass the result of "
             "torch.distributed.new_group(ranks), the get_group() of a DeviceMesh, or None for all processes"
         )
-
-
-def _is_of_others(process_group: Any) -> bool:
-    """Return whether this is what `torch.distributed.new_group` returns in processes that the group does not have."""
-    return isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def active_group(process_group: Group | None) -> Group | None:

@@ -180,24 +180,19 @@ class Coordinator:
 
     def take_failure(self) -> tuple[str, BaseException] | None:
         """Return who failed first, as far as that is known, and the error, or None; forget all failures."""
-        failures: list[tuple[Record, BaseException]] = []
+        failures: list[tuple[tuple[bool, bool, int], str, Any]] = []  # each with its rank
         with self._lock:
             # Loops: after Ctrl-C in a comprehension here, the lock would stay held (Python 3.12 and 3.13).
             for record in self._records.values():
-                if record.failure is not None:
-                    failures.append((record, record.failure))
+                if (error := record.failure) is not None:
+                    rank = record.was_released, isinstance(error, ReplicaSyncError), record.number
+                    failures.append((rank, str(record), error))
                     record.failure = None
             if not failures and self.has_given_up:  # The replicas that were released are still on their way out.
                 for record in self._records.values():
                     if record.was_released:
-                        failures.append((record, copy(self._broken)))  # type: ignore[arg-type]
-
-        def rank(entry: tuple[Record, BaseException]) -> tuple[bool, bool, int]:
-            record, error = entry
-            return record.was_released, isinstance(error, ReplicaSyncError), record.number
-
-        first = min(failures, key=rank, default=None)
-        return None if first is None else (str(first[0]), first[1])
+                        failures.append(((True, True, record.number), str(record), copy(self._broken)))
+        return min(failures)[1:] if failures else None
 
     # One call of a layer.
 
@@ -344,9 +339,7 @@ class Coordinator:
 
     def _break_by_timeout(self, record: Record) -> None:
         remedy = "pass a longer timeout= if it is only slow"
-        rendezvous = record.waits_in
-        if rendezvous is None and self._waiting:
-            rendezvous = self._waiting[0].waits_in
+        rendezvous = record.waits_in or (self._waiting[0].waits_in if self._waiting else None)
         if rendezvous is not None:
             peers = self._awaited(rendezvous)
             late = " and ".join(f"{peer}, which {peer.activity(self._turns)}" for peer in peers)

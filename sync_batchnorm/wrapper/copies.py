@@ -31,7 +31,6 @@ __all__: list[str] = []
 
 Devices = Sequence[torch.device]
 _BOUND = {MethodType, partial}  # what may hold a module, such as a `forward` that was set on an object
-Modules = dict[nn.Module, nn.Module]  # the modules of one replica, by the original
 Tensors = dict[int, Tensor]  # the tensors of one replica, by the id of the original
 
 
@@ -132,7 +131,8 @@ def make_replicas(module: nn.Module, devices: Devices, detach: bool) -> list[nn.
     if is_enabled:
         gc.disable()
     try:
-        return _build(modules, tensors)
+        bound = [(child, name, it) for child in modules for name, it in vars(child).items() if type(it) in _BOUND]
+        return [_replica(modules, tensor_of, bound) for tensor_of in tensors]
     finally:
         if is_enabled:
             gc.enable()
@@ -178,22 +178,12 @@ def _on_each(devices: Devices, originals: Tensors, broadcast: Callable[..., Any]
     return copies
 
 
-def _build(modules: Sequence[nn.Module], tensors: Sequence[Tensors]) -> list[nn.Module]:
-    """Return replicas of the first of `modules`, the others being its submodules, one with each of `tensors`."""
-    bound = [
-        (module, name, value) for module in modules for name, value in vars(module).items() if type(value) in _BOUND
-    ]
-    replicas: list[nn.Module] = []
-    for tensor_of in tensors:
-        copy_of = _copies_of(modules, tensor_of)
-        _connect(copy_of, bound)
-        replicas.append(copy_of[modules[0]])
-    return replicas
+def _replica(modules: Sequence[nn.Module], tensor_of: Tensors, bound: Sequence[tuple[Any, str, Any]]) -> nn.Module:
+    """Return a replica of the first of `modules`, the others being its submodules, with the tensors of `tensor_of`.
 
-
-def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors) -> Modules:
-    """Return copies of modules for one replica, with parameters and buffers of `tensor_of`, not yet connected."""
-    copy_of: Modules = {}
+    `bound` has the attributes of all that may hold modules: each has its module and its name.
+    """
+    copy_of: dict[nn.Module, nn.Module] = {}
     for module in modules:
         # RNNs, lazy and scripted modules override this hook of torch. For all others, `_shell` does the same faster.
         replicate: Any = module._replicate_for_data_parallel
@@ -205,20 +195,16 @@ def _copies_of(modules: Sequence[nn.Module], tensor_of: Tensors) -> Modules:
             _register_tensors(copy, module, tensor_of)
         else:
             _set_tensors(copy, module, tensor_of)
-    return copy_of
-
-
-def _connect(copy_of: Modules, bound: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Give the modules of a replica their children, and the bound methods, which may be a stored `forward`."""
     for module, copy in copy_of.items():
         for name, child in module._modules.items():
             if child is not None:
                 copy._modules[name] = copy_of[child]
     for module, name, value in bound:
         vars(copy_of[module])[name] = _bind(value, copy_of)
+    return copy_of[modules[0]]
 
 
-def _bind(value: Any, copy_of: Modules) -> Any:
+def _bind(value: Any, copy_of: Any) -> Any:
     """Return a bound method or a partial with the modules of a replica in place of the originals."""
     if isinstance(value, nn.Module):
         return copy_of.get(value, value)

@@ -45,8 +45,8 @@ NO_ACCELERATOR = (
     "DataParallelWithCallback(module, ['cpu'] * 2), or derive your own class of DataParallel from it"
 )
 
-# Which of the steps of a forward pass were those of this file, with what they have worked on; a subclass may have its
-# own. It is emptied at the end: a thread that a replica has started may keep its context.
+# Which of the steps of a forward pass were those of this file, that of `scatter` with what tells how it has cut; a
+# subclass may have its own. It is emptied at the end: a thread that a replica has started may keep its context.
 _reached: ContextVar[dict[tuple[nn.Module, str], Any]] = ContextVar("_reached")
 
 
@@ -86,7 +86,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceId]) -> Any:
         arguments = Arguments(self, inputs, kwargs or {}, len(device_ids))
         if len(self.device_ids) > 1:  # Otherwise it may be compiled as a whole, without a `ContextVar`.
-            _reached.get({})[self, "scatter"] = arguments
+            _reached.get({})[self, "scatter"] = arguments.how_cut
         devices = tuple(map(as_device, device_ids))
         return arguments.chunks(devices, not unsupported_by_torch(devices))
 
@@ -194,7 +194,7 @@ class _ReplicationMixin(DataParallel[Any]):
         run = handles[0]._sync_run
         warn_of_state = begin_watching(self, run.forward_pass.original, run.replica)
         call = partial(super().parallel_apply, handles, *args, **kwargs)
-        outputs = run.forward_pass.apply(call, handles, partial(_how_cut, self))
+        outputs = run.forward_pass.apply(call, handles, _reached.get({}).get((self, "scatter"), str))
         warn_of_state()
         return outputs
 
@@ -245,11 +245,7 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
 
 def patch_replication_callback(
-    data_parallel: DataParallelT,
-    *,
-    timeout: float = DEFAULT_TIMEOUT,
-    in_dims: InDims = None,
-    out_dims: OutDims = None,
+    data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT, in_dims: InDims = None, out_dims: OutDims = None
 ) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
@@ -317,12 +313,6 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
         forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
         runs = [handle._sync_run for handle in forward_pass.prepare(originals, devices)]
     return list(map(ReplicaHandle, runs, replicas))
-
-
-def _how_cut(wrapper: nn.Module) -> str:
-    """Return how the arguments of a wrapper that runs were cut, as far as `in_dims` does not say it."""
-    arguments = _reached.get({}).get((wrapper, "scatter"))
-    return "" if arguments is None else arguments.how_cut()
 
 
 def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dims: OutDims) -> dict[str, Any]:

@@ -207,18 +207,16 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
             f"{len(all_kwargs)} keyword ones; pass as many of both to parallel_apply, as scatter returns them"
         )
 
-    def call(i: int) -> Any:
-        return runs[i].call(handles[i]._sync_called, all_args[i], all_kwargs[i])
+    if len(handles) == 1:
+        return [handles[0](*all_args[0], **all_kwargs[0])]
 
     def work(i: int) -> bool:
         with suppress(BaseException):  # The run has told the coordinator.
-            outputs[i] = call(i)
+            outputs[i] = handles[i](*all_args[i], **all_kwargs[i])
             return True
         return False
 
     runs = [handle._sync_run for handle in handles]
-    if len(runs) == 1:
-        return [call(0)]
     outputs: list[Any] = [None] * len(runs)
     streams: dict[torch.device, Any] = {}
     for run in runs:
@@ -315,7 +313,7 @@ def _warn_of_repeated_changes(module: nn.Module, changed: Sequence[tuple[str, Te
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.
-_current: ContextVar["ref[Run] | None"] = ContextVar("sync_batchnorm_run", default=None)
+_current: ContextVar[Callable[[], Run | None]] = ContextVar("sync_batchnorm_run", default=lambda: None)
 
 # The runs of the forward pass that was made or called last in this context, also weakly.
 _prepared: ContextVar[Sequence["ref[Run]"]] = ContextVar("sync_batchnorm_prepared", default=())
@@ -329,10 +327,8 @@ def prepared_runs() -> list[Run]:
 
 def current_run() -> Run | None:
     """Return the run of the replica that this thread runs, or None; see NOTE [whose thread]."""
-    reference = _current.get()
-    run = None if reference is None else reference()
-    is_here = run is not None and run.forward_pass.coordinator.runs_here(run.number)
-    return run if is_here else None
+    run = _current.get()()
+    return run if run is not None and run.forward_pass.coordinator.runs_here(run.number) else None
 
 
 def is_in_replica() -> bool:
