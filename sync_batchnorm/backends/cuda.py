@@ -100,14 +100,8 @@ class Cuda(Backend):
         totals = batch.totals(sums, lease.workspace)
         if isinstance(count, Tensor):
             totals, count = totals / count, 1
-        terms = lease.workspace.spread(totals, devices)
-        results: list[Gradients] = []
-        for part, grads in zip(parts, of_parameters, strict=True):
-            grad_input = None
-            if part.wants_input:
-                grad_input = _input_gradient(part, terms[part.input.device], count, batch)
-            results.append((grad_input, *grads))
-        return results
+        terms, pairs = lease.workspace.spread(totals, devices), zip(parts, of_parameters, strict=True)
+        return [(_input_gradient(part, terms[part.input.device], count, batch), *grads) for part, grads in pairs]
 
 
 def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tuple[Pair, Tensor | None, Tensor]:
@@ -130,9 +124,11 @@ def _stacked(statistics: Sequence[Pair], counts: Counts, workspace: Workspace) -
     return workspace.halves, _counts(rows.device, tuple(filter(None, counts)), rows.dtype)
 
 
-def _input_gradient(part: BackwardPart, terms: Sequence[Tensor], count: int, batch: BatchStatistics) -> Tensor:
+def _input_gradient(part: BackwardPart, terms: Pair, count: int, batch: BatchStatistics) -> Tensor | None:
     """Return the gradient of the input of one replica; `terms` are the sums of all, `count` what to divide them by."""
     input, grad_output, weight = part.input, part.grad_output, part.weight
+    if not part.wants_input:
+        return None
     if input.numel() == 0:
         return torch.zeros_like(input)
     if grad_output is None:

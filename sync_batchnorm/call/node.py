@@ -29,17 +29,10 @@ NOTHING: Gradients = (None, None, None)
 
 def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
     """Make the outputs of `parts` functions of their inputs, weights and biases, if one of these needs a gradient."""
-    recorded: list[Part] = []
-    saved: list[Saved] = []
-    outputs: list[Tensor] = []
-    tensors: list[Tensor | None] = []
-    for part in parts:
-        if part.saved is not None:
-            recorded.append(part)
-            saved.append(part.saved)
-            outputs.append(part.output)
-            tensors += part.input, part.weight, part.bias
+    recorded = [part for part in parts if part.saved is not None]
+    tensors = [tensor for part in recorded for tensor in (part.input, part.weight, part.bias)]
     if any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+        saved, outputs = [part.saved for part in recorded], [part.output for part in recorded]
         set_grad_enabled(True)
         try:
             in_graph = _apply(batch, saved, outputs, *tensors)

@@ -144,9 +144,11 @@ def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
 def _warn_of_equal_chunks(passes: Passes, one: Pass, many: Pass) -> None:
     are_means = any(agree(of_replicas.mean(), on_one) for of_replicas, on_one, _ in scalars(one, many))
     if len({len(rows.here) for rows in passes.rows}) == 1 and are_means:
-        text = f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns"
-        number = f"pass {2 * passes.replicas - 1} samples, unless those of your training make equal chunks"
-        warn_once(f"{text} cannot be told from the mean of the batch; {number}")
+        warn_once(
+            f"all chunks have {len(passes.rows[0].here)} rows, so that the mean of a chunk that each replica returns "
+            f"cannot be told from the mean of the batch; pass {2 * passes.replicas - 1} samples, unless those of your "
+            "training make equal chunks"
+        )
 
 
 def _beyond_rounding(passes: Passes, index: int, pair: Pair) -> Difference | None:

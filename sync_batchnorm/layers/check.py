@@ -51,7 +51,8 @@ def assert_synchronized(
     modules = list(model.named_modules())
     norms = {name: module for name, module in modules if _is_norm_to_check(module)}
     _check_ignore(ignore, norms)
-    layers = {name: layer for name, layer in norms.items() if not _is_ignored(name, layer, ignore)}
+    ignored = tuple(entry for entry in ignore if isinstance(entry, type))
+    layers = {name: layer for name, layer in norms.items() if name not in ignore and not isinstance(layer, ignored)}
     problems: dict[str, list[str]] = {}  # the names of layers, by the reason
     for name, why in _unsynchronized(layers, modules, replicas or 1):
         problems.setdefault(why, []).append(name)
@@ -76,10 +77,6 @@ def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
     if others:
         what_to_do = "name each norm itself, as the error without ignore does"
         raise ValueError(f"expected ignore to name batch norms, but got {others}; {what_to_do}")
-
-
-def _is_ignored(name: str, layer: nn.Module, ignore: Collection[type[nn.Module] | str]) -> bool:
-    return name in ignore or isinstance(layer, tuple([entry for entry in ignore if isinstance(entry, type)]))
 
 
 def _is_norm_to_check(module: nn.Module) -> bool:

@@ -138,9 +138,8 @@ class Arguments:
                 sizes = " + ".join(map(str, chunk_sizes(leaf.value.shape[dim], self._most)))
                 cut.append(f"{written(leaf.path)} of shape {tuple(leaf.value.shape)} into {sizes}")
         shown = ", ".join([*cut[:4], f"and {len(cut) - 4} more tensors"] if len(cut) > 5 else cut)
-        return (
-            f"The wrapper cut along dimension {self._wrapper.dim}, as in_dims names no other: {shown}." if cut else ""
-        )
+        how = f"The wrapper cut along dimension {self._wrapper.dim}, as in_dims names no other"
+        return f"{how}: {shown}." if cut else ""
 
     def _dim_of(self, leaf: Leaf) -> int | None:
         if leaf.dim is None or not isinstance(leaf.value, Tensor) or (leaf.dim is USUAL and not leaf.value.dim()):
