@@ -40,7 +40,7 @@ WIDTH = 2048
 
 ANY = 0.1  # a momentum, where there are no running statistics, or none that are kept
 
-batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _normalize_into = torch.ops.aten.native_batch_norm.out
 
 
@@ -223,7 +223,5 @@ def gradient_sums(grad_output: Tensor | None, input: Tensor, mean: Tensor, invst
         grad_output = grad_output.contiguous(memory_format=memory_format)
         if input.is_contiguous(memory_format=memory_format):
             grad_output = grad_output.as_strided(input.shape, input.stride())
-    _, dot, total = batch_norm_backward(
-        grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
-    )
+    _, dot, total = _norm_backward(grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True])
     return total, dot

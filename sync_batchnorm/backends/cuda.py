@@ -35,9 +35,6 @@ from .workspaces import Lease, Workspace, sent_to
 
 __all__: list[str] = []
 
-_gather_stats = torch.batch_norm_gather_stats_with_counts
-_NEARLY_ZERO = 1e-30  # The kernel that merges would divide by the count of a first process that has no elements.
-
 
 class Cuda(Backend):
     """The statistics of a replica are its mean and ``1 / sqrt(var + eps)``, of a single piece: ``(C,)`` each."""
@@ -60,7 +57,7 @@ class Cuda(Backend):
         if running is not None and running.suits(means.dtype):
             # This operator, unlike `update`, does not change the version counters of what it updates.
             momentum, buffers, running = running.count_call(), (running.mean, running.var), None
-        mean, invstd = _gather_stats(means, means, invstds, *buffers, momentum, eps, vector)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(means, means, invstds, *buffers, momentum, eps, vector)
         clamped = None
         if part.clamps or running is not None:
             var = (invstd.pow(-2) - eps).clamp_(min=0)
@@ -118,8 +115,8 @@ def _sums(part: BackwardPart, grad_output: Tensor, batch: BatchStatistics) -> tu
 
 def _stacked(statistics: Sequence[Pair], counts: Counts, workspace: Workspace) -> tuple[Pair, Tensor]:
     """Return mean and invstd of all pieces that have elements, ``(P, C)`` each, and their counts, ``(P,)``."""
-    if isinstance(counts, Tensor):
-        return statistics[0], counts.clamp(min=_NEARLY_ZERO)
+    if isinstance(counts, Tensor):  # The kernel that merges would divide by that of a first process without elements.
+        return statistics[0], counts.clamp(min=1e-30)
     rows = workspace.stack([pair for pair, count in zip(statistics, counts, strict=True) if count])
     return workspace.halves, _counts(rows.device, tuple(filter(None, counts)), rows.dtype)
 

@@ -134,23 +134,12 @@ def _statistics(parts: Sequence[Part]) -> BatchStatistics:
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
     lease = Lease(getattr(first.connection.pipe, "owner", None), devices, statistics[0][0])
     *pair, clamped = backend.merge(statistics, counts, total, first, lease.workspace)
-    return BatchStatistics(
-        backend=backend,
-        master=master,
-        mean_invstd=on_devices(pair, devices, lease),
-        elements=total,
-        clamped=clamped,
-        parameters_differ=_parameters_differ(parts),
-        reduce=None if first.peers is None else first.peers.all_reduced,
-        lease=lease,
-    )
-
-
-def _parameters_differ(parts: Sequence[Part]) -> bool:
-    """Return whether replicas may have unequal parameters: a module may compute one in its forward."""
-    # Those that replicas got from their module are equal, also on different devices.
+    mean_invstd = on_devices(pair, devices, lease)
+    # A module may compute a parameter in its forward. Those that replicas got from it are equal, on all devices.
     of_module = [part.weight is part.connection.weight and part.bias is part.connection.bias for part in parts]
-    return len(parts) > 1 and not all(of_module)
+    parameters_differ = len(parts) > 1 and not all(of_module)
+    reduce = None if first.peers is None else first.peers.all_reduced
+    return BatchStatistics(backend, master, mean_invstd, total, clamped, parameters_differ, reduce, lease)
 
 
 def _different(parts: Sequence[Part]) -> ValueError:

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import GENERAL, BackwardPart, BatchStatistics, Gradients
+from ..backends.base import GENERAL, BackwardPart, BatchStatistics
 from ..backends.streams import in_order_with_engine
 from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled, will_run
 from .part import Part, Saved
 
 __all__: list[str] = []
-
-NOTHING: Gradients = (None, None, None)
 
 
 def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
@@ -97,7 +95,7 @@ def _gradients(
             entry.kept = None  # only now, in order with the engine
     gradients: list[Tensor | None] = []
     for entry in saved:
-        grad_input, grad_weight, grad_bias = computed.get(entry, NOTHING)
+        grad_input, grad_weight, grad_bias = computed.get(entry, (None, None, None))
         if grad_bias is None:  # Its output is not in the loss. Gradient hooks would otherwise be called with None.
             grad_weight = grad_bias = torch.zeros_like(batch.mean_invstd[entry.device][0])
         gradients += grad_input, grad_weight, grad_bias

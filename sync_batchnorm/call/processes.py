@@ -32,8 +32,7 @@ Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where
 # on its layer, because a copy of the layer must have none. A group that was destroyed and made anew is another object,
 # and begins at 1; ranks that are threads have groups of their own. Only the thread that exchanges in a group uses its
 # numbers.
-_Numbers = WeakKeyDictionary[nn.Module, tuple[float, str]]
-_numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, tuple[float, str]]] = WeakKeyDictionary()
 
 _inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
 

@@ -23,11 +23,6 @@ FUNCTIONS = (
     "Functions that recompute in their backward, as reversible blocks and odeint_adjoint do, differentiate each "
     "replica alone, too: keep such layers out of them, or use what records a graph, as odeint does"
 )
-REFUSED = (
-    "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a recomputation "
-    "that differentiates each replica alone; pass use_reentrant=False to torch.utils.checkpoint.checkpoint. If you "
-    f"call torch.autograd.grad through the layer yourself, do it outside the checkpoint. {FUNCTIONS}"
-)
 
 
 def repeat(part: Part) -> None:
@@ -74,4 +69,9 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError(REFUSED)
+        raise RuntimeError(
+            "expected the gradients of all replicas in the backward pass of a synchronized batch norm, but got a "
+            "recomputation that differentiates each replica alone; pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint. If you call torch.autograd.grad through the layer yourself, do it "
+            f"outside the checkpoint. {FUNCTIONS}"
+        )

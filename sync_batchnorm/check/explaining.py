@@ -279,9 +279,11 @@ def text_of_hooks(model: nn.Module) -> str:
                 words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
                 used = vars(other).keys() & _names_in_methods(type(other), function.__name__)  # Others log only.
                 if attributes := [word for word in words if isinstance(word, str) and word in used]:
-                    text = "; hooks that refer to the model read and write attributes of the original, not the replica"
-                    hook = f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)})"
-                    return f'{text}: {hook}, see "Hooks that refer to the model"'
+                    return (
+                        "; hooks that refer to the model read and write attributes of the original, not the replica: "
+                        f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)}), see "
+                        '"Hooks that refer to the model"'
+                    )
     return ""
 
 

@@ -21,14 +21,7 @@ from ..derived import derived_class
 from ..messages import check_module, warn
 from ..torch_private import BatchNormBase
 from ..wrapper import DataParallelWithCallback, _ReplicationMixin, patch, use_devices_of_torch
-from .layer import (
-    SynchronizedBatchNorm,
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    _SynchronizedBatchNorm,
-    sync_options,
-)
+from .layer import SYNCHRONIZED, SynchronizedBatchNorm, SynchronizedBatchNorm2d, _SynchronizedBatchNorm, sync_options
 
 __all__ = ["convert_model", "patch_sync_batchnorm", "revert_model"]
 
@@ -36,13 +29,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Modules = Sequence[tuple[str, nn.Module]]  # all of a model, with their names
 Classes = Mapping[type[nn.Module], type[nn.Module]]  # synchronized classes, by the classes that they replace
 
-_SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {
-    nn.BatchNorm1d: SynchronizedBatchNorm1d,
-    nn.BatchNorm2d: SynchronizedBatchNorm2d,
-    nn.BatchNorm3d: SynchronizedBatchNorm3d,
-    nn.SyncBatchNorm: SynchronizedBatchNorm,
-}
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in _SYNCHRONIZED.items()}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {synced: plain for plain, synced in SYNCHRONIZED.items()}
 _PLAIN[DataParallelWithCallback] = nn.DataParallel
 # What a synchronized layer has beyond a plain one: methods, options, and what conversion and callbacks set on it.
 _RESERVED = frozenset(name for name in vars(_SynchronizedBatchNorm) if not hasattr(BatchNormBase, name))
@@ -200,7 +187,7 @@ def _check_classes(classes: Classes) -> None:
             advice = f"derive one, as in class Synchronized{plain_name}({plain_name}, SynchronizedBatchNorm2d)"
             raise TypeError(
                 f"expected a synchronized subclass that does what {plain_name} does, but got {synced_name}; "
-                f"{'leave it out, as convert_model has one' if plain in _SYNCHRONIZED else advice}"
+                f"{'leave it out, as convert_model has one' if plain in SYNCHRONIZED else advice}"
             )
 
 
@@ -213,7 +200,7 @@ def _convert(layer: nn.Module, classes: Classes, options: dict[str, Any]) -> str
     if reason is not None or not _is_left_to_convert(layer, classes):
         return reason
     base: Any = _SynchronizedAct if _is_of_timm(cls) else _kind_of(cls) or _SynchronizedBatchNorm
-    synced = classes.get(cls) or _SYNCHRONIZED.get(cls) or derived_class(cls, base)
+    synced = classes.get(cls) or SYNCHRONIZED.get(cls) or derived_class(cls, base)
     object.__setattr__(layer, "__class__", synced)
     if "process_group" in options and cls is nn.SyncBatchNorm:
         layer.__dict__.update(_former_process_group=layer.process_group)
@@ -364,7 +351,7 @@ def _is_of_timm(cls: type[nn.Module]) -> bool:
 
 def _kind_of(cls: type[nn.Module]) -> type[_SynchronizedBatchNorm] | None:
     """Return the synchronized class for that class of torch which `cls` is derived from, or None."""
-    return next((_SYNCHRONIZED[base] for base in cls.__mro__ if base in _SYNCHRONIZED), None)
+    return next((SYNCHRONIZED[base] for base in cls.__mro__ if base in SYNCHRONIZED), None)
 
 
 def unregistered(modules: Modules) -> Iterator[tuple[str, nn.Module]]:

@@ -112,14 +112,10 @@ class _SynchronizedBatchNorm(BatchNormBase):
             # Not by `CallbackContext.__setattr__`, which takes longer: a new master belongs to this forward pass.
             vars(ctx)["sync_master"] = SyncMaster(merge_parts)
             vars(ctx)["master_device"] = getattr(self.running_mean, "device", None)
+        pipe = ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id)
         of_replica = self._parameters if self.__dict__.get("_is_replica") else {}
-        self.__dict__["_sync_connection"] = Connection(
-            pipe=ctx.sync_master if is_master else ctx.sync_master.register_slave(copy_id),
-            number=copy_id,
-            master_device=ctx.master_device,
-            weight=of_replica.get("weight"),
-            bias=of_replica.get("bias"),
-        )
+        weight, bias = of_replica.get("weight"), of_replica.get("bias")
+        self.__dict__["_sync_connection"] = Connection(pipe, copy_id, ctx.master_device, weight, bias)
         if copy_id == 1 and self.training and self._active_group() is not None:
             raise RuntimeError(processes.ONE_PROCESS_A_DEVICE.format(ctx.sync_master.where))
 
@@ -153,17 +149,9 @@ class _SynchronizedBatchNorm(BatchNormBase):
             mean, var, number = self._attributes(self.__dict__["_buffers"], *names)
             running = RunningStatistics(mean, var, number, self.momentum)
         _let_torch_check(input, weight, bias, running, self.eps)
-        part = Part(
-            connection=connection,
-            weight=weight,
-            bias=bias,
-            eps=self.eps,
-            clamps=(self.eps_mode or _default_eps_mode) == "clamp",
-            # The compiler of torch 2.12 cannot pass a group as an argument.
-            peers=self._peers() if connection is ALONE else None,
-            running=running,
-        )
-        return sync_batch_norm(input, part)
+        clamps = (self.eps_mode or _default_eps_mode) == "clamp"
+        peers = self._peers() if connection is ALONE else None  # The compiler of torch 2.12 cannot pass a group.
+        return sync_batch_norm(input, Part(connection, weight, bias, self.eps, clamps, peers, running))
 
     def _attributes(self, registered: dict[str, Any], *names: str) -> Any:
         """Return attributes as `getattr` does, in less time: of `registered`, unless `forward` has set some itself."""
@@ -284,3 +272,11 @@ class SynchronizedBatchNorm2d(_SynchronizedBatchNorm, nn.BatchNorm2d):
 
 class SynchronizedBatchNorm3d(_SynchronizedBatchNorm, nn.BatchNorm3d):
     """A `SynchronizedBatchNorm` that is a `torch.nn.BatchNorm3d`: inputs are ``(N, C, D, H, W)``."""
+
+
+SYNCHRONIZED: dict[type[BatchNormBase], type[_SynchronizedBatchNorm]] = {  # by the classes of torch
+    nn.BatchNorm1d: SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: SynchronizedBatchNorm3d,
+    nn.SyncBatchNorm: SynchronizedBatchNorm,
+}

@@ -50,6 +50,7 @@ DEFAULT_TIMEOUT = 300.0
 PATIENCE = 1.0
 LATE = 1.0  # seconds by which no wait is late unless the process was suspended
 
+Span = Callable[[str], AbstractContextManager[Any]]
 NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 
@@ -62,12 +63,7 @@ class Coordinator:
         span: returns the context of a run, wait or merge for its name, as a profile shows it.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[str] = (),
-        timeout: float = DEFAULT_TIMEOUT,
-        span: Callable[[str], AbstractContextManager[Any]] | None = None,
-    ) -> None:
+    def __init__(self, devices: Sequence[str] = (), timeout: float = DEFAULT_TIMEOUT, span: Span | None = None) -> None:
         self.timeout = timeout
         self.span = span
         self.owner: Any = None  # a weak reference to the wrapper, whose forward passes may hand on memory to each other

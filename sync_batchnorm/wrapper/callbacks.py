@@ -13,7 +13,6 @@ from .run import current_run, is_in_replica, new_coordinator
 __all__ = ["CallbackContext", "execute_replication_callbacks"]
 
 _CALLBACK = "__data_parallel_replicate__"
-_PIPES = {"SyncMaster", "SlavePipe"}  # in copies of this package and in the older library, too
 
 
 class CallbackContext:
@@ -131,7 +130,8 @@ def _package_of_pipe(value: object) -> str | None:
     """Return the package of a master or pipe that is none of this package; None for everything else."""
     if isinstance(value, (SyncMaster, SlavePipe)):
         return None
-    modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ in _PIPES]
+    # So they are called in copies of this package and in the older library, too.
+    modules = [cls.__module__ for cls in type(value).__mro__ if cls.__name__ in ("SyncMaster", "SlavePipe")]
     return re.sub(r"\.(comm|meeting\.pipes)$", "", modules[0]) if modules else None
 
 

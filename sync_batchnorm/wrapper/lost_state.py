@@ -4,7 +4,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ RETURN = "Return a penalty, so that the training loop gets it from all replicas"
 _looks: "WeakKeyDictionary[nn.Module, Counter[bool]]" = WeakKeyDictionary()
 
 # Replica 0 of each forward pass that is alive, by wrapper; None once there were many.
-_alive: "WeakKeyDictionary[nn.Module, list[ref[nn.Module]] | None]" = WeakKeyDictionary()
+_alive: "WeakKeyDictionary[nn.Module, WeakSet[nn.Module] | None]" = WeakKeyDictionary()
 
 
 # Modules, each with the prefix of its attributes' names in the model, and with what it had before the replicas ran: its
@@ -82,11 +82,10 @@ def _members(module: nn.Module) -> dict[str, Any]:
 def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
     """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
-    remedies = {
-        prefix + name: remedy
-        for module, prefix, name, before, value in _bound_anew(state)
-        if (remedy := _remedy(module, name, before, value, id(value) in known)) is not None
-    }
+    remedies: dict[str, str] = {}
+    for module, prefix, name, before, value in _bound_anew(state):
+        if remedy := _remedy(module, name, before, value, id(value) in known):
+            remedies[prefix + name] = remedy
     for module, prefix, members, data in state:
         for name, tensor in data.items():
             if module._parameters.get(name) is members[name] and _has_other_data(members[name], tensor):
@@ -101,12 +100,11 @@ def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
 
 def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
     """Warn of what was bound anew on the original itself while its replicas ran."""
-    # A number that was set to what it was is the same, whichever replica was the last.
-    names = [
-        prefix + name
-        for _, prefix, name, before, value in _bound_anew(state)
-        if not (type(value) in _KINDS and type(before) in _KINDS and value == before)
-    ]
+    names: list[str] = []
+    for _, prefix, name, before, value in _bound_anew(state):
+        # A number that was set to what it was is the same, whichever replica was the last.
+        if not (type(value) in _KINDS and type(before) in _KINDS and value == before):
+            names.append(prefix + name)
     if names:
         warn_once(
             f"while replicas of {type(original).__name__} ran, something set {_listed(names)} of the model itself, as "
@@ -118,15 +116,13 @@ def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
 
 def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
     """Note a replica of a forward pass; warn once if those of many earlier passes of this wrapper are alive."""
-    noted = _alive.setdefault(wrapper, [])
-    if noted is None:
+    alive = _alive.setdefault(wrapper, WeakSet())
+    if alive is None:
         return
-    alive = [reference for reference in noted if reference() is not None]
-    _alive[wrapper] = [*alive, ref(replica)]
     if len(alive) > PASSES:
         _alive[wrapper] = None
         gc.collect()  # once, since it takes long
-        if sum(reference() is not None for reference in alive) > PASSES:
+        if len(alive) > PASSES:
             warn_once(
                 f"replicas of more than {PASSES} earlier forward passes of {type(replica).__name__} are alive, with "
                 "all that they keep. A backward or tensor hook that forward() registers and that refers to self keeps "
@@ -134,6 +130,7 @@ def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
                 "the hook. Ignore this if a backward pass of these forward passes is still to come, as for a "
                 "checkpoint of a method of self"
             )
+    alive.add(replica)
 
 
 def _listed(names: Iterable[str]) -> str:
