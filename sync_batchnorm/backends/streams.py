@@ -7,12 +7,14 @@ else has to know of streams. In a process of its own nothing is entered, so that
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 
 def current_stream(device: torch.device) -> Any:
@@ -26,8 +28,8 @@ def are_default(device: torch.device, other: torch.device | None) -> bool:
 
 
 def on_default_streams(
-    devices: Iterable[torch.device], used: Iterable[Tensor | None], function: Callable[..., Any], *args: Any
-) -> Any:
+    devices: Iterable[torch.device], used: Iterable[Tensor | None], function: Callable[..., T], *args: Any
+) -> T:
     """Return `function(*args)`, run on the default streams of distinct `devices`, in order with the current ones.
 
     `used` are the tensors that the function reads.
@@ -36,7 +38,7 @@ def on_default_streams(
     return on_streams(streams, used, function, *args) if streams else function(*args)
 
 
-def on_streams(streams: Sequence[Any], used: Iterable[Tensor | None], function: Callable[..., Any], *args: Any) -> Any:
+def on_streams(streams: Sequence[Any], used: Iterable[Tensor | None], function: Callable[..., T], *args: Any) -> T:
     """Return `function(*args)`, which reads `used`, run on `streams`, in order with those that are current there."""
     with _entered(streams):
         _record_on_current_streams(used)

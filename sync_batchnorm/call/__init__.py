@@ -73,8 +73,7 @@ def _exchange_apart(part: Part) -> Tensor:
     devices = () if connection.pipe is None else {here, connection.master_device or here}
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
     with without_modes() if has_hooks else nullcontext(), torch.autocast(here.type, enabled=False):
-        output: Tensor = on_default_streams(devices, (part.input, part.weight, part.bias), _exchange, part)
-    return output
+        return on_default_streams(devices, (part.input, part.weight, part.bias), _exchange, part)
 
 
 def _exchange(part: Part) -> Tensor:

@@ -73,8 +73,7 @@ def _check_ignore(ignore: Any, norms: Collection[str]) -> None:
     are_right = not isinstance(ignore, str) and all(isinstance(entry, (type, str)) for entry in ignore)
     if not are_right:
         raise TypeError(f"expected ignore as a list of classes and names of norms, but got {ignore!r}")
-    others = [entry for entry in ignore if isinstance(entry, str) and entry not in norms]
-    if others:
+    if others := [entry for entry in ignore if isinstance(entry, str) and entry not in norms]:
         what_to_do = "name each norm itself, as the error without ignore does"
         raise ValueError(f"expected ignore to name batch norms, but got {others}; {what_to_do}")
 
@@ -89,8 +88,7 @@ def _unsynchronized(layers: Mapping[str, nn.Module], modules: Modules, replicas:
     """Yield the name of each layer that would not synchronize, and of attributes with such layers, with the reason."""
     wrappers = {module: set(module.modules()) for _, module in modules if isinstance(module, DataParallel)}
     for name, layer in layers.items():
-        why = _why_unsynchronized(layer, wrappers, modules, replicas)
-        if why is not None:
+        if why := _why_unsynchronized(layer, wrappers, modules, replicas):
             yield f"{name or 'the model itself'} ({type(layer).__name__})", why
     for name, number in Counter(name for name, _ in unregistered(modules)).items():
         yield f"{name} ({number} BatchNorm {'layer' if number == 1 else 'layers'})", IN_A_LIST
@@ -104,8 +102,7 @@ def _why_unsynchronized(layer: nn.Module, wrappers: Wrappers, modules: Modules, 
         return _why_in_eval(layer, around, modules) or _why_alone(layer, around, is_outside, replicas)
     if is_outside and active_group(None) is None:
         return None  # It gets the whole batch, since only wrappers make replicas.
-    reason = why_left(layer, {})
-    if reason is not None:
+    if reason := why_left(layer, {}):
         alone = f"; if it is right alone, pass ignore=[{type(layer).__name__}]"
         return f"convert_model leaves it as it is, because {reason}{'' if isinstance(layer, BatchNormBase) else alone}"
     if isinstance(layer, nn.SyncBatchNorm):
@@ -148,11 +145,8 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
         if isinstance(numbers[number], DataParallelWithCallback):
             how = f'as in DataParallelWithCallback(wrapper.module, ["cpu"] * {replicas})'
         return f"its wrapper makes {number} of {replicas} replicas; name more devices, {how}"
-    return _why_in_groups(layer.group_size, max(numbers))
-
-
-def _why_in_groups(group_size: int | None, number: int) -> str | None:
-    size = group_size or number
+    number = max(numbers)
+    size = layer.group_size or number
     groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
     if len(groups) == 1:
         return None

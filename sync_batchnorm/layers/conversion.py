@@ -162,8 +162,7 @@ def _warn_of(reasons: Iterable[tuple[str, str | None]], text: str) -> None:
 def _warn_of_kept_options(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
     """Warn of layers that were synchronized before, with other options than those that were passed."""
     for option, value in options.items():
-        names = [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]
-        if names:
+        if names := [name or "the module itself" for name, layer in layers.items() if getattr(layer, option) != value]:
             warn(
                 f"convert_model left the {option} of layers that are synchronized already ({len(names)}, first: "
                 f"{names[0]}); set it on each, as in layer.{option} = {value!r}, or build them with it"
@@ -263,10 +262,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
     def __init__(self: BatchNormBase, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # A class that was derived while a context was open keeps this function, which does nothing after that.
-        if is_open and not isinstance(self, nn.SyncBatchNorm):
-            reason = _convert(self, {}, {})
-            if reason is not None:
-                warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
+        if is_open and not isinstance(self, nn.SyncBatchNorm) and (reason := _convert(self, {}, {})):
+            warn(f"patch_sync_batchnorm left a BatchNorm layer as it is, which does not synchronize: {reason}")
 
     BatchNormBase.__init__ = __init__  # type: ignore[method-assign]
     try:
@@ -306,8 +303,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
         return "is lazy and has seen no input; run one batch through the model in eval mode, then convert it"
     if is_parametrized(layer):
         return "is parametrized; convert the model before its layers are parametrized"
-    method = next((name for name in _COMPUTES if name in vars(layer)), None)
-    if method is not None:
+    if method := next((name for name in _COMPUTES if name in vars(layer)), None):
         return (
             f"has a {method} of its own, set on the object; convert the model before, or put a torch.nn.BatchNorm there"
         )
@@ -316,8 +312,7 @@ def _reason_to_leave(layer: nn.Module, has_class: bool) -> str | None:
     if method is not None and not has_class:
         return _reason_to_leave_class(cls, method)
     expected = {"process_group"} if cls is nn.SyncBatchNorm else set()
-    clashes = sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name))
-    if clashes:
+    if clashes := sorted(name for name in _RESERVED - expected if hasattr(cls, name) or hasattr(layer, name)):
         return f"has a {clashes[0]} of its own, a name that synchronized layers need; rename it"
     return None
 

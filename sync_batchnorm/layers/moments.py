@@ -64,8 +64,7 @@ def sync_moments(input: Tensor, pipe: SyncMaster | SlavePipe | None, *, process_
                 "; leave the norm out of the checkpointed function"
             )
     devices = () if pipe is None else (input.device,)
-    moments: Moments = on_default_streams(devices, (input,), _exchanged, input, pipe, group)
-    return moments
+    return on_default_streams(devices, (input,), _exchanged, input, pipe, group)
 
 
 def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -> Moments:
@@ -91,8 +90,7 @@ def _exchanged(input: Tensor, pipe: SyncMaster | SlavePipe | None, group: Any) -
 def merge_messages(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:
     """Merge the moments of all replicas; the callback of a `SyncMaster` for `sync_moments`."""
     devices = dict.fromkeys([mean_var.device for _, (mean_var, _, _) in messages])
-    answers: Sequence[tuple[Hashable, Moments]] = on_default_streams(devices, (), _merge_moments_of_replicas, messages)
-    return answers
+    return on_default_streams(devices, (), _merge_moments_of_replicas, messages)
 
 
 def _merge_moments_of_replicas(messages: list[tuple[Hashable, Message]]) -> Sequence[tuple[Hashable, Moments]]:

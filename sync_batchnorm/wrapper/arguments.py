@@ -52,8 +52,7 @@ def check_dims(module: nn.Module, in_dims: Any, out_dims: Any) -> None:
             raise TypeError(f"dimensions must be ints or None, or a tuple or dict of such, got {dims!r} for {name}")
     kinds = parameters_of(module) if in_dims else {}
     others = [name for name, kind in kinds.items() if kind is Parameter.VAR_KEYWORD]
-    unknown = [name for name in in_dims or () if (name in others if name in kinds else not others)]
-    if unknown:
+    if unknown := [name for name in in_dims or () if (name in others if name in kinds else not others)]:
         raise ValueError(
             f"in_dims names {unknown}, but forward of {type(module).__name__} takes {list(kinds)}; use these names, "
             "and for further keyword arguments their own"

@@ -330,8 +330,7 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
 
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
     """Warn if a module that has nothing that could synchronize trains batch norms."""
-    plain = [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]
-    if plain:
+    if plain := [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]:
         layers, do = ("layer", "does") if len(plain) == 1 else ("layers", "do")
         warn_once(
             f"{len(plain)} BatchNorm {layers} in training mode (first: {plain[0] or 'the module itself'!r}) {do} not "

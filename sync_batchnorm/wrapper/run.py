@@ -304,8 +304,7 @@ def _warn_of_repeated_changes(module: nn.Module, changed: Sequence[tuple[str, Te
     """Warn of parameters that each replica has changed, unless they have a `max_norm`: to repeat that does nothing."""
     embeddings = [child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
     bounded = [child._parameters.get("weight") for child in embeddings if child.max_norm is not None]
-    names = [name for name, parameter in changed if not any([parameter is weight for weight in bounded])]
-    if names:
+    if names := [name for name, parameter in changed if not any([parameter is weight for weight in bounded])]:
         warn_once(
             f"forward() modified parameters {names} in place; each of the {times} replicas, which share their memory, "
             "repeated the change; make it a buffer, or change it outside forward()"
