@@ -109,7 +109,7 @@ class Coordinator:
         """Let replicas run one at a time, until the forward pass ends or breaks; see `Turns`."""
         with self._lock:
             if self._broken is None:
-                self._turns = Turns([self._records[number] for number in numbers], begin)
+                self._turns = Turns(map(self._records.__getitem__, numbers), begin)
 
     def begin(self, number: int) -> AbstractContextManager[Any]:
         """Record that a replica runs, which it may once, and wait for its turn; return the span of its run."""

@@ -283,21 +283,15 @@ def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
     original = forward_pass.original
-    named = list(original.named_parameters())
-    before = _versions(named)
+    # The version of a tensor grows with every change in place of its memory.
+    before = [(name, p, p._version) for name, p in original.named_parameters() if not p.is_inference()]
     devices = {run.number: run.device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
     forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
     _run_threads(work, runs)
     states.restore_caller()
-    changed = [item for item, *versions in zip(named, before, _versions(named), strict=True) if len({*versions}) > 1]
-    if changed:
+    if changed := [(name, p) for name, p, version in before if p._version != version]:
         _warn_of_repeated_changes(original, changed, len(runs))
-
-
-def _versions(named: Sequence[tuple[str, Tensor]]) -> list[int]:
-    """Return for each parameter a number that grows with every change in place of its memory."""
-    return [0 if parameter.is_inference() else parameter._version for _, parameter in named]
 
 
 def _warn_of_repeated_changes(module: nn.Module, changed: Sequence[tuple[str, Tensor]], times: int) -> None:
