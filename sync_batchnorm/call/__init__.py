@@ -102,12 +102,11 @@ def _exchange(part: Part) -> Tensor:
 
 def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, BatchStatistics]]:
     """Merge the parts of all replicas, by identifier; the callback of a layer's `SyncMaster`."""
-    parts = [part for _, part in messages]
+    identifiers, parts = zip(*messages, strict=True)
     for part in parts:
         if part.kind != parts[0].kind:
             raise _different(parts)
-    batch = _merge(parts)
-    return [(identifier, batch) for identifier, _ in messages]
+    return list(dict.fromkeys(identifiers, _merge(parts)).items())
 
 
 def _merge(parts: Sequence[Part]) -> BatchStatistics:

@@ -94,11 +94,7 @@ class AnyDeviceDataParallel(DataParallel[Any]):
         return make_replicas(module, list(map(as_device, device_ids)), not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        handles = _handles_of(self, replicas)
-        if len({handle._sync_run.device for handle in handles}) < len(handles):  # They take turns.
-            forward_pass = handles[0]._sync_run.forward_pass
-            refuse_other_packages(forward_pass.original, forward_pass.contexts)
-        return call_replicas(handles, inputs, kwargs)
+        return call_replicas(_handles_of(self, replicas), inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceId) -> Any:
         _reached.get({})[self, "gather"] = None
@@ -186,15 +182,17 @@ class _ReplicationMixin(DataParallel[Any]):
             raise
         if not contexts:
             _warn_of_plain_layers(self, module)
-        return ForwardPass(module, coordinator, contexts).prepare(replicas, devices)
+        forward_pass = ForwardPass(module, coordinator, partial(refuse_other_packages, module, contexts))
+        return list(map(ReplicaHandle, forward_pass.prepare(replicas, devices)))
 
     def parallel_apply(self, replicas: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> list[Any]:
         """Run replicas; the other arguments are those of the `parallel_apply` of the extended class."""
         handles = _handles_of(self, replicas)
-        run = handles[0]._sync_run
-        warn_of_state = begin_watching(self, run.forward_pass.original, run.replica)
+        runs = [handle._sync_run for handle in handles]
+        forward_pass = runs[0].forward_pass
+        warn_of_state = begin_watching(self, forward_pass.original, runs[0].replica)
         call = partial(super().parallel_apply, handles, *args, **kwargs)
-        outputs = run.forward_pass.apply(call, handles, _reached.get({}).get((self, "scatter"), str))
+        outputs = forward_pass.apply(call, runs, _reached.get({}).get((self, "scatter"), str))
         warn_of_state()
         return outputs
 
@@ -311,7 +309,7 @@ def _handles_of(wrapper: Any, replicas: Sequence[Any]) -> list[ReplicaHandle]:
         originals = [replica if isinstance(replica, nn.Module) else wrapper.module for replica in replicas]
         devices = list(map(as_device, wrapper.device_ids[: len(replicas)]))
         forward_pass = ForwardPass(originals[0], new_coordinator(devices, wrapper._sync_timeout))
-        runs = [handle._sync_run for handle in forward_pass.prepare(originals, devices)]
+        runs = forward_pass.prepare(originals, devices)
     return list(map(ReplicaHandle, runs, replicas))
 
 

@@ -13,10 +13,10 @@ ends if its replica fails: before torch 2.13, an exception leaves the hooks of a
 where nothing is kept by thread, it ends, too: an idle one would also keep its pool of OpenMP.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from os import getpid
 from queue import SimpleQueue
@@ -51,26 +51,26 @@ class ForwardPass:
 
     original: nn.Module  # the wrapped module
     coordinator: Coordinator
-    contexts: Mapping[str, object] = field(default_factory=dict)  # those of the callbacks, by submodule
+    check_turns: Callable[[], None] = lambda: None  # raises an error if replicas cannot take turns
     modes: Sequence[Callable[[torch.device], AbstractContextManager[Any]]] = ()  # of the caller, for a replica's device
     context: Context | None = None  # that of the caller; None if the only replica runs in the thread of its caller
     random_states: RandomStates | None = None  # of replicas that take turns
 
-    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["ReplicaHandle"]:
-        """Return what is called in place of each of all replicas; note the modes of this thread."""
-        handles = [ReplicaHandle(Run(replica, self, i, devices[i])) for i, replica in enumerate(replicas)]
-        self._inherit(handles)  # for replicas that are not called by `parallel_apply`
-        return handles
+    def prepare(self, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> list["Run"]:
+        """Return the runs of all replicas; note the modes of this thread."""
+        runs = [Run(replica, self, i, devices[i]) for i, replica in enumerate(replicas)]
+        self._inherit(runs)  # for replicas that are not called by `parallel_apply`
+        return runs
 
-    def apply(self, function: Callable[[], list[Any]], handles: Any, fact: Callable[[], str]) -> list[Any]:
-        """Return the outputs of `function`, which calls these handles; raise the error of a replica that has failed.
+    def apply(self, function: Callable[[], list[Any]], runs: Sequence["Run"], fact: Callable[[], str]) -> list[Any]:
+        """Return the outputs of `function`, which makes these runs; raise the error of a replica that has failed.
 
         The text of `fact` is added to the note of such an error.
         """
-        self._inherit(handles)
-        if len(handles) == 1:
+        self._inherit(runs)
+        if len(runs) == 1:
             self.context = None  # It runs in this thread, as on one device.
-        self.coordinator.expect([handle._sync_run.number for handle in handles])
+        self.coordinator.expect([run.number for run in runs])
         outputs: list[Any] = []
         raised: BaseException | None = None
         try:
@@ -86,8 +86,8 @@ class ForwardPass:
                 del raised, failure  # Their traceback refers to this frame.
         return outputs
 
-    def _inherit(self, handles: Sequence["ReplicaHandle"]) -> None:
-        """Note the modes and the context of this thread, as those of the caller of these handles."""
+    def _inherit(self, runs: Sequence["Run"]) -> None:
+        """Note the modes and the context of this thread, as those of the caller of these runs."""
         is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
         accelerator = torch.accelerator.current_accelerator()
@@ -100,7 +100,7 @@ class ForwardPass:
         if default.type != "cpu":  # The replica's device replaces a default device of its type.
             modes.append(lambda device: device if device.type == default.type else default)
         self.modes, self.context = modes, copy_context()
-        _prepared.set([ref(handle._sync_run) for handle in handles])
+        _prepared.set(list(map(ref, runs)))
 
     def _failure(self, raised: BaseException | None, fact: Callable[[], str]) -> BaseException | None:
         """End this forward pass; return the error that the caller gets, or None.
@@ -282,6 +282,7 @@ _idle: dict[tuple[int, torch.device], list["SimpleQueue[_Work]"]] = {}
 def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
+    forward_pass.check_turns()
     original = forward_pass.original
     # The version of a tensor grows with every change in place of its memory.
     before = [(name, p, p._version) for name, p in original.named_parameters() if not p.is_inference()]
