@@ -42,7 +42,19 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
         f"({torch.__file__}); run: pip install --upgrade 'torch>=2.8'"
     )
 
-from .batchnorm import *  # noqa: F403
+from .batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    assert_synchronized,
+    convert_model,
+    merge_messages,
+    patch_sync_batchnorm,
+    revert_model,
+    set_sbn_eps_mode,
+    sync_moments,
+)
 from .check import assert_matches_one_device
 from .comm import ReplicaSyncError, SlavePipe, SyncMaster
 from .replicate import (
@@ -52,7 +64,7 @@ from .replicate import (
     patch_replication_callback,
 )
 
-__all__ = [  # noqa: F405 - the names of the layers, of `batchnorm.py`
+__all__ = [
     "CallbackContext",
     "DataParallelWithCallback",
     "ReplicaSyncError",
