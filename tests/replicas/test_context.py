@@ -13,7 +13,7 @@ from weakref import ref
 import pytest
 import torch
 from conftest import INTERLEAVED, device_lists
-from helpers import Net, as_devices, assert_same_step, doubles, twins
+from helpers import Net, as_devices, assert_trains_as_one_device
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
 
@@ -50,8 +50,8 @@ def test_replicas_see_the_variables_of_their_caller_and_set_their_own(way):
 
 def test_variables_scale_what_replicas_compute_on_all_devices(devices):
     variable.set(5)
-    plain, parallel = twins(Net(lambda net, x: net.bn(x) * variable.get(), bn=nn.BatchNorm1d(3)).double(), devices)
-    assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
+    net = Net(lambda net, x: net.bn(x) * variable.get(), bn=nn.BatchNorm1d(3))
+    assert_trains_as_one_device(net, devices, 7, 3)
 
 
 def test_single_chunk_runs_in_the_context_of_the_caller_itself():
@@ -175,8 +175,7 @@ def exchange(net: nn.Module, input: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("_inherits")
 def test_threads_of_a_replica_do_not_take_its_turns(devices):
-    plain, parallel = twins(Net(exchange, bn=nn.BatchNorm1d(3)).double(), devices)
-    assert_same_step(plain, parallel, doubles(4, 3, devices=devices))
+    assert_trains_as_one_device(Net(exchange, bn=nn.BatchNorm1d(3)), devices, 4, 3)
 
 
 @pytest.mark.parametrize("second", ["thread of the replica", "thread that it started"])
