@@ -110,10 +110,6 @@ def _vgg() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(5, 3, 33, 33, dtype=torch.float64)
 
 
-def _video() -> tuple[nn.Module, Tensor]:
-    return build("r3d_18", num_classes=3), torch.randn(5, 3, 2, 24, 24, dtype=torch.float64)
-
-
 def _detection_backbone() -> tuple[nn.Module, Tensor]:
     detector = build("fasterrcnn_mobilenet_v3_large_fpn", norm_layer=nn.BatchNorm2d)
     return detector.backbone, torch.randn(5, 3, 48, 48, dtype=torch.float64)
@@ -128,7 +124,7 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     **{name: _classifier(name, 33) for name in CLASSIFIERS + SEGMENTATION},
     "vgg11_bn": _vgg,
     "inception_v3": _classifier("inception_v3", 75, aux_logits=False),
-    "r3d_18": _video,
+    "r3d_18": lambda: (build("r3d_18", num_classes=3), torch.randn(5, 3, 2, 24, 24, dtype=torch.float64)),
     "faster R-CNN's backbone": _detection_backbone,
 }
 

@@ -24,10 +24,6 @@ class Uncopied(nn.Linear):
         raise NotImplementedError("one of a kind")
 
 
-def small_chunks(self, x):
-    return x * 1 if len(x) < 3 else x * 2
-
-
 class CutsLists(DataParallelWithCallback):
     """Cuts a list of samples, and returns a list."""
 
@@ -54,13 +50,9 @@ class NeverCalled(nn.DataParallel):
         raise NotImplementedError
 
 
-def stacked(self, samples):
-    return {"x": self.parts[0](torch.stack(samples)), "number": 1}
-
-
 @pytest.mark.parametrize("number", [4, 3])
 def test_a_wrapper_says_how_many_replicas_there_are(number):
-    model = Apply(small_chunks)
+    model = Apply(lambda self, x: x * 1 if len(x) < 3 else x * 2)
     parallel = DataParallelWithCallback(model, ["cpu"] * number)
     parallel.device_ids = list(range(number))  # as on GPUs: the check needs none
     batch = torch.randn(8, 3)
@@ -154,7 +146,8 @@ def test_nothing_of_a_wrapper_is_called_that_scatters_and_gathers_as_torch_does(
 
 def test_a_wrapper_that_scatters_and_gathers_in_its_own_way_does_so_in_the_check():
     samples, batch_norm = list(torch.randn(5, 3)), convert_model(nn.BatchNorm1d(3))  # chunks of 2, 2 and 1
-    parallel = CutsLists(Apply(stacked, batch_norm), ["cpu"] * 3)
+    model = Apply(lambda self, samples: {"x": self.parts[0](torch.stack(samples)), "number": 1}, batch_norm)
+    parallel = CutsLists(model, ["cpu"] * 3)
     assert_matches_one_device(parallel, samples)
     assert_matches_one_device(
         parallel, samples, loss=lambda outputs: torch.cat([output["x"] for output in outputs]).square().mean()

@@ -249,16 +249,8 @@ def average_in_buffer(self, x):
     return x - before
 
 
-def two_outputs(self, x):
-    return {"right": x * 1, "wrong": x - x.mean(0)}
-
-
 def two_losses(self, x):
     return {"rows": x.square().mean(1), "divided": (x.square().mean(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()}
-
-
-def square_mean(self, x):
-    return x.square().mean()
 
 
 def pad(self, x):
@@ -280,10 +272,6 @@ def change_parameter(self, x):
     return x * 1
 
 
-def mean_in_vmap(x):
-    return torch.vmap(lambda row, mean: row - mean, in_dims=(0, None))(x, x.mean(0))
-
-
 def behind(*modules):
     return nn.Sequential(nn.Linear(6, 6), *modules)
 
@@ -295,18 +283,6 @@ def without_statistics():
 def passing(make, use):
     """Return a model whose submodule mixes samples, and gets them in another object."""
     return Apply(lambda self, x: self.parts[0](make(x)), Apply(lambda self, held: mix(self, use(held))))
-
-
-def pad_twice(self, x):
-    return pad(self, x) + self.parts[0](x)
-
-
-def scale_by_itself(self, x):
-    return self.parts[0](x, x if len(x) < 5 else 1)
-
-
-def tanh_of_each(h):
-    return torch.stack([row.tanh() for row in h - h.mean(0)])
 
 
 ITSELF = "the model itself"
@@ -323,7 +299,11 @@ FAULTS = {
         ),
         "gates of zeros": (lambda: Gated(Apply(mix)), "inside (Apply)"),
         "a copy that begins equal": (nets_that_begin_equal, ITSELF),
-        "loop over samples": (lambda: before_norm(tanh_of_each), ITSELF, "tanh"),
+        "loop over samples": (
+            lambda: before_norm(lambda h: torch.stack([row.tanh() for row in h - h.mean(0)])),
+            ITSELF,
+            "tanh",
+        ),
         "mean by hand": (lambda: Apply(lambda self, x: x - sum(x.unbind()) / len(x)), ITSELF),
         "a number that is drawn and not used": (
             lambda: before_norm(lambda h: (torch.rand(1), h - h.mean(0))[1]),
@@ -339,7 +319,10 @@ FAULTS = {
             lambda: nn.Sequential(Apply(mix), Net(change_parameter, count=nn.Parameter(torch.ones(6)))),
             *("0 (Apply)", "1.count"),
         ),
-        "one of two outputs": (lambda: behind(Net(two_outputs)), "output['wrong'] of 1 (Net)"),
+        "one of two outputs": (
+            lambda: behind(Net(lambda self, x: {"right": x * 1, "wrong": x - x.mean(0)})),
+            "output['wrong'] of 1 (Net)",
+        ),
         "padding to the longest sample": (
             lambda: nn.Sequential(Apply(pad), Apply(lambda self, x: x.sum(1) / len(x[0]))),
             "output of 0 (Apply), in replica 0, in its shape",
@@ -351,13 +334,18 @@ FAULTS = {
             *("parts.0.module.1 (Apply)", "outputs agree", "depends on more"),
         ),
         "behind a right output that does not fit into the replica": (
-            lambda: nn.Sequential(Apply(pad_twice, Apply(pad)), Apply(add_total), Apply(mix)),
+            lambda: nn.Sequential(
+                Apply(lambda self, x: pad(self, x) + self.parts[0](x), Apply(pad)), Apply(add_total), Apply(mix)
+            ),
             "2 (Apply)",
         ),
         "dict with other keys": (lambda: passing(lambda x: {len(x): x}, lambda of_rows: sum(of_rows.values())), ITSELF),
         "list of samples": (lambda: passing(list, torch.stack), "parts.0 (Apply)"),
         "dataclass": (lambda: passing(Batch, lambda batch: batch.x), "parts.0 (Apply)"),
-        "in vmap": (lambda: behind(Apply(lambda self, x: mean_in_vmap(x))), "1 (Apply)"),
+        "in vmap": (
+            lambda: behind(Apply(lambda self, x: torch.vmap(torch.sub, in_dims=(0, None))(x, x.mean(0)))),
+            "1 (Apply)",
+        ),
         "in a checkpoint": (
             lambda: Apply(lambda self, x: checkpoint(self.parts[0], x, use_reentrant=False), Apply(mix)),
             "parts.0 (Apply)",
@@ -365,7 +353,10 @@ FAULTS = {
     },
     SIZE: {
         "small chunk before a norm": (lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h), ITSELF, "norm"),
-        "number in place of a tensor": (lambda: Apply(scale_by_itself, Apply(lambda self, x, by: x * by)), ITSELF),
+        "number in place of a tensor": (
+            lambda: Apply(lambda self, x: self.parts[0](x, x if len(x) < 5 else 1), Apply(lambda self, x, by: x * by)),
+            ITSELF,
+        ),
         "behind a norm without statistics": (
             lambda: convert_model(Apply(lambda self, x: len(x) * self.parts[0](x), without_statistics())),
             ITSELF,
@@ -466,7 +457,9 @@ FAULTS = {
     },
     "the mean weighted by rows is that of one device": {
         "in a wrapper": (
-            lambda: Apply(lambda self, x: self.parts[0](x).mean(), wrapped(behind(Apply(square_mean)))),
+            lambda: Apply(
+                lambda self, x: self.parts[0](x).mean(), wrapped(behind(Apply(lambda self, x: x.square().mean())))
+            ),
             *("the loss differs: replicas with [3, 2] rows", "outputs agree", "depends on more"),
         )
     },
@@ -728,10 +721,6 @@ def in_sorted_order(self, x, lengths):
     return self.after(self.rnn(packed)[1][0][order.argsort()])
 
 
-def mix_and_pack(self, x, lengths):
-    return in_packed_order(self, mix(self, x), lengths)
-
-
 @pytest.mark.parametrize(
     ("forward", "where"),
     [
@@ -741,7 +730,7 @@ def mix_and_pack(self, x, lengths):
         (in_sorted_order, ""),
         (in_sorted_order, "before"),
         (in_sorted_order, "after"),
-        (mix_and_pack, "itself"),
+        (lambda self, x, lengths: in_packed_order(self, mix(self, x), lengths), "itself"),
     ],
 )
 def test_a_fault_beside_a_packed_sequence_is_not_that_of_the_rnn(forward, where):

@@ -105,10 +105,6 @@ def _conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
 
 
-def _quantizer(page: types.ModuleType) -> nn.Module:
-    return nn.Sequential(_encoder(), page.Codebook(5, 4, decay=0.7))
-
-
 def _net_with_queue(page: types.ModuleType) -> nn.Module:
     """Return a net that compares features with a queue of earlier ones, made as the page says."""
 
@@ -133,7 +129,7 @@ def _net_with_queue(page: types.ModuleType) -> nn.Module:
 EXTENSIONS = {
     "renorm": lambda page: (page.BatchRenorm2d(3), doubles(5, 3, 4, 4)),
     "contrastive": lambda page: (page.Contrastive(_encoder()), doubles(5, 6), doubles(5, 6)),
-    "codebook": lambda page: (_quantizer(page), doubles(5, 6)),
+    "codebook": lambda page: (nn.Sequential(_encoder(), page.Codebook(5, 4, decay=0.7)), doubles(5, 6)),
     "queue": lambda page: (_net_with_queue(page), doubles(5, 6)),
     "features": lambda page: (page.WithFeatures(_conv(), "2"), doubles(5, 3, 4, 4)),
     "dropout": lambda page: (nn.Sequential(_encoder(), page.WholeBatchDropout(0.5, seed=3)), doubles(5, 6)),

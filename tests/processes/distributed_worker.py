@@ -741,14 +741,10 @@ def group_size_counts_replicas_of_one_process() -> None:
 # One replica in each process.
 
 
-def centered(net: WithPipe, input: Tensor) -> Tensor:
-    return input - sync_moments(input, net.pipe)[0][:, None, None]
-
-
 @check
 def several_replicas_in_a_process_are_refused_at_once() -> None:
     text = r"use one process per device, .*\(1\.0, replica \d\); run: torchrun --nproc-per-node="
-    for layer in (nn.BatchNorm2d(3), WithPipe(centered)):
+    for layer in (nn.BatchNorm2d(3), WithPipe(lambda net, x: x - sync_moments(x, net.pipe)[0][:, None, None])):
         plain, model = twins(nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.Sequential(layer)))
         parallel = DataParallelWithCallback(model, ["cpu"] * 2)
         for ranks in ([0], range(SIZE)):  # nobody waits for a process that is refused, nor for one that is not

@@ -21,15 +21,11 @@ def _not_checked_yet() -> Iterator[None]:
     check_copies.cache_clear()
 
 
-def devices_of(ids: list[int | str]) -> frozenset[torch.device]:
-    return frozenset(map(as_device, ids))
-
-
 @pytest.mark.parametrize("ids", [[0], [0, 0], ["cuda:1"], ["cpu"], ["cpu", "cpu"], ["meta", "meta"]], ids=str)
 def test_replicas_on_one_device_ask_nothing(ids, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", None)
     monkeypatch.setattr(torch.Tensor, "to", None)
-    check_copies(devices_of(ids))
+    check_copies(frozenset(map(as_device, ids)))
 
 
 def losing_copies(source, target):

@@ -47,13 +47,10 @@ def test_one_wrapper_in_several_user_threads_is_right(wrap):
     in_threads(*[functools.partial(train, i) for i in range(4)])
 
 
-def outer(net, x: Tensor, replica: Tensor) -> Tensor:
-    return net.inner(net.bn(x), replica)
-
-
 def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
     inner = scripted((2, "between", raising(LookupError("the cause"))))
-    model = Net(outer, bn=SynchronizedBatchNorm1d(4), inner=DataParallelWithCallback(inner, ["cpu"] * 2)).double()
+    layers = {"bn": SynchronizedBatchNorm1d(4), "inner": DataParallelWithCallback(inner, ["cpu"] * 2)}
+    model = Net(lambda net, x, replica: net.inner(net.bn(x), replica), **layers).double()
     with pytest.raises(LookupError, match=r"(?s)in replica 1 on device cpu.*the cause"):
         DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 4, dtype=torch.float64), torch.arange(4))
 
