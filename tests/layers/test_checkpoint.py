@@ -12,7 +12,6 @@ from helpers import (
     are_distinct_gpus,
     assert_equal,
     assert_same_results,
-    assert_same_state,
     assert_same_step,
     doubles,
     twins,
@@ -201,20 +200,6 @@ def test_two_views_of_which_one_is_not_finite_have_its_gradients(value):
 
 
 @pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
-def test_graph_can_be_used_again(devices, path):
-    data = doubles(4, 3, 4, 5, devices=devices)
-    grads = [torch.randn_like(data) for _ in range(3)]
-
-    def step(model):
-        output = model(data)
-        for grad in grads:
-            output.backward(grad, retain_graph=True)
-        return [output]
-
-    assert_same_results(*checkpointed_twins(path, devices), step)
-
-
-@pytest.mark.parametrize("path", [around_all, interleaved, nested], ids=lambda path: path.__name__)
 def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
     data = doubles(4, 3, 4, 5, devices=devices)
     weights = torch.randn_like(data)
@@ -227,29 +212,6 @@ def test_gradient_penalty_through_a_checkpoint_is_exact(devices, path):
         return [output, grad]
 
     assert_same_results(*checkpointed_twins(path, devices), step)
-
-
-def with_forces(net, x):
-    x = x * 1.0  # The chunks of all replicas come from one node, through which autograd would reach the peer's segment.
-    y = net.run(net.segment, x)
-    (force,) = torch.autograd.grad(y, x, torch.cos(x.detach()), create_graph=True)
-    return torch.cat((y, force), 1)
-
-
-def test_replicas_that_differentiate_in_their_forward_get_their_own_part(devices):
-    plain, parallel = checkpointed_twins(with_forces, devices)
-    data = doubles(4, 3, 4, 5, devices=devices).requires_grad_()
-    y = plain.segment(data)
-    forces = []
-    for rows in (slice(2), slice(2, 4)):
-        grad = torch.cos(data[rows].detach())
-        forces.append(torch.autograd.grad(y[rows], data, grad, create_graph=True)[0][rows])
-    expected, output = torch.cat((y, torch.cat(forces)), 1), parallel(data)
-    assert_equal(output, expected)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    output.backward(grad)
-    assert_same_state(parallel, plain)
 
 
 def with_forces_inside(net, x):  # The recomputation has no graph of the statistics, which it would differentiate.

@@ -111,44 +111,6 @@ def test_vectorized_hessian_is_that_of_torch():
     assert_same_results(*twins(nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()).double(), ["cpu"] * 2), step, RELATIVE)
 
 
-@pytest.mark.parametrize("retain", [False, True], ids=["in-one-backward", "one-after-the-other"])
-def test_loss_and_penalty_share_one_graph(devs, retain):
-    data, weights = doubles(6, 3, 5, 4, devices=devs), doubles(6, 1, devices=devs)
-
-    def step(model):
-        input = data.clone().requires_grad_()
-        output = model(input)
-        loss = (output * weights).sum()
-        (grad,) = torch.autograd.grad(loss, input, create_graph=True)
-        penalty = grad.square().sum()
-        if retain:
-            loss.backward(retain_graph=True)
-            penalty.backward(retain_graph=True)
-            penalty.backward()
-        else:
-            (loss + penalty).backward()
-        return [input.grad]
-
-    assert_same_results(*twins(critic(), devs), step, RELATIVE)
-
-
-@pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias"), ()], ids=str)
-def test_penalty_by_the_parameters_is_that_of_one_device(devices, frozen):
-    data, weights = doubles(5, 3, 2, 3, devices=devices), doubles(5, 3, 2, 3, devices=devices)
-
-    def step(model):
-        for name in frozen:
-            getattr(model, "module", model).get_parameter(name).requires_grad_(False)
-        wanted = [p for p in model.parameters() if p.requires_grad]
-        input = data.clone().requires_grad_()
-        loss = (torch.tanh(model(input)) * weights).sum()
-        grads = torch.autograd.grad(loss, [input, *wanted], create_graph=True)
-        value = sum(grad.sin().sum() for grad in grads)
-        return torch.autograd.grad(value, [input, *wanted])
-
-    assert_same_results(*twins(nn.BatchNorm2d(3).double(), devices), step, RELATIVE)
-
-
 @pytest.mark.parametrize("eps", [1e-5, 0.5, 100.0])
 @pytest.mark.parametrize("devices", device_lists(2, 3))
 def test_output_gradients_and_penalty_with_a_clamped_variance_are_those_of_the_formula(devices, eps):
