@@ -102,11 +102,12 @@ def _exchange(part: Part) -> Tensor:
 
 def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, BatchStatistics]]:
     """Merge the parts of all replicas, by identifier; the callback of a layer's `SyncMaster`."""
-    identifiers, parts = zip(*messages, strict=True)
+    parts = [part for _, part in messages]
     for part in parts:
         if part.kind != parts[0].kind:
             raise _different(parts)
-    return list(dict.fromkeys(identifiers, _merge(parts)).items())
+    batch = _merge(parts)
+    return [(identifier, batch) for identifier, _ in messages]
 
 
 def _merge(parts: Sequence[Part]) -> BatchStatistics:

@@ -29,7 +29,7 @@ class RandomStates:
         self._generators = {number: _generators(device) for number, device in devices.items()}
         with _lock:
             distinct = dict.fromkeys(chain.from_iterable(self._generators.values()))
-            self._of_caller = dict(zip(distinct, map(torch.Generator.get_state, distinct), strict=True))
+            self._of_caller = {generator: generator.get_state() for generator in distinct}
         self._next = torch.Generator()
         self._next.set_state(self._of_caller[torch.default_generator])
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._next))
