@@ -298,6 +298,10 @@ FAULTS = {
             *("parts.1 (Apply)", "parts.0"),
         ),
         "gates of zeros": (lambda: Gated(Apply(mix)), "inside (Apply)"),
+        "roots of zeros": (
+            lambda: Net(lambda self, x: self.mix(x) * self.w.sqrt(), w=nn.Parameter(torch.zeros(6)), mix=Apply(mix)),
+            "mix (Apply)",
+        ),
         "a copy that begins equal": (nets_that_begin_equal, ITSELF),
         "loop over samples": (
             lambda: before_norm(lambda h: torch.stack([row.tanh() for row in h - h.mean(0)])),
