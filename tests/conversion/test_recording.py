@@ -129,6 +129,10 @@ RIGHT = {
     "stochastic depth": (stochastic_depth, VECTORS),
     "drop path": (lambda: nn.Sequential(nn.Linear(3, 3), pytest.importorskip("timm.layers").DropPath(0.5)), VECTORS),
     "layer drop": (lambda: LayerDrop(lambda self, x: x * (random.random() >= self.layerdrop), layerdrop=0.5), VECTORS),
+    "drop connect": (
+        lambda: LayerDrop(lambda self, x: x * (random.random() >= self._drop_connect_rate), _drop_connect_rate=0.5),
+        VECTORS,
+    ),
     "hook that stops": (lambda: stopping("register_forward_hook"), VECTORS),
     "hook that stops before": (lambda: stopping("register_forward_pre_hook"), VECTORS),
     "clamp": (lambda: convert_model(nn.BatchNorm2d(3), eps_mode="clamp"), 1e-3 * IMAGES),
