@@ -145,8 +145,11 @@ def _why_alone(layer: _SynchronizedBatchNorm, wrappers: Wrappers, is_outside: bo
         if isinstance(numbers[number], DataParallelWithCallback):
             how = f'as in DataParallelWithCallback(wrapper.module, ["cpu"] * {replicas})'
         return f"its wrapper makes {number} of {replicas} replicas; name more devices, {how}"
-    number = max(numbers)
-    size = layer.group_size or number
+    return _why_in_groups(layer.group_size, max(numbers))
+
+
+def _why_in_groups(group_size: int | None, number: int) -> str | None:
+    size = group_size or number
     groups = [list(range(first, min(first + size, number))) for first in range(0, number, size)]
     if len(groups) == 1:
         return None
