@@ -289,18 +289,6 @@ def test_a_converted_subclass_keeps_what_it_overrides():
         convert_model(AnyShape(3))(torch.randn(2, 3))
 
 
-def test_class_of_timm_is_synchronized_with_its_activation():
-    """A class with the name and the parts of timm's; the models of timm are in `test_timm.py`."""
-    forward = {"forward": lambda self, input: self.act(self.drop(nn.BatchNorm2d.forward(self, input)))}
-    kind = type("BatchNormAct2d", (nn.BatchNorm2d,), {"__module__": "timm.layers.norm_act", **forward})
-    plain = nn.Sequential(randomize(kind(3)).double())
-    plain[0].drop, plain[0].act = nn.Hardtanh(), nn.Tanh()
-    net = convert_model(copy.deepcopy(plain))
-    assert isinstance(net[0], kind)
-    synchronized_step(net, plain, 3, 4, 4)
-    assert type(revert_model(net)[0]) is kind
-
-
 def test_layer_whose_class_has_an_attribute_in_place_of_the_object_can_be_printed():
     layer = SynchronizedBatchNorm2d(3, group_size=2)
     del layer.track_running_stats

@@ -319,12 +319,6 @@ IN_MODULES = {
         ),
         "behind a zero": (lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), "branch.1 (Apply)"),
     },
-    f"{MIXES}...": {
-        "forward hook": (
-            lambda: nn.Sequential(hooked(nn.Linear(3, 3), "register_forward_hook", lambda self, args, x: mix(self, x))),
-            "0 (Linear)",
-        ),
-    },
     f"by...{MIXES}": {
         "forward that was set": (
             lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),

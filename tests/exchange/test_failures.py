@@ -34,7 +34,6 @@ from sync_batchnorm import (
     SyncMaster,
     patch_replication_callback,
 )
-from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.run import current_run
 
 
@@ -339,21 +338,6 @@ def test_replica_that_is_stuck_is_named_with_its_stack_and_not_waited_for(name):
     release.set()
 
 
-def test_replica_that_is_slow_to_end_after_the_timeout_does_not_hide_the_error():
-    release, rows = threading.Event(), torch.tensor([[1.0], [2.0], [0.0], [0.0]])
-
-    def forward(net: Net, x: Tensor) -> Tensor:
-        current_run().forward_pass.coordinator.timeout = 0.2  # not before, as threads may take that long to start
-        try:
-            return net.bn(x) if x.sum() else release.wait()
-        finally:
-            release.wait()
-
-    with pytest.raises(TimeoutError, match="replica 0 on device cpu waits for replica 1 on device cpu"):
-        DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm(1)), ["cpu"] * 2, timeout=60.0)(rows)
-    release.set()
-
-
 def test_replicas_that_run_one_after_another_are_told_to_use_threads():
     parallel = patch_replication_callback(OneThread(scripted(), R), timeout=0.1)
     text = (
@@ -388,29 +372,6 @@ def test_layer_that_is_called_after_its_forward_is_refused():
         with pytest.raises(ReplicaSyncError, match=r"replica \d on device cpu left its forward while replica"):
             replica.head(inputs[0][:2])
     assert_next_forward_is_right(parallel, (1, 1))
-
-
-def test_thread_that_cannot_be_started_reaches_the_caller_and_releases_the_others(monkeypatch):
-    parallel = WRAPPERS["wrapper"](scripted())
-    start, abort, started = threading.Thread.start, Coordinator.abort, []
-
-    def fails_the_last_time(thread: threading.Thread) -> None:
-        if len(started) == R - 1:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    def wait_for_the_released(*args: Any) -> None:
-        abort(*args)
-        for thread in started:
-            thread.join()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fails_the_last_time)
-        patch.setattr(Coordinator, "abort", wait_for_the_released)
-        with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
-            parallel(*batch())
-    assert_next_forward_is_right(parallel, (0, 0))
 
 
 def test_exit_of_the_only_replica_names_it_and_holds_no_frames():
