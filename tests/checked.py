@@ -62,6 +62,11 @@ def bind(name, value):
     return forward
 
 
+def with_hook(module, hook, kind="forward_hook"):
+    getattr(module, f"register_{kind}")(hook)
+    return module
+
+
 def wrapped(module, **options):
     return DataParallelWithCallback(module, ["cpu"] * 2, **options)
 

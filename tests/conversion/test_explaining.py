@@ -23,6 +23,7 @@ from checked import (
     hide,
     mix,
     quietly,
+    with_hook,
     wrapped,
 )
 from helpers import Net
@@ -202,11 +203,6 @@ def stop_and_mix(self, x):
     return mix(self, self.parts[1](x))
 
 
-def hooked(module, register, hook):
-    getattr(module, register)(hook)
-    return module
-
-
 def with_forward(module, forward):
     module.forward = forward
     return module
@@ -314,7 +310,7 @@ IN_MODULES = {
     },
     f"{MIXES}ding to the longest sample$": {
         "with a backward hook": (
-            lambda: nn.Sequential(hooked(Apply(mix), "register_full_backward_hook", lambda *_: None)),
+            lambda: nn.Sequential(with_hook(Apply(mix), lambda *_: None, "full_backward_hook")),
             "0 (Apply)",
         ),
         "behind a zero": (lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), "branch.1 (Apply)"),

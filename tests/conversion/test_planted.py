@@ -12,7 +12,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from checked import VECTORS, Apply, DropPath, MeanInBackward, assert_names, mix, quietly, wrapped
+from checked import VECTORS, Apply, DropPath, MeanInBackward, assert_names, mix, quietly, with_hook, wrapped
 from helpers import Net
 from torch import nn
 from torch.nn.parallel import gather
@@ -135,11 +135,6 @@ class Levels(nn.Module):
 
     def forward(self, x):
         return self.net(x * 1) * self.level
-
-
-def with_hook(module, hook, kind="forward_hook"):
-    getattr(module, f"register_{kind}")(hook)
-    return module
 
 
 def before_norm(function):
