@@ -16,7 +16,6 @@ from sync_batchnorm import (
     ReplicaSyncError,
     SlavePipe,
     SyncMaster,
-    execute_replication_callbacks,
 )
 
 
@@ -202,15 +201,6 @@ def test_kept_master_does_not_keep_the_messages_of_a_forward_that_failed():
         parallel(tensor([[0.0], [1.0], [10.0]]))
     gc.collect()
     assert [reference() for reference in sent] == [None, None]
-
-
-def test_kept_master_serves_replicas_that_the_user_runs():
-    keeps = KeepsMasters(2)
-    for number in (2, 1, 2):
-        replicas = [copy.copy(keeps) for _ in range(number)]
-        execute_replication_callbacks(replicas)
-        results = together(*[lambda r=r, i=i: float(r(tensor(float(i)))) for i, r in enumerate(replicas)])
-        assert results == [(number - 1) / 2] * number
 
 
 def test_kept_master_that_no_replica_has_called_serves_the_user_after_the_forward():

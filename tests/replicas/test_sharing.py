@@ -4,12 +4,11 @@ import copy
 import functools
 
 import pytest
-import torch
 from helpers import Net, assert_equal, in_threads
-from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, raising, scripted
+from scripted import WRAPPERS, R, Scripted, assert_next_forward_is_right, batch, scripted
 from torch import Tensor
 
-from sync_batchnorm import DataParallelWithCallback, ReplicaSyncError, SynchronizedBatchNorm1d
+from sync_batchnorm import ReplicaSyncError, SynchronizedBatchNorm1d
 
 
 def test_replica_that_is_given_no_input_is_named_at_once():
@@ -45,14 +44,6 @@ def test_one_wrapper_in_several_user_threads_is_right(wrap):
 
     expected = [plain(*pair).detach() for pair in inputs]
     in_threads(*[functools.partial(train, i) for i in range(4)])
-
-
-def test_failure_inside_of_an_inner_wrapper_reaches_the_outermost_caller():
-    inner = scripted((2, "between", raising(LookupError("the cause"))))
-    layers = {"bn": SynchronizedBatchNorm1d(4), "inner": DataParallelWithCallback(inner, ["cpu"] * 2)}
-    model = Net(lambda net, x, replica: net.inner(net.bn(x), replica), **layers).double()
-    with pytest.raises(LookupError, match=r"(?s)in replica 1 on device cpu.*the cause"):
-        DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 4, dtype=torch.float64), torch.arange(4))
 
 
 def test_layer_in_a_thread_of_the_replica_meets_the_others():
