@@ -1,19 +1,21 @@
-"""What pages say in words, tried: averages, loops over rows, conditions, `squeeze`, rows of chunks, caches."""
+"""What pages say in words, tried: accumulation, averages, loops over rows, `squeeze`, choices, norms of a sample."""
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from conftest import needs_two_gpus
-from helpers import Net, assert_equal, assert_same_state, doubles, twins
+from conftest import device_lists, needs_two_gpus
+from helpers import AdaIN, Freezes, Net, assert_equal, assert_same_results, assert_same_state, doubles, twins
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from sync_batchnorm import (
     DataParallelWithCallback,
+    ReplicaSyncError,
     assert_matches_one_device,
     assert_synchronized,
     convert_model,
@@ -28,6 +30,23 @@ def _net() -> nn.Module:
 
 def synchronized(net: nn.Module, **options: Any) -> DataParallelWithCallback:
     return DataParallelWithCallback(convert_model(net, **options), CPUS)
+
+
+@pytest.mark.parametrize("devices", device_lists(2, 3))
+def test_accumulated_gradients_are_those_of_one_device_with_the_same_micro_batches_only(devices):
+    plain, parallel = twins(_net(), devices)
+    at_once = copy.deepcopy(plain)
+    batch = doubles(12, 6, devices=devices)
+
+    def accumulate(model: nn.Module, micro_batches: tuple[Tensor, ...]) -> list[Tensor]:
+        for micro_batch in micro_batches:
+            (model(micro_batch).sin().mean() / len(micro_batches)).backward()
+        return []
+
+    assert_same_results(plain, parallel, lambda model: accumulate(model, batch.chunk(2)))
+    accumulate(at_once, (batch,))
+    assert (at_once[0].weight.grad - plain[0].weight.grad).abs().max() > 1e-3
+    assert (at_once[1].num_batches_tracked, plain[1].num_batches_tracked) == (1, 2)
 
 
 @pytest.mark.parametrize("wraps", ["the average", "the model", "neither"])
@@ -49,6 +68,17 @@ def test_statistics_of_averaged_weights_are_those_of_one_device(wraps):
 
 def calls_for_each_row(**options: bool) -> nn.Module:
     return Net(lambda net, rows: torch.stack([net.bn(row) for row in rows]), bn=nn.BatchNorm1d(3, **options))
+
+
+def test_rows_of_a_loop_are_normalized_alone_only_with_a_group_size_of_one():
+    plain, rows = calls_for_each_row().double(), doubles(4, 6, 3)
+    together, alone = (synchronized(copy.deepcopy(plain), group_size=size) for size in (None, 1))
+    expected = plain(rows)
+    assert_equal(alone(rows), expected)
+    assert_equal(alone(rows[:3]), expected[:3])
+    assert (together(rows) - expected).abs().max() > 1e-2
+    with pytest.raises(ReplicaSyncError, match=r"bn the same number of times.* group_size=1"):
+        together(rows[:3])
 
 
 def test_checks_of_a_loop_over_rows_need_the_name_of_the_layer_and_no_running_statistics():
@@ -87,6 +117,23 @@ def test_single_output_that_is_equal_in_all_replicas_needs_a_container():
     assert penalty(lambda mean: {"penalty": mean}, {"penalty": None})["penalty"].shape == ()
     with pytest.warns(UserWarning, match=SCALARS):
         assert penalty(lambda mean: mean, None).shape == (2,)
+
+
+def losses(net: Net, input: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net.net(input), labels, reduction="none")
+
+
+def hardest(losses: Tensor) -> Tensor:
+    return losses.flatten().topk(2).values.mean()
+
+
+def test_loss_that_chooses_is_right_outside_the_replicas_that_compute_losses():
+    batch = torch.randn(5, 6), torch.randint(4, (5,))
+    chooses_outside = synchronized(Net(losses, net=_net().float()))
+    chooses_inside = synchronized(Net(lambda net, *batch: hardest(losses(net, *batch)), net=_net().float()))
+    assert_matches_one_device(chooses_outside, *batch, loss=hardest)
+    with pytest.raises(AssertionError, match="the loss differs"):
+        assert_matches_one_device(chooses_inside, *batch, loss=torch.mean)
 
 
 def test_mean_over_samples_of_each_replica_is_right_with_their_numbers():
@@ -138,6 +185,48 @@ def test_dimension_of_the_samples_stays_with_what_the_error_of_squeeze_says(rows
         assert_equal(DataParallelWithCallback(Net(shape), ["cpu"] * 4)(input), input.squeeze())
 
 
+def test_group_norm_is_equal_in_replicas_without_this_library():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).double()
+    assert_matches_one_device(net, doubles(3, 3, 6, 6))
+
+
+class FreezesByClass(nn.Sequential):
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        for layer in self:
+            if type(layer) is nn.BatchNorm2d or layer.__class__.__name__ == "BatchNorm2d":
+                layer.eval()
+        return self
+
+
+def test_train_that_compares_classes_freezes_no_converted_layer():
+    net = FreezesByClass(nn.BatchNorm2d(3)).train()
+    assert not net[0].training
+    converted = convert_model(net).train()
+    assert converted[0].training
+    assert isinstance(converted[0], nn.BatchNorm2d)
+
+
+@pytest.mark.parametrize(
+    ("net", "ignore"),
+    [(nn.Sequential(nn.BatchNorm2d(3), AdaIN(3)), AdaIN), (Freezes(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), "module.0")],
+    ids=["AdaIN", "frozen"],
+)
+def test_norm_that_is_right_as_it_is_can_be_left_out(net, ignore):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "convert_model left BatchNorm layers")
+        parallel = synchronized(copy.deepcopy(net)).train()
+    with pytest.raises(RuntimeError, match="expected every batch norm of the model to synchronize"):
+        assert_synchronized(parallel)
+    assert_synchronized(parallel, ignore=[ignore])
+    assert_matches_one_device(parallel, torch.randn(3, 3, 4, 4))
+
+
+def _refuses(parallel: nn.Module, *batch: Any, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        assert_matches_one_device(parallel, *batch)
+
+
 def test_points_of_clouds_in_one_tensor_are_cut_by_points():
     def pooled(net: Net, points: Tensor, of_cloud: Tensor) -> Tensor:
         features = net.net(points)
@@ -145,8 +234,34 @@ def test_points_of_clouds_in_one_tensor_are_cut_by_points():
 
     of_cloud = torch.arange(3).repeat_interleave(torch.tensor([4, 2, 5]))
     net = synchronized(Net(pooled, net=_net().float()))
-    with pytest.raises(AssertionError, match=r"depends on other samples|outputs differ"):
-        assert_matches_one_device(net, torch.randn(11, 6), of_cloud)
+    _refuses(net, torch.randn(11, 6), of_cloud, match=r"depends on other samples|outputs differ")
+
+
+@pytest.mark.parametrize(
+    ("put_together", "is_right"), [(torch.cat, False), (tuple, True), (lambda views: torch.stack(views, 1), True)]
+)
+def test_two_rows_for_each_sample_are_no_output(put_together, is_right):
+    net = Net(lambda net, *views: put_together([net.net(view) for view in views]), net=_net().float())
+    views = torch.randn(3, 6), torch.randn(3, 6)
+    if is_right:
+        assert_matches_one_device(synchronized(net), *views)
+    else:
+        _refuses(synchronized(net), *views, match="outputs differ")
+
+
+def test_halves_of_a_batch_are_chosen_by_a_mask():
+    def by_halves(net: Net, input: Tensor) -> Tensor:
+        source, target = input.chunk(2)
+        return torch.cat([net.bn(source), target])
+
+    def by_mask(net: Net, input: Tensor, is_source: Tensor) -> Tensor:
+        output = input.clone()
+        output[is_source] = net.bn(input[is_source])
+        return output
+
+    input, is_source = torch.randn(6, 3), torch.arange(6) < 3
+    _refuses(synchronized(Net(by_halves, bn=nn.BatchNorm1d(3))), input, match="depends on its place")
+    assert_matches_one_device(synchronized(Net(by_mask, bn=nn.BatchNorm1d(3))), input, is_source)
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
@@ -177,6 +292,12 @@ def test_functional_call_takes_the_module_or_runs_in_replicas():
             assert_equal(actual, of_one_device)
 
 
+def test_wrapper_inside_a_model_is_replaced_to_name_devices():
+    net = convert_model(nn.Sequential(nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))))
+    net[0] = DataParallelWithCallback(net[0].module, CPUS)
+    assert_synchronized(net, replicas=2)
+
+
 @needs_two_gpus
 def test_replicas_of_the_function_data_parallel_are_not_connected():
     net = convert_model(nn.BatchNorm1d(3)).cuda()
@@ -191,3 +312,12 @@ def test_cache_that_the_first_batch_fills_is_not_seen_by_the_check():
     cache.clear()
     synchronized(net)(batch := torch.randn(3, 6))
     assert (cache["mean"] - batch.mean(0)).abs().max() > 1e-3
+
+
+def test_backward_pass_in_forward_frees_the_graphs_of_all_replicas():
+    parallel = synchronized(Net(lambda net, input: net.net(input).sin().mean(1).sum().backward(), net=_net()))
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        parallel(doubles(4, 6))
+    loss = synchronized(_net())(doubles(4, 6)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()

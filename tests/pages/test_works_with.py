@@ -4,13 +4,14 @@ import copy
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, assert_same_results, assert_same_step, doubles, twins
+from helpers import assert_equal, assert_same_results, doubles, twins
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 from sync_batchnorm import DataParallelWithCallback, assert_synchronized, convert_model, revert_model
 
@@ -67,10 +68,23 @@ def architecture(model: nn.Module, batch: Tensor, labels: Tensor) -> list[Tensor
     return list(torch.autograd.grad(ahead, [mixed.alphas, *weights]))
 
 
+def plain_step(model: nn.Module, batch: Tensor, labels: Tensor) -> list[Tensor]:
+    cross_entropy(model(batch), labels).backward()
+    return []
+
+
+def _normed(norm: Callable[[nn.Module], Any]) -> nn.Module:
+    net = _net()
+    norm(net[0])
+    return net
+
+
 METHODS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Sequence[Tensor]]]] = {
     "SAM": (_net, sharpness_aware),
     "VAT": (_net, virtual_adversarial),
     "DARTS": (Mixed, architecture),
+    "spectral norm": (lambda: _normed(parametrizations.spectral_norm), plain_step),
+    "weight norm": (lambda: _normed(parametrizations.weight_norm), plain_step),
 }
 
 
@@ -84,10 +98,11 @@ def test_method_trains_as_on_one_device(method: str):
 
 
 def test_pruned_model_trains_as_on_one_device():
-    plain, parallel = twins(_net().double(), CPUS)
-    for model in (plain, parallel.module):
-        prune.l1_unstructured(model[0], "weight", 0.5)
-    assert_same_step(plain, parallel, doubles(5, 6))
+    models = twins(_net().double(), CPUS)
+    for model in models:
+        prune.l1_unstructured(getattr(model, "module", model)[0], "weight", 0.5)
+    batch, labels = doubles(5, 6), torch.randint(4, (5,))
+    assert_same_results(*models, lambda model: plain_step(model, batch, labels))
 
 
 @pytest.mark.slow
