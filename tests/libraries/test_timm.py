@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import types
 
 import pytest
-from helpers import assert_converts_and_reverts, classes, skip_module_without
+import torch
+from helpers import assert_converts_and_reverts, assert_same_state, classes, skip_module_without
 from torch import nn
 
 from sync_batchnorm import (
@@ -14,6 +18,7 @@ from sync_batchnorm import (
     assert_synchronized,
     convert_model,
     patch_sync_batchnorm,
+    revert_model,
 )
 
 zoo = pytest.importorskip("zoo")  # which needs torchvision
@@ -22,6 +27,13 @@ skip_module_without("timm")  # Some Python has no wheel of what it needs.
 pytestmark = pytest.mark.timeout(900)
 NAME = "mobilenetv3_small_050"
 QUICK = {"efficientnet_b0", "regnety_002", "mobilenetv3_small_050", "cspresnet50"}
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    import timm
+
+    return timm.create_model(NAME, num_classes=3)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +58,20 @@ def test_a_net_built_in_the_context_is_the_converted_one():
     assert classes(net) == classes(expected)
     assert type(timm.layers.BatchNormAct2d(3)) is timm.layers.BatchNormAct2d
     assert_synchronized(DataParallelWithCallback(net, ["cpu"] * 2))
+
+
+def test_a_net_is_copied_pickled_and_loaded_as_before(net):
+    plain = copy.deepcopy(net)
+    convert_model(net)
+    assert net.state_dict().keys() == plain.state_dict().keys()
+    net.load_state_dict(plain.state_dict())
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False)):
+        assert classes(copied) == classes(net)
+        assert_same_state(copied, plain)
+        assert classes(revert_model(copied)) == classes(plain)
 
 
 @pytest.mark.parametrize("module", ["timmy.layers.norm_act", "timm.models.layers.norm_act"], ids=["other", "timm 0.6"])

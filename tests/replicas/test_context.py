@@ -2,9 +2,10 @@
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from typing import Any
 from weakref import ref
@@ -23,7 +24,7 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
 )
-from sync_batchnorm.wrapper.run import is_in_replica
+from sync_batchnorm.wrapper.run import current_run, is_in_replica
 
 variable: ContextVar[int] = ContextVar("variable", default=0)  # Every test runs in a thread, and context, of its own.
 
@@ -175,3 +176,45 @@ def exchange(net: nn.Module, input: Tensor) -> Tensor:
 @pytest.mark.usefixtures("_inherits")
 def test_threads_of_a_replica_do_not_take_its_turns(devices):
     assert_trains_as_one_device(Net(exchange, bn=nn.BatchNorm1d(3)), devices, 4, 3)
+
+
+@pytest.mark.parametrize("second", ["thread of the replica", "thread that it started"])
+def test_two_threads_of_a_replica_that_call_layers_at_once_are_told_what_to_do(second):
+    def forward(net: nn.Module, input: Tensor, replica: Tensor) -> Tensor:
+        if replica[0] == 1:  # whose turn begins when a thread of replica 0 waits in the layer
+            one_waits.set()
+            assert other_called.wait(3.0)
+            return net.bn(input)
+
+        def call_layer() -> None:
+            with suppress(RuntimeError):  # as it ends the thread, without a word to the caller
+                net.bn(input)
+
+        def call_second() -> None:
+            one_waits.wait(3.0)
+            call_layer()
+            other_called.set()
+
+        is_started = second == "thread that it started"
+        thread = threading.Thread(target=call_second if is_started else call_layer, daemon=True)
+        thread.start()
+        while not is_started and not is_waiting():
+            time.sleep(0)
+        try:
+            return net.bn(input)
+        finally:
+            if not is_started:  # Before, replica 1 would end the call.
+                other_called.set()
+            thread.join()
+
+    def is_waiting() -> bool:
+        return bool(current_run().forward_pass.coordinator._waiting)
+
+    one_waits, other_called = threading.Event(), threading.Event()
+    parallel = DataParallelWithCallback(Net(forward, bn=SynchronizedBatchNorm1d(3)), ["cpu"] * 2, timeout=5.0)
+    text = (
+        "^expected one thread of a replica to exchange at a time, but replica 0 on device cpu called bn in one thread "
+        "while another one waits in bn, call 1; call synchronized layers in the thread that runs forward"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        parallel(torch.randn(4, 3), torch.arange(2).repeat_interleave(2))

@@ -72,6 +72,20 @@ def test_other_functions_act_on_the_parameters_of_the_replica():
     assert_equal(parallel(data), -plain.layer(data))
 
 
+def test_copies_of_a_layer_of_a_replica_convert_themselves():
+    def forward(net, input):
+        kept = next(net.layer.parameters())
+        for other in (copy.deepcopy(net.layer), pickle.loads(pickle.dumps(net.layer))):
+            assert other.half() is other
+            assert next(other.parameters()).dtype == torch.float16
+        assert next(net.layer.parameters()) is kept
+        return net.layer(input)
+
+    _, parallel = twins(Net(forward, layer=nn.Linear(3, 3)).double(), ["cpu"] * 2)
+    with torch.no_grad():  # Torch copies no parameters that are in a graph.
+        assert parallel(doubles(4, 3)).shape == (4, 3)
+
+
 SET = {
     "weight": lambda net: net.linear.weight.sum(0),
     "bias": lambda net: net.linear.bias * 2,

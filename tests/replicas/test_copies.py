@@ -116,6 +116,13 @@ class Bound(nn.Module):
         return torch.relu(self[1](self[0](input)))
 
 
+def as_wrapping_libraries_do(module, function):
+    """Set a partial that calls what was the forward, which is an attribute now."""
+    module._old_forward = types.MethodType(function, module)
+    new = functools.partial(lambda module, *args, **kwargs: 2 * module._old_forward(*args, **kwargs), module)
+    return functools.update_wrapper(new, module._old_forward)
+
+
 def as_wrapped(module, function):
     """Set a partial that calls what was the forward, which is an attribute of the partial."""
     new = functools.partial(lambda module, *args: 2 * module.forward.__wrapped__(*args), module)
@@ -127,6 +134,7 @@ BINDINGS = {
     "partial": lambda module, function: functools.partial(function, module),
     "keyword": lambda module, function: functools.partial(lambda input, me: function(me, input), me=module),
     "nested": lambda module, function: functools.partial(types.MethodType(function, module)),
+    "library": as_wrapping_libraries_do,
     "wrapped": as_wrapped,
 }
 

@@ -224,6 +224,14 @@ def test_hooks_of_the_module_are_those_of_all_replicas_and_stay_when_one_removes
     assert_same_step(plain, parallel, doubles(7, 3, devices=devices))
 
 
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_hooks_of_replicas_are_their_own_in_every_wrapper(way):
+    plain = net(for_this_call, register=REGISTER["forward"]).double()
+    parallel = WRAPPERS[way](convert_model(copy.deepcopy(plain)))
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(7, 3))
+
+
 @pytest.mark.parametrize("kind", ["forward", "backward", "backward pre"])
 def test_hooks_of_a_graph_module_are_those_of_its_replicas(devices, kind):
     plain, parallel = twins(net(run, layer=LAYERS["graph"]()).double(), devices)
@@ -244,6 +252,19 @@ def test_forward_hooks_of_a_scripted_module_act_in_each_replica():
     scripted = net(run, bn=copy.deepcopy(plain.bn), layer=torch.jit.script(plain.layer))
     data = doubles(7, 3)
     assert_equal(WRAPPERS["wrapper"](convert_model(scripted))(data), plain(data))
+
+
+def test_hook_sees_what_its_own_replica_computes(devices):
+    def forward(net, input):
+        handle = net.layer.register_forward_hook(lambda module, args, output: seen.append(output) or 3 * output)
+        output = net.layer(net.bn(input))
+        handle.remove()
+        return output
+
+    seen: list[Tensor] = []
+    assert_trains_as_one_device(net(forward), devices, 7, 3, steps=1)
+    assert len(seen) == 1 + len(devices)
+    assert {output.device for output in seen} == {torch.device(device) for device in as_devices(devices)}
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")

@@ -213,6 +213,12 @@ def test_what_a_hook_sets_on_the_model_is_named_once(devices, run, kind):
     assert len(model.calls) == 3 * len(devices)  # one in each replica
 
 
+@pytest.mark.parametrize("way", ["wrapper", "patched", "own-parallel_apply"])
+def test_what_a_hook_sets_on_the_model_is_named_in_every_wrapper(way):
+    (text,) = steps(WRAPPERS[way](Hooked("method", keep_on_model)), ["cpu"] * R)
+    assert text.startswith(ON_MODEL)
+
+
 @pytest.mark.parametrize(("first", "second"), [(steps, evaluate), (evaluate, steps)])
 def test_training_and_evaluation_have_looks_of_their_own(first, second):
     parallel = DataParallelWithCallback(Hooked("method", lambda net, output: None), ["cpu"] * 2)

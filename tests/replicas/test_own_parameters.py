@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CUDA_COUNT, INTERLEAVED, device_lists
-from helpers import as_devices, assert_equal, assert_same_state, doubles, twins
+from helpers import Net, as_devices, assert_equal, assert_same_state, assert_same_step, doubles, twins
 from scripted import WRAPPERS, R
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -123,3 +123,60 @@ def test_parameters_of_replicas_are_theirs(devices):
         assert own["rnn.weight_hh_l0"] is replica.rnn.weight_hh_l0
         assert any(own["rnn.weight_hh_l0"] is weight for weight in replica.rnn._flat_weights)
     assert all(originals[name] is parameter for name, parameter in parallel.module.named_parameters())
+
+
+def assigned(net: nn.Module, input: Tensor) -> Tensor:
+    net.linear.weight = net.linear.weight * 2
+    return net.linear(net.bn(input))
+
+
+def replaced(net: nn.Module, input: Tensor) -> Tensor:
+    weight = net.linear.weight * 2
+    del net.linear.weight
+    net.linear.weight = weight
+    output = net.linear(net.bn(input))
+    if not hasattr(net, "_is_replica"):
+        del net.linear.weight, net.linear.bias  # in their order
+        net.linear.weight, net.linear.bias = net.kept
+    return output
+
+
+def test_tensor_cannot_be_assigned_to_the_name_of_a_parameter_but_can_after_it_is_deleted(devices):
+    plain, parallel = twins(Net(assigned, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double(), devices)
+    for model in (plain, parallel):
+        with pytest.raises(TypeError, match=r"cannot assign .+ as parameter 'weight'"):
+            model(doubles(4, 3, devices=devices))
+    plain, parallel = twins(Net(replaced, bn=nn.BatchNorm1d(3), linear=nn.Linear(3, 3)).double(), devices)
+    plain.kept = [plain.linear.weight, plain.linear.bias]
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(5, 3, devices=devices))
+
+
+class Noting(nn.Linear):
+    """Keeps the weights that are assigned to it in a list, as recurrent layers do."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        object.__setattr__(self, "noted", {})
+        self.in_features = self.out_features = 3
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            object.__setattr__(self, "noted", self.noted | {name: value})
+        super().__setattr__(name, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert set(self.noted) == {"weight", "bias"}
+        assert all(self.noted[name] is parameter for name, parameter in self.named_parameters())
+        return input @ self.noted["weight"] + self.bias
+
+
+@on_devices
+def test_what_a_class_keeps_besides_its_parameters_is_what_a_replica_has(devices):
+    plain, parallel = twins(
+        Net(lambda net, x: net.layer(net.bn(x)), bn=nn.BatchNorm1d(3), layer=Noting()).double(), devices
+    )
+    plain.layer.noted = dict(plain.layer.named_parameters())
+    assert_same_step(plain, parallel, doubles(8, 3, devices=devices))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import Net, assert_equal, assert_same_step, doubles, randomize, twins
 from scripted import WRAPPERS, R
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
 
@@ -21,6 +21,14 @@ DEVICES = ["cpu"] * R
 def looking(look: Callable[[Any, Tensor], Any]) -> Net:
     """Return a model that has a function look at it, and at its input, after its layer."""
     return Net(lambda net, input: (net.bn(input), look(net, input))[0], bn=SynchronizedBatchNorm1d(3))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_replica_has_the_class_of_the_module(name):
+    seen = []
+    parallel = WRAPPERS[name](looking(lambda net, input: seen.append((type(net), net.__class__))))
+    parallel(torch.randn(2 * R, 3))
+    assert seen == [(Net, Net)] * R
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -125,6 +133,13 @@ def test_replicas_of_the_users_are_not_taken_for_those_of_an_earlier_forward_pas
         parallel.parallel_apply(replicas, [(input,)] * 2, [{}] * 2)
         outputs = calls_replicas(None, input)
     assert_equal(outputs, 2 * nn.functional.softsign(input))
+
+
+def test_traced_graph_runs_as_a_root():
+    plain = randomize(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double())
+    root = convert_model(fx.symbolic_trace(copy.deepcopy(plain)))
+    assert type(root).__call__ is not nn.Module.__call__
+    assert_same_step(plain, DataParallelWithCallback(root, DEVICES), doubles(2 * R, 3))
 
 
 MODES = {

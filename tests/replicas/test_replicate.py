@@ -13,6 +13,7 @@ from torch import nn
 from sync_batchnorm import (
     DataParallelWithCallback,
     ReplicaSyncError,
+    convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
 )
@@ -44,6 +45,13 @@ def test_callbacks_run_on_every_copy_and_share_a_context_with_their_copies(devs)
         by_context = {ctx: [c for c, _, _ in calls].count(ctx) for ctx, _, _ in calls}
         assert list(by_context.values()) == ([copies, copies] if copies else [])
         assert len({module for _, _, module in calls}) == 2 * copies
+
+
+def test_module_under_two_names_is_called_back_once_a_copy():
+    calls = []
+    shared = Registering(calls)
+    DataParallelWithCallback(nn.Sequential(shared, shared), ["cpu"] * 2)(torch.randn(4, 3))
+    assert [copy_id for _, copy_id, _ in calls] == [0, 1]
 
 
 class Balanced(TorchStyle):
@@ -140,6 +148,26 @@ def test_parallel_apply_may_call_replicas_in_modules_and_functions_of_its_own(cl
     parallel = wrapping(cls, ours.module, devices, called)
     for rows in (7, 1):
         assert_same_step(plain, parallel, doubles(rows, 3, 2, devices=devices))
+
+
+@every_wrapping
+@every_call
+def test_replicas_that_are_called_by_modules_and_functions_take_turns(cls, called):
+    net = convert_model(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    running, outputs = [], []
+
+    def step(replica, number, input):
+        running.append(number)
+        output = replica(input)
+        running.append(number)
+        return output
+
+    for parallel in (DataParallelWithCallback(net, ["cpu"] * 3), wrapping(cls, net, ["cpu"] * 3, called)):
+        parallel.step = step
+        torch.manual_seed(0)
+        outputs.append(parallel(torch.ones(9, 3)))
+    assert torch.equal(*outputs)
+    assert running == ([2, 2] if "last" in called else [0, 1, 2, 0, 1, 2])
 
 
 FAILURES = {

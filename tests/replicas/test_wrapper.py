@@ -23,6 +23,7 @@ from sync_batchnorm import (
     convert_model,
     patch_replication_callback,
     revert_model,
+    sync_moments,
 )
 from sync_batchnorm.wrapper.data_parallel import AnyDeviceDataParallel
 
@@ -70,6 +71,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bool": (lambda: assert_synchronized(OF_TWO, replicas=True), TypeError, "as a number of replicas, but got True"),
     "classes": (lambda: convert_model(OF_TWO, classes=[1]), TypeError, r"classes as a dict .*, but got \[1\]; pass"),
     "callback": (lambda: SyncMaster(3), TypeError, "expected master_callback as a function, but got 3"),
+    "vector": (lambda: sync_moments(torch.randn(5), None), ValueError, r"input \(N, C, \+\), but got 1 dimensions"),
 }
 
 
