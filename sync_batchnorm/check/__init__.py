@@ -44,7 +44,8 @@ def assert_matches_one_device(
     ``num_batches_tracked``) may differ by a millionth of their largest value, or by what rounding moves. Dropout and
     stochastic depth are switched off. The model, and the random states of torch, Python and NumPy, stay as they are. A
     hook that writes elsewhere also does so for the copies. ``2 * replicas - 1`` small images are enough, and make
-    unequal chunks. What is wrong in the same way on one device passes. See "What differs from one device" on the page "Diagnosing".
+    unequal chunks. What is wrong in the same way on one device passes. See "What differs from one device" on the page
+    "Diagnosing".
 
     Example:
         >>> parallel = DataParallelWithCallback(convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))))
