@@ -688,7 +688,7 @@ DROPOUT = {  # what is in a model beside a cause, or is the cause, and whether t
     "none of an LSTM": ([Apply(mix), lstm()], False),
     "by a function": ([Apply(mix), Apply(lambda self, x: F.dropout(x))], True),
     "none of attention": ([Apply(mix), attend(dropout_p=0.0)], False),
-    "none by position": ([Apply(mix), attend(None, 0.0)], False),
+    "none by position": ([Apply(mix), attend(None, 0.0, True)], False),
     "of attention": ([Apply(mix), attend(dropout_p=0.5)], True),
     "of attention, by position": ([Apply(mix), attend(None, 0.5)], True),
 }
