@@ -172,12 +172,27 @@ class Mode(Enum):  # whose class can be iterated
     TRAIN = 1
 
 
+class Movable:
+    """Has a method `to`, as a batch of tokens has, but no tensor."""
+
+    def __eq__(self, other):
+        return type(other) is Movable
+
+    def __repr__(self):
+        return str(vars(self))
+
+    def to(self, device):
+        self.device = device
+        return self
+
+
 ALIKE: dict[str, Any] = {
     "sequences": (lambda x: (x, None), lambda x: [x, None]),
     "named": (lambda x: Pair(x, -x), lambda x: (x, -x)),
     "order of keys": (lambda x: {"b": x, "a": (-x,)}, lambda x: OrderedDict(a=[-x], b=x)),
     "values": (lambda x: Output(x, ("a", math.nan, -math.inf, None)),) * 2,
     "enum": (lambda x: {"x": x, "mode": Mode.TRAIN},) * 2,
+    "movable": (lambda x: {"x": x, "tokens": Movable()},) * 2,
     "whole mappings": (lambda x: {"x": x, "more": {"a": [1, "b"], "c": {}}},) * 2,
     "nothing": (lambda x: None,) * 2,
 }
