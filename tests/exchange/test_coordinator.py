@@ -34,6 +34,17 @@ def call(coordinator, rendezvous, replica):
     return messages
 
 
+class Mailbox:
+    """That of a replica; says when the replica waits for it, and has read the timeout."""
+
+    def __init__(self, mailbox):
+        self.put, self.empty, self._get, self.is_waited_for = mailbox.put, mailbox.empty, mailbox.get, threading.Event()
+
+    def get(self, timeout):
+        self.is_waited_for.set()
+        return self._get(timeout=timeout)
+
+
 class Waiting:
     """A replica that waits in a layer, in a thread of its own."""
 
@@ -45,9 +56,11 @@ class Waiting:
                 self.outcome_ = error
 
         self.thread = threading.Thread(target=run)
+        record = coordinator._records[replica]
+        record.mailbox = mailbox = Mailbox(record.mailbox)
         self.thread.start()
-        while coordinator._records[replica] not in coordinator._waiting and self.thread.is_alive():
-            time.sleep(0)  # give way
+        while not mailbox.is_waited_for.wait(0.01) and self.thread.is_alive():
+            pass
 
     def outcome(self):
         self.thread.join()
