@@ -216,6 +216,18 @@ def serve(step: Callable[[], float]) -> None:
         print(step(), flush=True)
 
 
+def print_row(*cells: Any) -> None:
+    """Print a row of a table."""
+    print("|", *(f"{cell} |" for cell in cells), flush=True)
+
+
+def print_head(*names: str) -> None:
+    """Print the head of a table."""
+    print()
+    print_row(*names)
+    print("|" + "---|" * len(names))
+
+
 def environment() -> str:
     """Return as text what the figures were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"

@@ -40,7 +40,7 @@ if SIMULATED:
 import torch
 from batches import SHAPE, batches
 from common import import_torchvision
-from harness import environment, library_at
+from harness import environment, library_at, print_head, print_row
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -68,16 +68,6 @@ def libraries_at(other: Path | None, existing: Path | None) -> Libraries:
         libraries[EXISTING] = library = library_at(existing)
         library.set_sbn_eps_mode("plus")  # the rule of `nn.BatchNorm2d`
     return libraries
-
-
-def row(*cells: Any) -> None:
-    print("|", *(f"{cell} |" for cell in cells), flush=True)
-
-
-def head(*names: str) -> None:
-    print()
-    row(*names)
-    print("|" + "---|" * len(names))
 
 
 def wrap(name: str, library: ModuleType | None, net: nn.Module, replicas: int) -> Any:
@@ -143,7 +133,7 @@ def time_in_turn(contenders: dict[str, Contender], rounds: int, units: int, *cel
     for name, contender in contenders.items():
         medians = (statistics.median(times) / units for times in zip(*contender.times, strict=True))
         ratios = (statistics.median(map(truediv, walls[ours], walls[name])) for ours in (SEVERAL, OURS))
-        row(*cells, name, *(f"{ms:.3g}" for ms in medians), *(f"{ratio:.2f}" for ratio in ratios))
+        print_row(*cells, name, *(f"{ms:.3g}" for ms in medians), *(f"{ratio:.2f}" for ratio in ratios))
 
 
 TIMES = ("contender", "wall, ms", "until all is issued", "processor", f"{SEVERAL} / this", f"{OURS} / this")
@@ -151,7 +141,7 @@ TIMES = ("contender", "wall, ms", "until all is issued", "processor", f"{SEVERAL
 
 def time_steps(libraries: Libraries, options: argparse.Namespace) -> None:
     """A training step of a ResNet-50, with its optimizer."""
-    head("precision", "replicas", *TIMES)
+    print_head("precision", "replicas", *TIMES)
     for amp, kind in ((False, "contiguous"), (True, "channels_last")):
         plain = import_torchvision().models.resnet50()
         for replicas in options.replicas:
@@ -167,7 +157,7 @@ def time_steps(libraries: Libraries, options: argparse.Namespace) -> None:
 
 def time_layers(libraries: Libraries, options: argparse.Namespace) -> None:
     """A layer, of eight in a row, with replicas, scatter and gather, and an optimizer."""
-    head("input of each replica", "format", "replicas", *TIMES)
+    print_head("input of each replica", "format", "replicas", *TIMES)
     for shape in SHAPES:
         for kind, memory_format in FORMATS.items():
             for replicas in options.replicas:
@@ -215,14 +205,14 @@ def time_threads(libraries: Libraries, options: argparse.Namespace) -> None:
         name: (models.get_model(name).cuda(), image) for name in ("resnet18", "resnet50", "mobilenet_v3_large")
     }
     nets["53 nn.BatchNorm2d"] = norms(53).cuda(), torch.randn(8, 64, 14, 14, device="cuda")
-    head("net", "main thread", "a new thread for each pass", "one thread that stays")
+    print_head("net", "main thread", "a new thread for each pass", "one thread that stays")
     for name, (net, input) in nets.items():
 
         def forward(net: nn.Module = net, input: Tensor = input) -> None:
             net(input)
 
         ways = (lambda body: body(), run_in_new_thread, run_in_kept_thread)
-        row(name, *(milliseconds(lambda way=way: way(forward), options.rounds) for way in ways))
+        print_row(name, *(milliseconds(lambda way=way: way(forward), options.rounds) for way in ways))
     generator = torch.cuda.default_generators[0]
     taken = milliseconds(lambda: [generator.set_state(generator.get_state()) for _ in range(100)], options.rounds)
     print(f"\nThe state of the GPU's generator, read and set, takes {float(taken) * 10:.0f} us.")
@@ -265,7 +255,9 @@ def passes_of_layers(parallel: Any, dtype: torch.dtype, kind: str) -> Iterator[t
 def count_kernels(libraries: Libraries, options: argparse.Namespace) -> None:
     """What a layer launches in two replicas, and how long that runs on the GPU."""
     found: dict[str, Counter[str]] = {}
-    head("dtype", "format", "contender", "launches forward", "us on the GPU", "launches backward", "us on the GPU")
+    print_head(
+        "dtype", "format", "contender", "launches forward", "us on the GPU", "launches backward", "us on the GPU"
+    )
     for dtype in (torch.float32, torch.float16):
         for kind in FORMATS:
             for name in [name for name in libraries if name not in (WHOLE, SEVERAL, OTHER)]:
@@ -275,7 +267,7 @@ def count_kernels(libraries: Libraries, options: argparse.Namespace) -> None:
                     cells += [f"{sum(counts.values()) / LAYERS:g}", f"{1e6 * seconds / LAYERS:.1f}"]
                     if name == OURS and dtype == torch.float32:
                         found[f"{way}, {kind}"] = counts
-                row(str(dtype).removeprefix("torch."), kind, name, *cells)
+                print_row(str(dtype).removeprefix("torch."), kind, name, *cells)
     for title, counts in found.items():
         print(f"\nours, float32, {title}, {LAYERS} layers in two replicas:")
         print("\n".join(f"    {count:4} {kernel[:110]}" for kernel, count in counts.most_common()))
@@ -283,7 +275,7 @@ def count_kernels(libraries: Libraries, options: argparse.Namespace) -> None:
 
 def count_kernels_of_steps(libraries: Libraries, options: argparse.Namespace) -> None:
     """What a training step of a ResNet-50 in float32 launches, and how long that runs on the GPU."""
-    head("replicas", "contender", "launches", "ms on the GPU")
+    print_head("replicas", "contender", "launches", "ms on the GPU")
     plain = import_torchvision().models.resnet50()
     for replicas in options.replicas:
         input = torch.randn(IMAGES * replicas, 3, SIZE, SIZE, device="cuda")
@@ -291,7 +283,7 @@ def count_kernels_of_steps(libraries: Libraries, options: argparse.Namespace) ->
             contender = Contender(name, libraries[name], copy.deepcopy(plain).cuda(), replicas, input)
             contender.step()
             counts, seconds = kernels_of(contender.step)
-            row(replicas, name, sum(counts.values()), f"{1e3 * seconds:.3g}")
+            print_row(replicas, name, sum(counts.values()), f"{1e3 * seconds:.3g}")
 
 
 def error(actual: Tensor, expected: Tensor, relative: bool = False) -> float:
@@ -316,7 +308,7 @@ def print_errors(libraries: Libraries, options: argparse.Namespace) -> None:
     """Errors of float32 against float64 on the CPU, by ratio of mean and deviation, on four replicas and on one."""
     names = [name for name in libraries if name not in (PLAIN, SEVERAL, OTHER)]
     columns = [f"{quantity}: {name}" for quantity in ("variance", "output", "input gradient") for name in names]
-    head("format", "mean / deviation", *columns, "four replicas and one: output", "input gradient")
+    print_head("format", "mean / deviation", *columns, "four replicas and one: output", "input gradient")
     for kind, ratio, input, grad in batches():
         exact_layer = nn.BatchNorm2d(SHAPE[1], momentum=1.0).double()
         exact = results(exact_layer, exact_layer, input.double(), grad.double())
@@ -326,7 +318,7 @@ def print_errors(libraries: Libraries, options: argparse.Namespace) -> None:
             found[name] = results(getattr(model, "module", model), model, input.cuda(), grad.cuda())
         cells = [error(found[name][i], exact[i], i == 0) for i in range(3) for name in names]
         cells += [error(found[OURS][i], found["one"][i]) for i in (1, 2)]
-        row(kind, f"{ratio:g}", *(f"{cell:.0e}" for cell in cells))
+        print_row(kind, f"{ratio:g}", *(f"{cell:.0e}" for cell in cells))
 
 
 def repeat_steps(libraries: Libraries, options: argparse.Namespace) -> None:
@@ -335,7 +327,7 @@ def repeat_steps(libraries: Libraries, options: argparse.Namespace) -> None:
     torch.backends.cudnn.deterministic = True
     nets = {"three layers": norms(3), "three layers, float16, channels_last": norms(3)}
     nets["convolutions between"] = nn.Sequential(nn.Conv2d(64, 64, 3), norms(1), nn.Conv2d(64, 64, 3), norms(1))
-    head("net", "steps with other bits", "largest difference")
+    print_head("net", "steps with other bits", "largest difference")
     for title, net in nets.items():
         parallel = ours.DataParallelWithCallback(ours.convert_model(net).cuda(), [0] * 4)
         input = torch.randn(15, 64, 28, 28, device="cuda")
@@ -351,7 +343,7 @@ def repeat_steps(libraries: Libraries, options: argparse.Namespace) -> None:
             tensors = [output, leaf.grad, *[p.grad for p in net.parameters()], *net.buffers()]
             steps.append([tensor.detach().cpu() for tensor in tensors])  # type: ignore[union-attr]
         differences = [max(map(error, step, steps[0])) for step in steps]
-        row(title, sum(difference != 0 for difference in differences), f"{max(differences):.1e}")
+        print_row(title, sum(difference != 0 for difference in differences), f"{max(differences):.1e}")
     torch.backends.cudnn.deterministic = False
 
 
@@ -373,7 +365,7 @@ class Fails(nn.Module):
 
 def measure_memory(libraries: Libraries, options: argparse.Namespace) -> None:
     """The memory of a step of twelve layers at (8, 64, 112, 112) in each of two replicas, and of many small steps."""
-    head("contender", "peak of a step, MiB", "left after it, MiB")
+    print_head("contender", "peak of a step, MiB", "left after it, MiB")
     input = torch.randn(16, 64, 112, 112, device="cuda")
     for name in [name for name in libraries if name not in (SEVERAL, OTHER)]:
         contender = Contender(name, libraries[name], norms(12), 2, input)
@@ -382,7 +374,7 @@ def measure_memory(libraries: Libraries, options: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
         contender.step()
         after = bytes_allocated()
-        row(name, *(f"{(size - before) / 2**20:.2f}" for size in (torch.cuda.max_memory_allocated(), after)))
+        print_row(name, *(f"{(size - before) / 2**20:.2f}" for size in (torch.cuda.max_memory_allocated(), after)))
         del contender
     ours, module = libraries[OURS], Fails()
     small = Contender(OURS, ours, module, 4, torch.randn(7, 64, 8, 8, device="cuda"))
@@ -395,8 +387,8 @@ def measure_memory(libraries: Libraries, options: argparse.Namespace) -> None:
     for _ in range(50):
         with contextlib.suppress(LookupError):
             small.step()
-    head("bytes after 50 steps on four replicas", "after 1,000", "after 50 more, which fail", "threads")
-    row(*sizes, bytes_allocated(), threading.active_count())
+    print_head("bytes after 50 steps on four replicas", "after 1,000", "after 50 more, which fail", "threads")
+    print_row(*sizes, bytes_allocated(), threading.active_count())
 
 
 def look_for_waits(libraries: Libraries, options: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ simulated_gpus.simulate(8)  # before torch is imported, and so before what is im
 import torch
 from common import import_torchvision
 from free import costing_nothing, use_streams_of_torch
-from harness import environment, library_at, take_core
+from harness import environment, library_at, print_head, print_row, take_core
 from simulated_gpus import recording
 from torch import Tensor, nn
 from torch.nn.parallel import comm
@@ -92,16 +92,6 @@ class Contender:
     def microseconds(self, way: str) -> float:
         """Return the median for one layer."""
         return 1e6 * statistics.median(self.seconds[way]) / LAYERS
-
-
-def print_row(*cells: Any) -> None:
-    print("|", *(f"{cell} |" for cell in cells), flush=True)
-
-
-def print_head(*names: str) -> None:
-    print()
-    print_row(*names)
-    print("|" + "---|" * len(names))
 
 
 def print_growth(kind: str, times: Times) -> None:
