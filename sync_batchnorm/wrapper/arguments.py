@@ -32,7 +32,8 @@ def parameters_of(module: nn.Module) -> dict[str, int]:
     """
     while isinstance(module, DataParallel):  # whose own forward takes anything
         module = module.module
-    forward = dict(module.named_children()).get("_orig_mod", module).forward  # that which torch.compile has got
+    children = dict(module.named_children()) if type(module).__module__.startswith("torch.") else {}
+    forward = children.get("_orig_mod", module).forward  # that which torch.compile has got
     method = getattr(forward, "__func__", forward)
     try:
         if method not in _kinds:

@@ -200,3 +200,9 @@ def test_own_scatter_and_named_lists_give_replicas_the_entries_of_their_samples(
     assert kinds.pop() == ({int} if are_distinct_gpus(devices) else {torch.device})
     named = DataParallelWithCallback(sums, devices, in_dims={"args": {1: 0}})
     assert_equal(named(images, boxes), expected)
+
+
+def test_a_child_of_the_name_that_compiled_modules_use_is_not_what_is_called():
+    module = Net(lambda net, x, mask: net._orig_mod(x) * mask.sum(), _orig_mod=nn.Linear(2, 2))
+    module.forward = lambda x, mask: module.function(module, x, mask)
+    DataParallelWithCallback(module, ["cpu"] * 2, in_dims={"mask": None})
