@@ -16,7 +16,7 @@ PROMISES = {
     "layers/test_parity.py": ["test_step_is_that_of_the_whole_batch", "test_empty_replicas_take_part"],
     "layers/test_precision.py": ["test_step_is_as_exact_as_that_of_one_device"],
     "layers/test_second_order.py": ["test_gradient_penalty_is_that_of_one_device"],
-    "layers/test_checkpoint.py": ["test_checkpointed_step_is_exact_and_counted_once"],
+    "layers/test_checkpoint.py": ["test_checkpointed_step_is_exact_and_counted_as_on_one_device"],
     "layers/test_training.py": ["test_autocast_around_the_wrapper_is_autocast_around_the_net"],
     "layers/test_parity_calls.py": ["test_one_layer_called_three_times_keeps_its_calls_apart"],
     "layers/test_groups.py": ["test_each_group_is_one_device_for_its_rows"],

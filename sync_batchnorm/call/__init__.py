@@ -31,10 +31,12 @@ from ..backends.streams import are_default, on_default_streams
 from ..backends.workspaces import Lease, on_devices, sent_to
 from ..torch_private import any_autocast, graph_task_id, hooks_of_thread, set_grad_enabled, without_modes
 from .node import make_node
-from .part import Part, Remembered, Saved, SavedByHooks
+from .part import Gathered, Part, Remembered
 from .recomputation import repeat
 
 __all__: list[str] = []
+
+Answer = tuple[BatchStatistics, Gathered]  # of the master to each replica
 
 
 def sync_batch_norm(input: Tensor, part: Part) -> Tensor:
@@ -47,17 +49,17 @@ def sync_batch_norm(input: Tensor, part: Part) -> Tensor:
     if input.is_leaf and input.requires_grad:
         input = input[...]  # A leaf has no grad_fn that could tell whether its gradient is needed.
     records = torch.is_grad_enabled()
-    if records:
-        if input.is_inference():
-            input = input.clone()  # Inference tensors cannot be saved for a backward pass.
-        save = Saved if hooks_of_thread(True) is None else SavedByHooks
-        part.saved = save(input, part.weight)
-    part.input, connection = input, part.connection
+    if records and input.is_inference():
+        input = input.clone()  # Inference tensors cannot be saved for a backward pass.
+    part.input, part.records, part.has_hooks = input, records, records and hooks_of_thread(True) is not None
+    connection = part.connection
     set_grad_enabled(False)  # not a context, which takes ten times as long
     try:
+        if part.running is None or graph_task_id() == -1:  # see NOTE [recomputation]
+            part.save()
         if input.is_cuda and connection.pipe is not None and not are_default(input.device, connection.master_device):
             return _exchange_apart(part)  # see NOTE [streams]
-        if type(part.saved) is SavedByHooks or any_autocast():
+        if part.has_hooks or any_autocast():
             return _exchange_apart(part)
         return _exchange(part)
     finally:
@@ -68,11 +70,10 @@ def _exchange_apart(part: Part) -> Tensor:
     """Exchange on the default streams, without autocast, and without the modes of a checkpoint."""
     # A selective checkpoint counts the operators of its forward, and expects the same ones in the recomputation, which
     # merges nothing. It would also keep what they return, such as memory that is filled in later.
-    has_hooks = type(part.saved) is SavedByHooks
     here, connection = part.input.device, part.connection
     devices = () if connection.pipe is None else {here, connection.master_device or here}
     # Autocast would concatenate tensors in its own dtype, or refuse tensors of another dtype.
-    with without_modes() if has_hooks else nullcontext(), torch.autocast(here.type, enabled=False):
+    with without_modes() if part.has_hooks else nullcontext(), torch.autocast(here.type, enabled=False):
         return on_default_streams(devices, (part.input, part.weight, part.bias), _exchange, part)
 
 
@@ -93,43 +94,50 @@ def _exchange(part: Part) -> Tensor:
     elif graph_task_id() != -1:  # inside a backward pass
         repeat(part)
     else:
-        batch = connection.pipe.run(part)
-        if type(part.saved) is not Saved:  # Checkpoints have hooks, or run without a graph: they may repeat the call.
-            is_constant = part.saved is not None and not part.output.requires_grad
-            connection.pipe.remembered += (Remembered(part.statistics, batch, is_constant),)
+        answer: Answer = connection.pipe.run(part)
+        if part.has_hooks or not part.records:  # Checkpoints have hooks, or run without a graph: they may repeat it.
+            is_constant = part.records and not part.output.requires_grad
+            connection.pipe.remembered += (Remembered(part.statistics, part.elements, *answer, is_constant),)
     return part.output
 
 
-def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, BatchStatistics]]:
+def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the parts of all replicas, by identifier; the callback of a layer's `SyncMaster`."""
     parts = [part for _, part in messages]
     for part in parts:
         if part.kind != parts[0].kind:
             raise _different(parts)
-    batch = _merge(parts)
-    return [(identifier, batch) for identifier, _ in messages]
+    answer = _merge(parts)
+    return [(identifier, answer) for identifier, _ in messages]
 
 
-def _merge(parts: Sequence[Part]) -> BatchStatistics:
+def _merge(parts: Sequence[Part]) -> Answer:
     """Merge what all replicas have measured, and make their outputs."""
-    batch = _statistics(parts)
+    gathered = _gather(parts)
+    batch = _statistics(parts, *gathered)
+    if parts[0].saved is None:
+        parts[0].save()  # in a recomputation without replicas
     batch.backend.normalize(parts, batch)
     make_node(batch, parts)
-    return batch
+    return batch, gathered
 
 
-def _statistics(parts: Sequence[Part]) -> BatchStatistics:
-    """Merge the statistics of all replicas, and of all processes; update the running statistics."""
-    first, backend, master = parts[0], parts[0].backend, parts[0].input.device
-    statistics: Sequence[Pair] = [sent_to(part.statistics, master) for part in parts]
-    counts: Counts = [part.elements for part in parts]
-    total: int | Tensor = sum(counts)
+def _gather(parts: Sequence[Part]) -> Gathered:
+    """Return the statistics of all replicas, or of all processes, on the device of the master."""
+    first, master = parts[0], parts[0].input.device
     if first.peers is not None:
-        statistics, counts, total = first.peers.gathered_statistics(statistics[0], first.elements, backend.merge_dtype)
+        return first.peers.gathered_statistics(first.statistics, first.elements, first.backend.merge_dtype)
+    counts = [part.elements for part in parts]
+    return [sent_to(part.statistics, master) for part in parts], counts, sum(counts)
+
+
+def _statistics(
+    parts: Sequence[Part], statistics: Sequence[Pair], counts: Counts, total: int | Tensor
+) -> BatchStatistics:
+    """Merge the statistics of all replicas, or of all processes; update the running statistics."""
+    first, backend, master = parts[0], parts[0].backend, parts[0].input.device
     if isinstance(total, int) and total == 1:
         raise single_value([part.input.shape for part in parts])
-    if graph_task_id() != -1:  # A checkpoint that calls a layer inside a backward pass repeats a call that was counted.
-        first.running = None
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
     lease = Lease(getattr(first.connection.pipe, "owner", None), devices, statistics[0][0])
     *pair, clamped = backend.merge(statistics, counts, total, first, lease.workspace)

@@ -6,13 +6,14 @@ of both. The node saves no tensors itself: where replicas take gradients in thei
 node has saved at the same time, and torch 2.13 then frees it twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, device
 
-from ..backends.base import Backend, BatchStatistics, Pair, RunningStatistics
+from ..backends.base import Backend, BatchStatistics, Counts, Pair, RunningStatistics
 from ..backends.streams import current_stream, on_streams
 from ..torch_private import fast_apply
 from .processes import Peers
@@ -35,6 +36,8 @@ class Connection(NamedTuple):
 
 ALONE = Connection(pipe=None, number=0)
 
+Gathered = tuple[Sequence[Pair], Counts, int | Tensor]  # statistics and counts for `Backend.merge`, and their total
+
 
 @dataclass(slots=True, eq=False)
 class Part:
@@ -50,7 +53,9 @@ class Part:
     running: RunningStatistics | None  # the buffers that this call of the replica updates
     # What the call has.
     input: Tensor = field(init=False)
-    saved: "Saved | None" = None  # None if the replica records no graph
+    records: bool = field(init=False)  # whether the replica records a graph
+    has_hooks: bool = field(init=False)  # whether it does so with saved-tensor hooks, such as those of a checkpoint
+    saved: "Saved | None" = None  # None before `save`, and without a graph
     # What the replica measures, for the master.
     backend: Backend = field(init=False)
     kind: tuple[Any, ...] = field(init=False)  # what must be equal in all replicas
@@ -60,12 +65,22 @@ class Part:
     # What the master adds.
     output: Tensor = field(init=False)
 
+    def save(self) -> None:
+        """Save input and weight if the replica records a graph; a checkpoint may end its recomputation here."""
+        if self.records:
+            # As in torch, hooks see nothing of a layer that needs no gradient.
+            tensors = self.input, self.weight, self.bias
+            by_hooks = self.has_hooks and any([tensor is not None and tensor.requires_grad for tensor in tensors])
+            self.saved = (SavedByHooks if by_hooks else Saved)(self.input, self.weight)
+
 
 class Remembered(NamedTuple):
     """What a pipe remembers of one call of its replica, outside of the graph, for NOTE [recomputation]."""
 
     statistics: Pair  # of its input
+    elements: int  # per channel, of its input
     batch: BatchStatistics  # the answer
+    gathered: Gathered  # the statistics of all replicas, of which it was made
     is_constant: bool  # whether the replica recorded a graph, but the output still required no gradient
 
 
@@ -112,7 +127,8 @@ class SavedByHooks(Saved):
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         super().__init__(input, weight)
-        self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
+        with torch.enable_grad():
+            self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
         self._weight = None  # the hooks have it
 
     def unpack(self) -> InputAndWeight:

@@ -1,10 +1,14 @@
 """What a recomputation by an activation checkpoint repeats.
 
 NOTE [recomputation]: Activation checkpointing calls a layer again in the backward, one replica at a time. Such a call
-does not exchange, and is not counted: it repeats an earlier call of the forward, with the answer that the pipe
-remembers. If there were several, as in siamese nets, it is the one whose input had the same statistics. Its output has
-the same values again, and the same tensors are saved. The output has no gradient (`_refuse_gradient`): where one is
-taken, the checkpoint is reentrant, and would differentiate each replica by itself.
+does not exchange: it repeats an earlier call of the forward, with the answer that the pipe remembers. If there were
+several, as in siamese nets, it is the one whose input had the same statistics. Its output has the same values again,
+and the same tensors are saved. The output has no gradient (`_refuse_gradient`): where one is taken, the checkpoint is
+reentrant, and would differentiate each replica by itself.
+
+On one device, the recomputation updates running statistics once more. That of replica 0 does so, too: it merges the
+statistics of all replicas again, which the pipe remembers. It updates before it saves, as batch norm of torch does,
+because a checkpoint ends the recomputation when the last tensor is saved.
 
 Without replicas, in a process of its own, a recomputation exchanges again: all processes recompute in the same order.
 """
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.workspaces import Workspace
 from .part import Part, Remembered, graph_source
 
 __all__: list[str] = []
@@ -29,8 +34,11 @@ def repeat(part: Part) -> None:
     """Normalize the input of a part with the answer that its pipe remembers."""
     pipe = part.connection.pipe
     call = _recall(pipe.remembered, part, pipe.where)
+    if part.running is not None:
+        part.backend.merge(*call.gathered, part, Workspace())
+        part.save()
     part.backend.normalize([part], call.batch)
-    if part.saved is not None and not call.is_constant:  # None under `no_grad`, as in the forward
+    if part.records and not call.is_constant:
         part.output = _refuse_gradient(part.output, part.input)
 
 
@@ -38,7 +46,8 @@ def _recall(remembered: Sequence[Remembered], part: Part, where: str) -> Remembe
     """Return the call that a recomputation repeats; if there are several, that of an input with its statistics."""
     if len(remembered) == 1:
         return remembered[0]
-    same = [call for call in remembered if _have_equal_values(call.statistics, part.statistics)]
+    as_large = [call for call in remembered if call.elements == part.elements]
+    same = [call for call in as_large if _have_equal_values(call.statistics, part.statistics)]
     answers = [call.batch.mean_invstd[part.input.device] for call in same]
     if not same or not all(_have_equal_values(answer, answers[0]) for answer in answers):
         raise RuntimeError(

@@ -106,8 +106,6 @@ class Side(Copy):
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
             _go_backward(loss, initial.values(), dtype)
-        for name, buffer in module.named_buffers():  # A recomputation updates statistics once more on one device.
-            buffer.data.copy_(seen["buffer"].get(name, buffer))
         grads = {name: initial[name].grad for name in self.order | initial}
         module.zero_grad()
         parallel.returned = ()

@@ -96,6 +96,10 @@ def count(self, x):
     return x
 
 
+def add_gradient(self, grad_input, grad_output):
+    self.seen += grad_output[0].abs().sum()
+
+
 def enqueue(self, x):
     self.queue = torch.cat((x.detach(), self.queue))[:6]
     return x * 1
@@ -613,6 +617,12 @@ ELSEWHERE = {
         "buffer that only the whole batch makes": (
             lambda: Apply(keep_whole),
             "outputs, loss and gradients agree; the buffer late differs after the forward pass,",
+        ),
+        "buffer that a backward hook writes": (
+            lambda: with_hook(
+                Apply(lambda self, x: self.parts[0](x), nn.Linear(3, 3), seen=0.0), add_gradient, "full_backward_hook"
+            ),
+            "outputs, loss and gradients agree; the buffer seen differs after the forward pass,",
         ),
         "attribute behind a buffer": (
             lambda: Apply(lambda self, x: count(self, bind("step", lambda step, _: step + 1)(self, x)), seen=0),

@@ -129,17 +129,15 @@ def assert_same_on_streams(plain, parallel, streams, where, penalty=False):
 
 
 def checkpointed(self, input):
-    """Recomputes its net in the backward, or does not."""
-    return checkpoint(self.net, input, use_reentrant=False) if self.recomputes else self.net(input)
+    return checkpoint(self.net, input, use_reentrant=False)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "both", "penalty", "checkpoint"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("devices", gpu_lists(2, 4))
 def test_replicas_on_side_streams_compute_what_one_gpu_computes(devices, side, what):
-    net = Net(checkpointed, net=TwoLayers(), recomputes=True) if what == "checkpoint" else TwoLayers()
+    net = Net(checkpointed, net=TwoLayers()) if what == "checkpoint" else TwoLayers()
     plain, parallel = twins(net.double(), devices)
-    plain.recomputes = False  # A plain layer would count its statistics twice.
     where = what if what in ("forward", "backward") else "both"
     streams = side_streams(devices, side)
     for _ in range(2):  # The second finds the memory that the first has freed.

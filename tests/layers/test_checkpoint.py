@@ -1,4 +1,4 @@
-"""Non-reentrant activation checkpointing repeats what was computed, and counts it once."""
+"""Non-reentrant activation checkpointing repeats what was computed, and counts it as on one device."""
 
 import copy
 import functools
@@ -56,9 +56,7 @@ class Net(nn.Module):
 
 
 def checkpointed_twins(path, devices, **options):
-    plain, parallel = twins(Net(path, **options).double(), devices)
-    plain.checkpoints = False
-    return plain, parallel
+    return twins(Net(path, **options).double(), devices)
 
 
 def assert_exact(path, devices, rows=6, **options):
@@ -124,7 +122,7 @@ PATHS += [without_gradients_inside, gated_without_gradients, only_the_layer, in_
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-def test_checkpointed_step_is_exact_and_counted_once(devices, path, early_stop):
+def test_checkpointed_step_is_exact_and_counted_as_on_one_device(devices, path, early_stop):
     with set_checkpoint_early_stop(early_stop):
         assert_exact(path, devices)
 
@@ -155,7 +153,7 @@ def test_exchange_happens_once(monkeypatch):
     assert len(met) == 3
     output.backward(torch.randn_like(output))
     assert len(met) == 3
-    assert parallel.module.bn.num_batches_tracked == 3
+    assert parallel.module.bn.num_batches_tracked == 9
     path = lambda net, x: net.run(lambda x: torch.tanh(net.bn(nn.functional.dropout(x))), x)  # noqa: E731
     _, parallel = checkpointed_twins(path, ["cpu"] * 2, preserve_rng_state=False)
     parallel(doubles(4, 3, 4, 5)).sum().backward()  # repeats the only call, whatever its input
@@ -187,6 +185,18 @@ def test_calls_with_equal_inputs_here_and_others_in_the_peer_are_refused_with_th
     assert_equal(output, plain(data))
     with pytest.raises(RuntimeError, match=r"got 2 calls of bns\.0, replica 0 that this may repeat"):
         output.backward(torch.randn_like(output))
+
+
+def test_calls_that_differ_in_the_number_of_rows_alone_are_told_apart(devices):
+    def with_all_rows_twice(net, x):
+        signs = x.detach().sign()  # constant in each replica, with a mean and variance that rounding leaves alone
+        once, twice = (net.run(lambda x: net.bn(x) * net.scale, rows) for rows in (signs, torch.cat((signs, signs))))
+        return once * twice.chunk(2)[1] * x
+
+    plain, parallel = checkpointed_twins(with_all_rows_twice, devices)
+    data = doubles(4, 3, 4, 5, devices=devices).abs()
+    data[:2] *= -1
+    assert_same_step(plain, parallel, data)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -235,7 +245,7 @@ def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
         grad = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
         output.backward(grad)
         gradients = [p.grad for p in copied.parameters() if p.grad is not None]
-        states.append([output, input.grad, *gradients, *copied.buffers()])
+        states.append([output, input.grad, *gradients])
     for a, b in zip(*states, strict=True):
         assert_equal(b, a, tolerance=0)
 
@@ -311,12 +321,47 @@ def test_recomputation_of_something_else_is_refused_with_the_remedy(devices, pat
     output.backward(torch.randn_like(output))
 
 
-@pytest.mark.parametrize(("rows", "counted"), [(1, 2), (2, 1), (6, 1)])
-def test_checkpointed_batch_of_one_chunk_is_counted_twice_as_in_torch(rows, counted):
+@pytest.mark.parametrize("rows", [1, 2, 6])
+def test_checkpointed_batch_of_any_number_of_chunks_is_counted_twice_as_in_torch(rows):
     plain, parallel = checkpointed_twins(around_all, ["cpu"] * 3)
-    plain.checkpoints = rows == 1  # on one device, which counts what it computes
     assert_same_step(plain, parallel, doubles(rows, 3, 4, 5))
-    assert parallel.module.bn.num_batches_tracked == counted
+    assert parallel.module.bn.num_batches_tracked == 2
+
+
+def ends_in_a_constant(net, x):
+    return net.run(lambda x: torch.tanh(x) + net.bn(x.detach()), net.conv(x))
+
+
+def ends_in_a_layer_inside(net, x):
+    return net.run(lambda x: net.bns[1](net.run(lambda x: net.bn(x.sin()), x).cos()), net.conv(x))
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "no-early-stop"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("path", [only_the_layer, nested, ends_in_a_constant, ends_in_a_layer_inside])
+def test_layers_at_the_end_of_a_checkpoint_are_counted_as_on_one_device(devices, path, frozen, early_stop):
+    plain, parallel = checkpointed_twins(path, devices)
+    for module in (plain, parallel.module):
+        module.bns.requires_grad_(not frozen)
+    with set_checkpoint_early_stop(early_stop):
+        for _ in range(2):
+            assert_same_step(plain, parallel, doubles(6, 3, 4, 5, devices=devices))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None], ids=str)
+def test_second_backward_pass_counts_once_more(devices, momentum):
+    def step(model):
+        output = model(data)
+        output.backward(data.sin(), retain_graph=True)
+        output.backward(data.cos())
+        return [output]
+
+    plain, parallel = checkpointed_twins(interleaved, devices)
+    for module in (plain, parallel.module):
+        module.bn.momentum = momentum
+    data = doubles(6, 3, 4, 5, devices=devices)
+    assert_same_results(plain, parallel, step)
+    assert plain.bn.num_batches_tracked == 18
 
 
 @pytest.mark.parametrize("backward", [True, False], ids=["after-a-backward", "without-a-backward"])
@@ -360,5 +405,9 @@ OPERATORS = ("cat", "stack", "mul", "addcmul", "add", "mean", "sum", "clone", "b
 @pytest.mark.once("operator")
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("devices", device_lists(2, 4))
-def test_every_policy_that_one_device_runs_has_its_gradients(devices, operator):
-    assert_exact(with_operators_of_the_merge, devices, 8, **saving(operator))
+def test_every_policy_has_the_gradients_of_one_device(devices, operator):
+    plain, parallel = checkpointed_twins(with_operators_of_the_merge, devices, **saving(operator))
+    # Torch refuses to save what counts a call. A norm that it saves counts a call twice, but its statistics once.
+    plain.checkpoints = operator not in ("add", "batch_norm", "")
+    for _ in range(2):
+        assert_same_step(plain, parallel, doubles(8, 3, 4, 5, devices=devices), counts=plain.checkpoints)
