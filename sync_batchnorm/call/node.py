@@ -9,6 +9,19 @@ inputs, in operators that autograd records. So a second backward pass needs noth
 
 The master makes all that a backward pass reads, on every device, before it answers: a replica may start one before its
 peers have woken up.
+
+NOTE [who unpacks what]: The engine has one thread for each device, and runs the node of all replicas in that of the
+first. If the node unpacked there what an activation checkpoint saved on another device, the nodes of the other device
+could recompute the same checkpoint in their thread at the same time, and torch would raise an error. So with
+saved-tensor hooks on several devices, one node for each replica, on its device, unpacks before:
+
+    outputs --> join --> one `_Unpack` for each replica --> node of all replicas --> inputs
+
+The join makes the engine run all of them, also those of replicas whose output is not in the loss.
+
+A lock for each checkpoint deadlocks: the thread of the first device holds the lock and recomputes a replica on the
+second. If the checkpointed function calls `torch.autograd.grad`, the engine needs the thread of the second device,
+which waits for the lock.
 """
 
 from collections.abc import Sequence
@@ -18,9 +31,9 @@ import torch
 from torch import Tensor
 
 from ..backends.base import GENERAL, BackwardPart, BatchStatistics
-from ..backends.streams import in_order_with_engine
-from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled, will_run
-from .part import Part, Saved
+from ..backends.streams import in_order_with_engine, on_default_streams
+from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled
+from .part import Part, Saved, SavedByHooks
 
 __all__: list[str] = []
 
@@ -34,6 +47,9 @@ def make_node(batch: BatchStatistics, parts: Sequence[Part]) -> None:
         set_grad_enabled(True)
         try:
             in_graph = _apply(batch, saved, outputs, *tensors)
+            if len(batch.mean_invstd) > 1 and any([part.has_hooks for part in recorded]):
+                pairs = zip(saved, in_graph, strict=True)
+                in_graph = _unpack(None, *[_unpack(entry, output)[0] for entry, output in pairs])
         finally:
             set_grad_enabled(False)  # as in every exchange
         for part, output in zip(recorded, in_graph, strict=True):
@@ -76,6 +92,28 @@ class _SyncBatchNorm(torch.autograd.Function):
 _apply = fast_apply(_SyncBatchNorm)
 
 
+class _Unpack(torch.autograd.Function):
+    """The identity, in place; its backward unpacks what one replica has saved, see NOTE [who unpacks what]."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: Saved | None, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*outputs)
+        ctx.entry = entry
+        return outputs
+
+    @staticmethod
+    @uncompiled  # by compiled autograd
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        entry = ctx.entry
+        if isinstance(entry, SavedByHooks) and entry.is_read(grad_outputs[0]):
+            on_default_streams((entry.device,), (), entry.unpack_early)
+        return None, *grad_outputs
+
+
+_unpack = fast_apply(_Unpack)
+
+
 def _gradients(
     batch: BatchStatistics, saved: Sequence[Saved], grad_outputs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
@@ -83,11 +121,9 @@ def _gradients(
     is_differentiated = torch.is_grad_enabled()
     backward_parts: dict[Saved, BackwardPart] = {}
     for entry, grad_output in zip(saved, grad_outputs, strict=True):
-        wants_input = entry.needs_input and will_run(entry.input_node)
-        # Gradients that are differentiated need the inputs of all replicas again.
-        if grad_output is not None or wants_input or is_differentiated:
+        if entry.is_read(grad_output):
             input, weight = entry.unpack()
-            backward_parts[entry] = BackwardPart(grad_output, input, weight, wants_input)
+            backward_parts[entry] = BackwardPart(grad_output, input, weight, entry.wants_input())
     backend = GENERAL if is_differentiated else batch.backend
     computed = dict(zip(backward_parts, backend.gradients(list(backward_parts.values()), batch), strict=True))
     if not keeps_graph():

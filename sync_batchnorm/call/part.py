@@ -1,9 +1,9 @@
 """The part of one replica in one call of a layer, and what it keeps of the call for its backward pass.
 
 NOTE [who saves what]: Each replica saves its own input and weight, so its saved-tensor hooks run in its own thread. The
-node of the call unpacks both, and drops what is `kept` unless `retain_graph` is set: the input, or what hooks have made
-of both. The node saves no tensors itself: where replicas take gradients in their forward, two threads may drop what a
-node has saved at the same time, and torch 2.13 then frees it twice.
+node of the call unpacks both (see also NOTE [who unpacks what]), and drops what is `kept` unless `retain_graph` is set:
+the input, or what hooks have made of both. The node saves no tensors itself: where replicas take gradients in their
+forward, two threads may drop what a node has saved at the same time, and torch 2.13 then frees it twice.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, device
 
 from ..backends.base import Backend, BatchStatistics, Counts, Pair, RunningStatistics
 from ..backends.streams import current_stream, on_streams
-from ..torch_private import fast_apply
+from ..torch_private import fast_apply, graph_task_id, will_run
 from .processes import Peers
 
 __all__: list[str] = []
@@ -106,6 +106,15 @@ class Saved:
         self._weight, self._weight_version = weight, 0 if weight is None else weight._version
         self.kept: Any = input  # None once it is dropped
 
+    def wants_input(self) -> bool:
+        """Return whether the running backward pass needs the gradient of the input."""
+        return self.needs_input and will_run(self.input_node)
+
+    def is_read(self, grad_output: Tensor | None) -> bool:
+        """Return whether the running backward pass needs input and weight; `grad_output` is that of this replica."""
+        # Gradients that are differentiated need the inputs of all replicas again.
+        return grad_output is not None or self.wants_input() or torch.is_grad_enabled()
+
     def unpack(self) -> InputAndWeight:
         """Return input and weight, unless they were dropped or have changed in place."""
         input, weight = self.kept, self._weight
@@ -123,15 +132,22 @@ class Saved:
 class SavedByHooks(Saved):
     """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
 
-    __slots__ = ()
+    __slots__ = ("_unpacked",)
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         super().__init__(input, weight)
+        self._unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass
         with torch.enable_grad():
             self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
         self._weight = None  # the hooks have it
 
+    def unpack_early(self) -> None:
+        """Unpack in this thread; the running backward pass gets the result in its next `unpack`."""
+        self._unpacked[graph_task_id()] = self.unpack()
+
     def unpack(self) -> InputAndWeight:
+        if unpacked := self._unpacked.pop(graph_task_id(), None):
+            return unpacked
         kept = self.kept
         if kept is None:
             raise RuntimeError(FREED)

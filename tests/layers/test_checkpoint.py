@@ -1,8 +1,10 @@
 """Non-reentrant activation checkpointing repeats what was computed, and counts it as on one device."""
 
+import collections
 import copy
 import functools
 import gc
+import threading
 import weakref
 
 import pytest
@@ -26,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.meeting import Coordinator
+from sync_batchnorm.torch_private import graph_task_id
 
 
 class Net(nn.Module):
@@ -346,6 +349,59 @@ def test_layers_at_the_end_of_a_checkpoint_are_counted_as_on_one_device(devices,
     with set_checkpoint_early_stop(early_stop):
         for _ in range(2):
             assert_same_step(plain, parallel, doubles(6, 3, 4, 5, devices=devices))
+
+
+def beside_a_branch_that_saves(net, x):
+    return net.run(lambda x: net.bn(x) + x.tanh(), net.conv(x))
+
+
+def beside_branches_on_two_levels(net, x):
+    inner = lambda x: net.bn(x.sin()) * x.cos() + x.tanh()  # noqa: E731
+    return net.run(lambda x: net.bns[1](net.run(inner, x)) + x.tanh().sin(), net.conv(x))
+
+
+def beside_a_gradient_inside(net, x):
+    def body(x):
+        (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return net.bn(x * slope) + x.tanh()
+
+    return net.run(body, net.conv(x))
+
+
+BRANCHES = [beside_a_branch_that_saves, beside_branches_on_two_levels, beside_a_gradient_inside]
+
+
+@pytest.mark.usefixtures("many_switches")
+@pytest.mark.parametrize("path", BRANCHES, ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2, 4))
+def test_branches_of_a_checkpoint_do_not_disturb_each_other(devices, path):
+    plain, parallel = checkpointed_twins(path, devices)
+    for _ in range(20):
+        assert_same_step(plain, parallel, doubles(8, 3, 4, 5, devices=devices))
+
+
+def outside_the_loss(net, x):
+    """Leave out the outputs of other GPUs than the first; the loss depends on their inputs by the statistics."""
+    x = net.conv(x)
+    y = net.run(net.bn, x)
+    return y if x.device.index in (0, None) else x
+
+
+@pytest.mark.parametrize("path", [only_the_layer, outside_the_loss, *BRANCHES], ids=lambda path: path.__name__)
+@pytest.mark.parametrize("devices", device_lists(2, 4))
+def test_replica_is_recomputed_in_the_thread_of_its_device(devices, path):
+    threads = collections.defaultdict(set)
+
+    def note(bn, args):
+        if graph_task_id() != -1:
+            threads[args[0].device].add(threading.get_ident())
+
+    _, parallel = checkpointed_twins(path, devices)
+    parallel.module.bn.register_forward_pre_hook(note)
+    for _ in range(5):
+        output = parallel(doubles(8, 3, 4, 5, devices=devices))
+        output.backward(torch.randn_like(output))
+    assert len(set.union(*threads.values())) == len(threads) == len(set(devices))
 
 
 @pytest.mark.parametrize("momentum", [0.3, None], ids=str)
