@@ -104,17 +104,15 @@ def _exchange(part: Part) -> Tensor:
 def merge_parts(messages: Sequence[tuple[Hashable, Part]]) -> Sequence[tuple[Hashable, Answer]]:
     """Merge the parts of all replicas, by identifier; the callback of a layer's `SyncMaster`."""
     parts = [part for _, part in messages]
-    for part in parts:
-        if part.kind != parts[0].kind:
-            raise _different(parts)
+    if any([part.kind != parts[0].kind for part in parts]):
+        raise _different(parts)
     answer = _merge(parts)
     return [(identifier, answer) for identifier, _ in messages]
 
 
 def _merge(parts: Sequence[Part]) -> Answer:
     """Merge what all replicas have measured, and make their outputs."""
-    gathered = _gather(parts)
-    batch = _statistics(parts, *gathered)
+    batch, gathered = _statistics(parts)
     if parts[0].saved is None:
         parts[0].save()  # in a recomputation without replicas
     batch.backend.normalize(parts, batch)
@@ -122,20 +120,14 @@ def _merge(parts: Sequence[Part]) -> Answer:
     return batch, gathered
 
 
-def _gather(parts: Sequence[Part]) -> Gathered:
-    """Return the statistics of all replicas, or of all processes, on the device of the master."""
-    first, master = parts[0], parts[0].input.device
-    if first.peers is not None:
-        return first.peers.gathered_statistics(first.statistics, first.elements, first.backend.merge_dtype)
-    counts = [part.elements for part in parts]
-    return [sent_to(part.statistics, master) for part in parts], counts, sum(counts)
-
-
-def _statistics(
-    parts: Sequence[Part], statistics: Sequence[Pair], counts: Counts, total: int | Tensor
-) -> BatchStatistics:
-    """Merge the statistics of all replicas, or of all processes; update the running statistics."""
+def _statistics(parts: Sequence[Part]) -> Answer:
+    """Merge the statistics of all replicas, and of all processes; update the running statistics."""
     first, backend, master = parts[0], parts[0].backend, parts[0].input.device
+    statistics: Sequence[Pair] = [sent_to(part.statistics, master) for part in parts]
+    counts: Counts = [part.elements for part in parts]
+    total: int | Tensor = sum(counts)
+    if first.peers is not None:
+        statistics, counts, total = first.peers.gathered_statistics(statistics[0], first.elements, backend.merge_dtype)
     if isinstance(total, int) and total == 1:
         raise single_value([part.input.shape for part in parts])
     devices = tuple(dict.fromkeys([part.input.device for part in parts]))
@@ -146,7 +138,8 @@ def _statistics(
     of_module = [part.weight is part.connection.weight and part.bias is part.connection.bias for part in parts]
     parameters_differ = len(parts) > 1 and not all(of_module)
     reduce = None if first.peers is None else first.peers.all_reduced
-    return BatchStatistics(backend, master, mean_invstd, total, clamped, parameters_differ, reduce, lease)
+    batch = BatchStatistics(backend, master, mean_invstd, total, clamped, parameters_differ, reduce, lease)
+    return batch, (statistics, counts, total)
 
 
 def _different(parts: Sequence[Part]) -> ValueError:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..backends.base import GENERAL, BackwardPart, BatchStatistics
 from ..backends.streams import in_order_with_engine, on_default_streams
-from ..torch_private import fast_apply, keeps_graph, set_grad_enabled, uncompiled
+from ..torch_private import fast_apply, graph_task_id, keeps_graph, set_grad_enabled, uncompiled
 from .part import Part, Saved, SavedByHooks
 
 __all__: list[str] = []
@@ -107,7 +107,7 @@ class _Unpack(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         entry = ctx.entry
         if isinstance(entry, SavedByHooks) and entry.is_read(grad_outputs[0]):
-            on_default_streams((entry.device,), (), entry.unpack_early)
+            entry.unpacked[graph_task_id()] = on_default_streams((entry.device,), (), entry.unpack)
         return None, *grad_outputs
 
 

@@ -132,21 +132,17 @@ class Saved:
 class SavedByHooks(Saved):
     """Saves with the saved-tensor hooks of its thread: with those of an activation checkpoint, it keeps no tensors."""
 
-    __slots__ = ("_unpacked",)
+    __slots__ = ("unpacked",)
 
     def __init__(self, input: Tensor, weight: Tensor | None) -> None:
         super().__init__(input, weight)
-        self._unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass
+        self.unpacked: dict[int, InputAndWeight] = {}  # by the number of the backward pass that reads it
         with torch.enable_grad():
             self.kept = (_save(graph_source(), (input, weight)), current_stream(input.device))
         self._weight = None  # the hooks have it
 
-    def unpack_early(self) -> None:
-        """Unpack in this thread; the running backward pass gets the result in its next `unpack`."""
-        self._unpacked[graph_task_id()] = self.unpack()
-
     def unpack(self) -> InputAndWeight:
-        if unpacked := self._unpacked.pop(graph_task_id(), None):
+        if unpacked := self.unpacked.pop(graph_task_id(), None):
             return unpacked
         kept = self.kept
         if kept is None:

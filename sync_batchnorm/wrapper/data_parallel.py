@@ -27,7 +27,8 @@ from torch.nn.parallel import DataParallel
 from ..derived import derived_class
 from ..meeting import DEFAULT_TIMEOUT
 from ..messages import check_module, warn_once
-from ..torch_private import BatchNormBase, has_attribute, uncompiled
+from ..torch_private import BatchNormBase, has_attribute, hooks_of_thread, uncompiled
+from ..trees import tensors_in
 from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
@@ -194,6 +195,7 @@ class _ReplicationMixin(DataParallel[Any]):
         call = partial(super().parallel_apply, handles, *args, **kwargs)
         outputs = forward_pass.apply(call, runs, _reached.get({}).get((self, "scatter"), str))
         warn_of_state()
+        _warn_of_checkpoint(self, outputs)
         return outputs
 
 
@@ -334,4 +336,16 @@ def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
             f"{len(plain)} BatchNorm {layers} in training mode (first: {plain[0] or 'the module itself'!r}) {do} not "
             f"synchronize in a {type(wrapper).__name__}: each replica normalizes with its own chunk of the batch. Call "
             "convert_model(model), or filter this warning if that is intended"
+        )
+
+
+def _warn_of_checkpoint(wrapper: nn.Module, outputs: list[Any]) -> None:
+    """Warn if a checkpoint is around replicas that record a graph: their threads do not have its saved-tensor hooks."""
+    pack, _ = hooks_of_thread(True) or (None, None)
+    is_around = len(outputs) > 1 and getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+    if is_around and any([tensor.requires_grad for tensor in tensors_in(outputs)]):
+        warn_once(
+            f"expected the checkpoint inside the model, but got one around a {type(wrapper).__name__}, which saves "
+            "none of the memory of its replicas; call checkpoint(self.body, input, use_reentrant=False) in forward() "
+            "of the model"
         )

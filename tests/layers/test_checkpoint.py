@@ -6,6 +6,8 @@ import functools
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,6 +255,9 @@ def test_checkpoint_under_autocast_is_the_step_without_it(dtype):
         assert_equal(b, a, tolerance=0)
 
 
+AROUND_THE_WRAPPER = "expected the checkpoint inside the model"
+
+
 @pytest.mark.parametrize(("inner", "use_reentrant"), [(True, True), (True, False), (False, True), (False, False)])
 def test_checkpoint_around_the_wrapper_is_exact(devices, inner, use_reentrant):
     data, grad = doubles(4, 3, 4, 5, devices=devices), doubles(4, 3, 4, 5, devices=devices)
@@ -263,7 +268,69 @@ def test_checkpoint_around_the_wrapper_is_exact(devices, inner, use_reentrant):
         return [input.grad]
 
     path = around_all if inner else lambda net, x: net.segment(net.conv(x))
-    assert_same_results(*checkpointed_twins(path, devices), step)
+    with nullcontext() if use_reentrant else pytest.warns(UserWarning, match=AROUND_THE_WRAPPER):
+        assert_same_results(*checkpointed_twins(path, devices), step)
+
+
+@pytest.mark.parametrize("ends_in", ["wrapper", "tanh"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_checkpoint_around_the_wrapper_that_saves_no_memory_is_told_once(devices, mode, ends_in):
+    _, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), devices)
+    getattr(parallel, mode)()
+    after = torch.tanh if ends_in == "tanh" else nn.Identity()
+
+    def step():
+        data = doubles(4, 3, 4, 5, devices=devices)
+        checkpoint(lambda x: after(parallel(x)), data, use_reentrant=False).sum().backward()
+
+    with pytest.warns(UserWarning, match=AROUND_THE_WRAPPER) as warned:
+        step()
+    step()  # Warnings are errors.
+    assert [Path(warning.filename).name for warning in warned] == ["test_checkpoint.py"]
+
+
+def in_a_single_chunk(parallel, data):
+    return checkpoint(parallel, data[:1], use_reentrant=False)
+
+
+def without_a_graph(parallel, data):
+    with torch.no_grad():
+        return checkpoint(parallel, data, use_reentrant=False)
+
+
+def of_constants(parallel, data):
+    parallel.requires_grad_(False)
+    return checkpoint(lambda x: parallel(x) * 2, data, use_reentrant=False)
+
+
+def as_a_teacher(parallel, data):
+    def student(x):
+        with torch.no_grad():
+            target = parallel(x)
+        return (parallel.module.conv(x) - target).square()
+
+    return checkpoint(student, data, use_reentrant=False)
+
+
+def under_reentrant_checkpoints(parallel, data):
+    return checkpoint(parallel, data.requires_grad_(), use_reentrant=True)
+
+
+def under_hooks_of_the_user(parallel, data):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), torch.autograd.graph.save_on_cpu():
+        return parallel(data)
+
+
+QUIET = [in_a_single_chunk, without_a_graph, of_constants, as_a_teacher]
+QUIET += [under_reentrant_checkpoints, under_hooks_of_the_user]
+
+
+@pytest.mark.parametrize("call", QUIET)
+def test_other_checkpoints_and_hooks_around_the_wrapper_are_not_warned_of(devices, call):
+    _, parallel = checkpointed_twins(lambda net, x: net.segment(net.conv(x)), devices)
+    output = call(parallel, doubles(4, 3, 4, 5, devices=devices))  # Warnings are errors.
+    if output.requires_grad:
+        output.sum().backward()
 
 
 def reentrant(net, x):
