@@ -102,10 +102,17 @@ def _refuse_unless_its_own(foreign: nn.Module) -> None:
     name = next((name for name, module in forward_pass.original.named_modules() if module is foreign), None)
     which = name or type(foreign).__name__
     whose = "which belongs to no replica" if name is None else "of the original module instead of its own copy"
+    compiled = [child for child in forward_pass.original.modules() if child._compiled_call_impl is not None]
+    around = [type(child).__name__ for child in compiled if any(module is foreign for module in child.modules())]
+    causes = (
+        "Usual causes: (1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the "
+        "model: replace that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or "
+        "call its eval()"
+    )
+    if around:  # whose replicas have what was compiled of the original
+        causes = f"The cause is compile() of {around[0]}: compile functions that its forward calls instead"
     raise RuntimeError(
-        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. Usual causes: "
-        "(1) a plain list or dict: use nn.ModuleList or nn.ModuleDict; (2) a replaced forward of the model: replace "
-        "that of the DataParallel; (3) a layer or wrapper outside the model: make it a submodule, or call its eval()"
+        f"{who} called {which}, {whose}: every replica would train it with its own chunk of the batch. {causes}"
     )
 
 

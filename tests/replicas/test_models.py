@@ -44,21 +44,26 @@ def wrap_forward(net, factor=1):
     net.forward = functools.wraps(forward)(lambda input: forward(input) * factor)
 
 
-REACH = {  # whether the layers are in a plain list, and how else a replica reaches them
-    "list": (list, lambda net: None),
-    "closure": (nn.ModuleList, wrap_forward),
-    "compile": (nn.ModuleList, lambda net: net.compile(backend="eager")),
+REACH = {  # whether the layers are in a plain list, how else a replica reaches them, and the cause that is named
+    "list": (list, lambda net: None, r"Usual causes: \(1\) a plain list"),
+    "closure": (nn.ModuleList, wrap_forward, r"Usual causes: .*\(2\) a replaced forward"),
+    "compile": (
+        nn.ModuleList,
+        lambda net: net.compile(backend="eager"),
+        r"The cause is compile\(\) of Steps: compile f",
+    ),
+    "compiled layer": (nn.ModuleList, lambda net: net.bn.compile(backend="eager"), r"The cause is compile\(\) of Sync"),
 }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
-@pytest.mark.parametrize(("kind", "reach"), REACH.values(), ids=list(REACH))
-def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach):
+@pytest.mark.parametrize(("kind", "reach", "cause"), REACH.values(), ids=list(REACH))
+def test_original_layer_that_a_replica_reaches_is_refused(wrap, kind, reach, cause):
     net = Steps(kind).double()
     reach(net)
     parallel, data = wrap(net), doubles(6, 4)
-    with pytest.raises(RuntimeError, match=ORIGINAL):
+    with pytest.raises(RuntimeError, match=f"{ORIGINAL}.*{cause}"):
         parallel(data)
     assert net.bn.num_batches_tracked == 0
     net.eval()  # where it has the same parameters and buffers
