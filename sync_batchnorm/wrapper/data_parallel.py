@@ -33,7 +33,7 @@ from .arguments import Arguments, InDims, OutDims, check_dims
 from .callbacks import execute_callbacks, refuse_other_packages, refuse_training
 from .copies import check_replicable, make_replicas
 from .devices import DeviceId, as_device, check_copies, checked_devices, unsupported_by_torch
-from .lost_state import begin_watching
+from .lost_state import Look
 from .run import ForwardPass, ReplicaHandle, call_replicas, is_in_replica, new_coordinator, prepared_runs
 from .scatter_gather import join
 
@@ -191,10 +191,11 @@ class _ReplicationMixin(DataParallel[Any]):
         handles = _handles_of(self, replicas)
         runs = [handle._sync_run for handle in handles]
         forward_pass = runs[0].forward_pass
-        warn_of_state = begin_watching(self, forward_pass.original, runs[0].replica)
+        look = Look(self, forward_pass.original, runs[0].replica)
         call = partial(super().parallel_apply, handles, *args, **kwargs)
-        outputs = forward_pass.apply(call, runs, _reached.get({}).get((self, "scatter"), str))
-        warn_of_state()
+        how_cut = _reached.get({}).get((self, "scatter"), str)
+        outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [how_cut(), look.note()])))
+        look.warn()
         _warn_of_checkpoint(self, outputs)
         return outputs
 
@@ -239,8 +240,8 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
     Warns:
         UserWarning: each text once, from a call of replicas: if they have BatchNorm layers in training mode, and no
-            module that exchanges; of some lists that `in_dims` does not name; and of what `forward` loses, what hooks
-            set on the model, and replicas that stay, see "Gradients and parameters" on the page "Troubleshooting".
+            module that exchanges; of some lists that `in_dims` does not name; and of what `forward` loses, and hooks
+            set on the model or read from it, see "Gradients and parameters" on the page "Troubleshooting".
     """
 
 

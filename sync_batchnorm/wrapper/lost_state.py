@@ -1,61 +1,80 @@
-"""Warnings of what `forward` sets and loses with its replica, of what hooks set on the model, of replicas that stay."""
+"""Warnings of what `forward` sets and loses with its replica, and of what hooks set on the model, or read from it."""
 
-import gc
+import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..messages import warn_once
+from .hooks import hooks_of
 
 __all__: list[str] = []
 
 LOOKS = 3  # Arbitrary: what a model counts or averages, it does in each training step.
-PASSES = 32  # Arbitrary: more forward passes than one backward pass usually has.
 _KINDS = frozenset({bool, int, float, complex, str})
 CHANGE_IN_PLACE = (
     "Make numbers and averages buffers that are changed in place, as in self.step.add_(1), or set it outside forward"
 )
 MAKE_BEFORE = "Make modules, parameters and buffers in __init__()"
 RETURN = "Return a penalty, so that the training loop gets it from all replicas"
+REGISTER = "Register a forward hook in forward(), where self is the replica, and remove it there"
 
-# How many forward passes were looked at, by wrapper, in training mode and in eval mode. Not an attribute: a copy or
-# pickle of a wrapper begins at zero.
-_looks: "WeakKeyDictionary[nn.Module, Counter[bool]]" = WeakKeyDictionary()
-
-# Replica 0 of each forward pass that is alive, by wrapper; None once there were many.
-_alive: "WeakKeyDictionary[nn.Module, WeakSet[nn.Module] | None]" = WeakKeyDictionary()
-
+# By wrapper, how many forward passes were looked at in training mode and in eval mode, and how often each attribute was
+# named in each kind of warning. Not an attribute: a copy or pickle of a wrapper begins at zero.
+_looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
 # Modules, each with the prefix of its attributes' names in the model, and with what it had before the replicas ran: its
 # attributes, parameters, buffers and submodules, and the data of its parameters.
 Watched = Sequence[tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]]
 
 
-def begin_watching(wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> Callable[[], None]:
-    """Count a look at a wrapper; return what warns after the forward pass of a replica that has not run yet.
+class Look:
+    """Replica 0 and the model before a forward pass, to tell afterwards which attributes have changed.
 
-    Nothing is looked at, or counted, after the first forward passes of a wrapper in the mode of the replica, and for a
-    module that is no replica. In eval mode, only the modules of the original are looked at.
+    Nothing is looked at after the first forward passes of a wrapper in the mode of the replica, and for a module that
+    is no replica.
     """
-    if not vars(replica).get("_is_replica"):
-        return lambda: None
-    _warn_of_replicas_that_stay(wrapper, replica)
-    looks, mode = _looks.setdefault(wrapper, Counter()), replica.training
-    if looks[mode] >= LOOKS:
-        return lambda: None
-    looks[mode] += 1
-    of_replica = _watched(replica) if mode else ()
-    of_model = () if original is replica else _watched(original)  # Replicas of somebody else's are their own originals.
 
-    def warn() -> None:
-        _warn_of_lost_state(replica, of_replica)
-        _warn_of_set_on_model(original, of_model)
+    def __init__(self, wrapper: nn.Module, original: nn.Module, replica: nn.Module) -> None:
+        self._looks, self._original, self._replica = _looks.setdefault(wrapper, Counter()), original, replica
+        self._mode = replica.training
+        is_due = vars(replica).get("_is_replica") and self._looks[self._mode] < LOOKS
+        self._of_replica: Watched = _watched(replica) if is_due else ()
+        # Replicas of somebody else's are their own originals.
+        self._of_model: Watched = _watched(original) if is_due and original is not replica else ()
 
-    return warn
+    def warn(self) -> None:
+        """Count a look, and warn of each attribute once."""
+        self._looks[self._mode] += bool(self._of_replica)
+        lost = _lost_state(self._replica, self._of_replica) if self._mode else {}
+        # What was missing or None before may be a cache. A later pass tells.
+        set_on_model = {name: values for name, values in _changed(self._of_model).items() if values[0] is not None}
+        for found, text_of in ((lost, _text_of_lost), (set_on_model, _text_of_set), (self._reads(), _text_of_reads)):
+            new = {name: it for name, it in found.items() if not self._looks[text_of, name]}
+            self._looks.update((text_of, name) for name in new)
+            if new:
+                warn_once(text_of(type(self._replica).__name__, new))
+
+    def note(self) -> str:
+        """Return what the note of an error says of hooks of the model, after a forward pass that has failed."""
+        with suppress(Exception):  # whatever state replicas and devices are in
+            pairs = (_changed(self._of_model), _text_of_set), (self._reads(), _text_of_reads)
+            texts = [text_of(type(self._replica).__name__, found) for found, text_of in pairs if found]
+            return " ".join([f"In this forward pass, {text}." for text in texts])
+        return ""
+
+    def _reads(self) -> dict[str, Any]:
+        """Return the attributes of the model that hooks read while the replica has other values, each with a hook."""
+        prefixes = {module: prefix for module, prefix, *_ in self._of_model}
+        hooks = [(hook, reads) for _, hook, reads, _ in hooks_of(self._original)] if prefixes else []
+        read = {prefixes[module] + name: hook for hook, reads in hooks for module, name in reads if module in prefixes}
+        set_on_model = {prefix + name for _, prefix, name, *_ in _bound_anew(self._of_model)}
+        return {name: read[name] for name in _changed(self._of_replica, read.keys() - set_on_model)}
 
 
 def _watched(root: nn.Module) -> Watched:
@@ -79,61 +98,68 @@ def _members(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._parameters, **module._buffers, **module._modules}
 
 
-def _warn_of_lost_state(replica: nn.Module, state: Watched) -> None:
-    """Warn of what a replica that has run has bound anew, and what the model would have kept on one device."""
+def _changed(state: Watched, among: Collection[str] | None = None) -> dict[str, tuple[Any, Any]]:
+    """Return for each member, or each of some, that is bound to another value: what was there or None, what is."""
+    found = {prefix + name: (before, value) for _, prefix, name, before, value in _bound_anew(state)}
+    names = found if among is None else [name for name in found if name in among]
+    return {name: found[name] for name in names if not _are_equal(*found[name])}
+
+
+def _lost_state(replica: nn.Module, state: Watched) -> dict[str, tuple[str, str]]:
+    """Return what a replica that has run has bound anew, and what the model would have kept on one device.
+
+    That is, by name, the remedy, and from which number to which.
+    """
     known = {id(replica)} | {id(member) for _, _, members, _ in state for member in members.values()}
-    remedies: dict[str, str] = {}
+    lost: dict[str, tuple[str, str]] = {}
     for module, prefix, name, before, value in _bound_anew(state):
         if remedy := _remedy(module, name, before, value, id(value) in known):
-            remedies[prefix + name] = remedy
+            numbers = f" (from {reprlib.repr(before)} to {reprlib.repr(value)})" if type(value) in _KINDS else ""
+            lost[prefix + name] = remedy, numbers
     for module, prefix, members, data in state:
         for name, tensor in data.items():
             if module._parameters.get(name) is members[name] and _has_other_data(members[name], tensor):
-                remedies[prefix + name] = CHANGE_IN_PLACE
-    if remedies:
-        warn_once(
-            f"forward() of {type(replica).__name__} set {_listed(remedies)} of replica 0, which ends with the forward "
-            f"pass: the model keeps its former values. {'. '.join(dict.fromkeys(remedies.values()))}. Ignore this if "
-            "each forward pass sets it anew"
-        )
+                lost[prefix + name] = CHANGE_IN_PLACE, ""
+    return lost
 
 
-def _warn_of_set_on_model(original: nn.Module, state: Watched) -> None:
-    """Warn of what was bound anew on the original itself while its replicas ran."""
-    names: list[str] = []
-    for _, prefix, name, before, value in _bound_anew(state):
-        # A number that was set to what it was is the same, whichever replica was the last.
-        if not (type(value) in _KINDS and type(before) in _KINDS and value == before):
-            names.append(prefix + name)
-    if names:
-        warn_once(
-            f"while replicas of {type(original).__name__} ran, something set {_listed(names)} of the model itself, as "
-            "a hook or closure does that refers to the model: each replica sets it, and a forward() that reads it from "
-            "self gets an older value. Register a forward hook in forward(), where self is the replica, and "
-            "remove it there, or return what it collects"
-        )
+def _text_of_lost(model: str, lost: Mapping[str, tuple[str, str]]) -> str:
+    remedies = ". ".join(dict.fromkeys([remedy for remedy, _ in lost.values()]))
+    return (
+        f"unless each forward pass sets it before it reads it, state is lost: forward() of {model} set "
+        f"{_listed([name + numbers for name, (_, numbers) in lost.items()])} of replica 0, which ends with the forward "
+        f"pass, while the model keeps its former values. {remedies}"
+    )
 
 
-def _warn_of_replicas_that_stay(wrapper: nn.Module, replica: nn.Module) -> None:
-    """Note a replica of a forward pass; warn once if those of many earlier passes of this wrapper are alive."""
-    alive = _alive.setdefault(wrapper, WeakSet())
-    if alive is None:
-        return
-    if len(alive) > PASSES:
-        _alive[wrapper] = None
-        gc.collect()  # once, since it takes long
-        if len(alive) > PASSES:
-            warn_once(
-                f"replicas of more than {PASSES} earlier forward passes of {type(replica).__name__} are alive, with "
-                "all that they keep. A backward or tensor hook that forward() registers and that refers to self keeps "
-                "its replica, if forward() keeps an activation on self, too: write self.kept = y.detach(), or remove "
-                "the hook. Ignore this if a backward pass of these forward passes is still to come, as for a "
-                "checkpoint of a method of self"
-            )
-    alive.add(replica)
+def _text_of_set(model: str, names: Collection[str]) -> str:
+    return (
+        f"while replicas of {model} ran, something set {_listed(names)} of the model itself, as a hook or closure does "
+        "that refers to the model: each replica sets it, and a forward() that reads it from self gets an older value, "
+        f"or none. {REGISTER}, or return what it collects"
+    )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _text_of_reads(model: str, hooks: Mapping[str, Any]) -> str:
+    hook = next(iter(hooks.values()))
+    return (
+        f"hooks of {model}, such as {getattr(hook, '__qualname__', hook)}, read {_listed(hooks)} of the model itself, "
+        f"while forward() sets that of the replica: they get an older value, or none. {REGISTER}"
+    )
+
+
+def _are_equal(before: Any, value: Any) -> bool:
+    """Return whether two values are equal, whatever objects they are. NaN is equal to NaN."""
+    if before is value:
+        return True
+    with suppress(Exception):  # of values that cannot be compared
+        if isinstance(before, Tensor):  # An optimizer knows a parameter by its identity.
+            return torch.equal(before, value) and not isinstance(before, nn.Parameter)
+        return bool(before == value or (before != before and value != value))
+    return False
+
+
+def _listed(names: Collection[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -155,8 +181,7 @@ def _remedy(module: nn.Module, name: str, before: Any, value: Any, is_known: boo
             return CHANGE_IN_PLACE
         return MAKE_BEFORE if name in module.state_dict() else None  # Other buffers may be caches, too.
     if type(value) in _KINDS and type(before) in _KINDS:
-        both_nan = value != value and before != before
-        return CHANGE_IN_PLACE if value != before and not both_nan and name != "training" else None
+        return CHANGE_IN_PLACE if name != "training" and not _are_equal(before, value) else None
     return RETURN if before is not None and _is_in_graph(value) and value.dim() == 0 else None
 
 

@@ -241,13 +241,14 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_of_a_
 @local
 def test_forward_that_adds_a_parameter_to_the_module_itself_has_changed_none(devices):
     def adds(net: Net, input: Tensor) -> Tensor:
-        wrapped[0].register_parameter("late", nn.Parameter(torch.zeros(4)))
+        wrapped[0].register_parameter("late", nn.Parameter(torch.zeros(4, device=as_devices(devices)[0])))
         return input * net.weight
 
     wrapped = [scaling(adds).to(as_devices(devices)[0])]
+    parallel = DataParallelWithCallback(wrapped[0], devices)
     input = torch.randn(6, 4, device=as_devices(devices)[0])
     with pytest.warns(UserWarning, match="ran, something set late of the model itself") as caught:
-        assert_equal(DataParallelWithCallback(wrapped[0], devices)(input), input * wrapped[0].weight)
+        assert_equal(torch.stack([parallel(input) for _ in range(3)]), torch.stack([input * wrapped[0].weight] * 3))
     assert len(caught) == 1
 
 
