@@ -28,6 +28,9 @@ REGISTER = "Register a forward hook in forward(), where self is the replica, and
 # named in each kind of warning. Not an attribute: a copy or pickle of a wrapper begins at zero.
 _looks: "WeakKeyDictionary[nn.Module, Counter[Any]]" = WeakKeyDictionary()
 
+# How many forward passes have changed a parameter in place, by module and by name.
+_changes: "WeakKeyDictionary[nn.Module, Counter[str]]" = WeakKeyDictionary()
+
 # Modules, each with the prefix of its attributes' names in the model, and with what it had before the replicas ran: its
 # attributes, parameters, buffers and submodules, and the data of its parameters.
 Watched = Sequence[tuple[nn.Module, str, dict[str, Any], dict[str, Tensor]]]
@@ -200,3 +203,38 @@ def _is_in_graph(value: object) -> bool:
         return value.grad_fn is not None  # type: ignore[attr-defined]
     except RuntimeError:  # of one of the views of `unbind` or `split` whose base was changed in place
         return True
+
+
+class ParameterChanges:
+    """The changes in place of parameters in a forward pass whose replicas share their memory.
+
+    Replicas may all change a parameter in the same way, as `clamp_` does, so that to repeat it changes nothing. To know
+    that, all parameters are watched in the first forward pass of a module. Later, only those are that have changed
+    in an earlier one, a few times.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # The version of a tensor grows with every change in place of its memory.
+        self._parameters = [(name, p, p._version) for name, p in module.named_parameters() if not p.is_inference()]
+        is_first, self._counts = module not in _changes, _changes.setdefault(module, Counter())
+        watched = [it for it in self._parameters if is_first or 0 < self._counts[it[0]] <= LOOKS]
+        # To repeat `max_norm` changes nothing, though each replica changes other rows.
+        modules = [it for it in module.modules() if isinstance(it, (nn.Embedding, nn.EmbeddingBag))] if watched else []
+        bounded = {id(child._parameters.get("weight")) for child in modules if child.max_norm is not None}
+        self._watched = [it for it in watched if id(it[1]) not in bounded]
+        self._after_first: dict[str, Tensor] = {}
+
+    def look(self) -> None:
+        """Copy parameters that have just changed in a turn, the first turn that changes them."""
+        for name, parameter, version in self._watched:
+            if parameter._version != version and name not in self._after_first:
+                self._after_first[name] = parameter.detach().clone()
+
+    def warn(self, times: int) -> None:
+        """Warn of parameters that have changed after the first turn that has changed them."""
+        self._counts.update([name for name, parameter, version in self._parameters if parameter._version != version])
+        if names := [name for name, p, _ in self._watched if not _are_equal(self._after_first.pop(name, p), p)]:
+            warn_once(
+                f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
+                "memory, repeated the change; make it a buffer, or change it outside forward()"
+            )

@@ -25,12 +25,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 
 from ..backends.streams import current_stream
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
-from ..messages import warn_once
+from .lost_state import ParameterChanges
 from .random_states import RandomStates
 
 __all__: list[str] = []
@@ -283,27 +283,18 @@ def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
     forward_pass.check_turns()
-    original = forward_pass.original
-    # The version of a tensor grows with every change in place of its memory.
-    before = [(name, p, p._version) for name, p in original.named_parameters() if not p.is_inference()]
+    changes = ParameterChanges(forward_pass.original)
     devices = {run.number: run.device for run in runs}
     forward_pass.random_states = states = RandomStates(devices)
-    forward_pass.coordinator.take_turns(list(devices), states.begin_turn)
+
+    def begin_turn(number: int) -> None:
+        changes.look()
+        states.begin_turn(number)
+
+    forward_pass.coordinator.take_turns(list(devices), begin_turn)
     _run_threads(work, runs)
     states.restore_caller()
-    if changed := [(name, p) for name, p, version in before if p._version != version]:
-        _warn_of_repeated_changes(original, changed, len(runs))
-
-
-def _warn_of_repeated_changes(module: nn.Module, changed: Sequence[tuple[str, Tensor]], times: int) -> None:
-    """Warn of parameters that each replica has changed, unless they have a `max_norm`: to repeat that does nothing."""
-    embeddings = [child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
-    bounded = [child._parameters.get("weight") for child in embeddings if child.max_norm is not None]
-    if names := [name for name, parameter in changed if not any([parameter is weight for weight in bounded])]:
-        warn_once(
-            f"forward() modified parameters {names} in place; each of the {times} replicas, which share their memory, "
-            "repeated the change; make it a buffer, or change it outside forward()"
-        )
+    changes.warn(len(runs))
 
 
 # A weak reference: a thread that a replica has started may keep its context longer than the forward pass lasts.

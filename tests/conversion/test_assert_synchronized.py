@@ -252,7 +252,7 @@ WARN_IN_THEIR_LINE: dict[str, Callable[[], object]] = {
     "2 BatchNorm layers in training mode": lambda: _ours(_plain_net())(X),
     "replicas that are not connected": lambda: TorchStyle(Net(lambda net, x: net.layer(x), layer=_net()[1]), 2)(X),
     "all input tensors were scalars": lambda: _ours(Net(lambda net, x: x.sum()))(X),
-    "modified parameters": lambda: _ours(Net(lambda net, x: nn.init.ones_(net.weight), weight=nn.Parameter(X)))(X),
+    "modified parameters": lambda: _ours(Net(lambda net, x: nn.init.normal_(net.weight), weight=nn.Parameter(X)))(X),
     "convert_model left BatchNorm": lambda: convert_model(_in_a_list()),
     "revert_model left modules": lambda: revert_model(type("Sub", (SynchronizedBatchNorm1d,), {})(4)),
 }
@@ -286,6 +286,45 @@ def test_model_that_nobody_converted_warns_in_its_first_training_forward():
     ids=["no batch norm", "frozen", "some left", "frozen and some left", "connected norm", "converted"],
 )
 def test_model_that_need_not_be_converted_does_not_warn(model):
+    assert not _caught(_ours(model))
+
+
+class Partly(nn.Module):
+    """A model with `bn`, which synchronizes, and layers of its own; calls the layers named."""
+
+    def __init__(self, called: str, **layers: nn.Module) -> None:
+        super().__init__()
+        self.called, self.bn = called.split(), SynchronizedBatchNorm1d(4)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for name in self.called:
+            input = self.get_submodule(name)(input)
+        return input
+
+
+@pytest.mark.parametrize("name", ["wrapper", "patched", "own-parallel_apply"])
+def test_model_whose_synchronized_layers_do_not_run_warns_once(name):
+    parallel = WRAPPERS[name](Partly("seq.1", seq=nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))))
+    assert not _caught(parallel.eval())
+    (text,) = _caught(parallel.train())
+    assert text.startswith("1 BatchNorm layer in training mode (first: 'seq.1') does not synchronize in a ")
+    assert not _caught(parallel)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Partly("bn plain", plain=nn.BatchNorm1d(4)),
+        Partly("plain", plain=nn.BatchNorm1d(4).eval()),
+        Partly("", linear=nn.Linear(4, 4)),
+        Partly("bn plain", bn=SynchronizedBatchNorm1d(4, group_size=1), plain=nn.BatchNorm1d(4)),
+        Partly("plain", bn=SynchronizedBatchNorm1d(4).eval(), plain=nn.BatchNorm1d(4)),
+    ],
+    ids=["it runs", "frozen norms", "no other norm", "groups of one", "frozen layers"],
+)
+def test_model_whose_synchronized_layers_run_or_need_not_does_not_warn(model):
     assert not _caught(_ours(model))
 
 

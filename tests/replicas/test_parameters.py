@@ -12,7 +12,8 @@ from conftest import device_lists, usual_kernels
 from helpers import Net, as_devices, assert_equal, assert_same_gradient, doubles, twins
 from torch import Tensor, nn
 
-from sync_batchnorm import DataParallelWithCallback, convert_model
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, convert_model
+from sync_batchnorm.wrapper.run import current_run
 
 pytestmark = usual_kernels
 # On distinct GPUs torch copies the parameters.
@@ -236,6 +237,61 @@ def test_forward_that_changes_parameters_trains_as_on_one_device_and_warns_of_a_
     assert [str(warning.message).startswith(text) for warning in caught] == [True] * EMBEDDED[kind]
     if kind == "counter":
         assert float(parallel.module.calls) == len(devices) * float(plain.calls)
+
+
+def in_place(change: Any, is_late: bool) -> Net:
+    """Return a net that changes its weight in place, before or after a layer in which replicas wait for each other."""
+
+    def forward(net: Net, input: Tensor) -> Tensor:
+        output = net.bn(input) if is_late else input
+        with torch.no_grad():
+            change(net.weight, input)
+        output = output * net.weight
+        return output if is_late else net.bn(output)
+
+    return Net(forward, bn=SynchronizedBatchNorm1d(4), weight=nn.Parameter(2 * torch.ones(4)))
+
+
+IN_PLACE = {  # how replicas change a parameter, and the number of warnings
+    "clamp": (lambda weight, input: weight.clamp_(-1, 1), 0),
+    "equal values": (lambda weight, input: weight.copy_(torch.arange(4.0)), 0),
+    "count": (lambda weight, input: weight.add_(1), 1),
+    "values of the chunk": (lambda weight, input: weight.copy_(input.mean(0)), 1),
+    "values of the chunk, once": (lambda weight, input: weight[0] == 2 and weight.copy_(input.mean(0)), 0),
+    "one replica": (lambda weight, input: current_run().number or weight.add_(1), 0),
+}
+
+
+@pytest.mark.parametrize("passes", [1, 6])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", IN_PLACE)
+@local
+def test_change_of_a_parameter_is_named_once_if_to_repeat_it_changes_it_again(devices, kind, is_late, passes):
+    change, number = IN_PLACE[kind]
+    net = in_place(change, is_late).to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(net, devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(passes):
+            parallel(torch.randn(6, 4, device=as_devices(devices)[0]))
+    assert [str(warning.message)[:40] for warning in caught] == ["forward() modified parameters ['weight']"] * number
+
+
+@local
+def test_change_that_begins_later_is_named_once(devices):
+    def change(weight: Tensor, input: Tensor) -> None:
+        if len(passes) > 4:
+            weight.add_(1)
+
+    passes: list[Any] = []
+    net = in_place(change, True).to(as_devices(devices)[0])
+    parallel = DataParallelWithCallback(net, devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(8):
+            passes.append(i)
+            parallel(torch.randn(6, 4, device=as_devices(devices)[0]))
+    assert len(caught) == 1
 
 
 @local
