@@ -67,6 +67,7 @@ class Coordinator:
         self.timeout = timeout
         self.span = span
         self.owner: Any = None  # a weak reference to the wrapper, whose forward passes may hand on memory to each other
+        self.has_exchanged = False  # whether any call of a layer has ended
         self._lock = Lock()
         self._records = Records()
         for number, device in enumerate(devices):
@@ -216,6 +217,7 @@ class Coordinator:
         with self._lock:
             if self._broken is not None:
                 self._raise_broken(self._records[rendezvous.members[MASTER]])
+            self.has_exchanged = True
             rendezvous.messages = {}
             rendezvous.call += 1
             for member, number in rendezvous.members.items():

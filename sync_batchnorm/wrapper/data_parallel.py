@@ -196,6 +196,10 @@ class _ReplicationMixin(DataParallel[Any]):
         how_cut = _reached.get({}).get((self, "scatter"), str)
         outputs = forward_pass.apply(call, runs, lambda: " ".join(filter(None, [how_cut(), look.note()])))
         look.warn()
+        # Replicas that a user has made are their own originals, and exchange elsewhere.
+        is_idle = not forward_pass.coordinator.has_exchanged and forward_pass.original is not runs[0].replica
+        if is_idle and any(map(_should_exchange, runs[0].replica.modules())):
+            _warn_of_plain_layers(self, forward_pass.original)
         _warn_of_checkpoint(self, outputs)
         return outputs
 
@@ -329,9 +333,16 @@ def _checked_options(module: nn.Module, timeout: float, in_dims: InDims, out_dim
     return {"_sync_timeout": float(timeout), "_sync_in_dims": in_dims, "_sync_out_dims": out_dims}
 
 
+def _should_exchange(layer: Any) -> bool:
+    """Return whether a layer is connected to other replicas and in training mode."""
+    return vars(layer).get("_sync_connection") is not None and layer.training and layer.group_size != 1
+
+
 def _warn_of_plain_layers(wrapper: nn.Module, module: nn.Module) -> None:
-    """Warn if a module that has nothing that could synchronize trains batch norms."""
-    if plain := [name for name, child in module.named_modules() if isinstance(child, BatchNormBase) and child.training]:
+    """Warn if a module of which no layer exchanges trains batch norms."""
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BatchNormBase)]
+    plain = [name for name, norm in norms if norm.training and not hasattr(norm, "__data_parallel_replicate__")]
+    if plain:
         layers, do = ("layer", "does") if len(plain) == 1 else ("layers", "do")
         warn_once(
             f"{len(plain)} BatchNorm {layers} in training mode (first: {plain[0] or 'the module itself'!r}) {do} not "
