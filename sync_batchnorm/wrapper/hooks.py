@@ -38,14 +38,16 @@ def _accesses(function: Any, depth: int) -> tuple[set[Access], set[Access]]:
     steps, variables = _code_of(function) if depth else ([], {})
     for i, step in reversed([*enumerate(steps)]):
         name, owner = step.argval, _loaded(steps, i - 1, variables)
+        called = _loaded(steps, i - 2, variables) if step.opname == "LOAD_CONST" else None
+        kind = "LOAD_ATTR" if called is getattr else "STORE_ATTR" if called is setattr else step.opname
         if step.opname.startswith("RETURN_"):
             reads = set()
         elif step.opcode in _JUMPS and name in reads_from:  # All others jump back, to a loop, which ends at last.
             reads = reads_from[name] if step.opname == "JUMP_FORWARD" else reads & reads_from[name]
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and isinstance(owner, nn.Module):
+        elif kind in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and isinstance(owner, nn.Module):
             method = None if name in vars(owner) else inspect.getattr_static(type(owner), name, None)
             inside = _accesses(MethodType(method, owner) if isinstance(method, FunctionType) else None, depth - 1)
-            reads = (reads - {(owner, name)} if step.opname == "STORE_ATTR" else reads | {(owner, name)}) | inside[0]
+            reads = (reads - {(owner, name)} if kind == "STORE_ATTR" else reads | {(owner, name)}) | inside[0]
             some |= {(owner, name)} | inside[1]
         reads_from[step.offset] = reads
     return reads, some
@@ -58,10 +60,9 @@ def _code_of(function: Any) -> tuple[list[dis.Instruction], dict[str, Any]]:
     function = inspect.unwrap(function)
     with suppress(TypeError, ValueError):  # It is not written in Python, or a variable of its closure is not set yet.
         closure, code = inspect.getclosurevars(function), function.__code__
-        inside = dict.fromkeys((*code.co_varnames, *code.co_cellvars)) | dict(
-            zip(code.co_varnames, bound, strict=False)
-        )
-        return [*dis.get_instructions(code)], {**closure.builtins, **closure.globals, **inside, **closure.nonlocals}
+        arguments = dict(zip(code.co_varnames[: code.co_argcount], bound, strict=False))
+        local = {**dict.fromkeys((*code.co_varnames, *code.co_cellvars)), **arguments, **closure.nonlocals}
+        return [*dis.get_instructions(code)], {**closure.builtins, **closure.globals, **local}
     return [], {}
 
 

@@ -49,6 +49,10 @@ class Film(nn.Module):
         self.condition = 1.0
         return output * self.condition
 
+    def set_first_by_name(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        setattr(self, "condition", 1.0)  # noqa: B010
+        return output * self.condition
+
     def set_here(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self.condition = output.detach()
 
@@ -125,6 +129,7 @@ READ = {  # the hook of a model, and what is named
     "a partial of a method": (lambda net: partial(net.modulate), "condition"),
     "a partial with the model": (lambda net: partial(of_another, net), "condition"),
     "a decorated method": (lambda net: net.modulate_without_grad, "condition"),
+    "by name": (lambda net: lambda module, args, output: output * getattr(net, "condition", None), "condition"),
     "a global": (keep_global, "condition"),
     "a submodule": (lambda net: lambda module, args, output: output * net.part.condition, "part.condition"),
     "a method of another object": (lambda net: Recorder(net).read, "part.condition"),
@@ -135,6 +140,7 @@ NOT_READ = {
     "an attribute of another object": lambda net: Recorder(net).record,
     "an attribute of an attribute": lambda net: lambda module, args, output: output * net.recorder.condition,
     "an attribute that the hook has set": lambda net: net.set_first,
+    "an attribute that the hook has set by name": lambda net: net.set_first_by_name,
     "an attribute in a branch": lambda net: net.trace,
     "an attribute of one of two": lambda net: lambda *args: (net.recorder if net else net.part).condition * args[2],
     "an object that can be called": Recorder,
