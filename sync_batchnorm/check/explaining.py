@@ -15,8 +15,9 @@ from ..layers import _SynchronizedBatchNorm, why_left
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
 from ..trees import built, children_of, holds_tensors, tensors_in
+from ..wrapper.hooks import hooks_of
 from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, numbers_of, suspects_in
-from .copies import Call, InDouble, Rows, closure_of, copied, seed
+from .copies import Call, InDouble, Rows, copied, seed
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
@@ -271,25 +272,21 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
 
 def text_of_hooks(model: nn.Module) -> str:
     """Return which hooks read or write attributes of the original in replicas; `model` has run."""
-    for name, module in model.named_modules():
-        for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
-            function = getattr(hook, "__func__", hook)
-            held = [getattr(hook, "__self__", None), *closure_of(function)] if hasattr(function, "__code__") else []
-            for other in [value for value in held if isinstance(value, nn.Module)]:
-                words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
-                used = vars(other).keys() & _names_in_methods(type(other), function.__name__)  # Others log only.
-                if attributes := [word for word in words if isinstance(word, str) and word in used]:
-                    return (
-                        "; hooks that refer to the model read and write attributes of the original, not the replica: "
-                        f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)}), see "
-                        '"Hooks that refer to the model"'
-                    )
+    for name, hook, _, accesses in hooks_of(model):
+        of_hook = {getattr(hook, "__name__", ""), *[attribute for _, attribute in accesses]}
+        used = [(other, vars(other).keys() & _names_in_methods(type(other), of_hook)) for other, _ in accesses]
+        if attributes := accesses & {(other, attribute) for other, names in used for attribute in names}:
+            return (
+                "; hooks that refer to the model read and write attributes of the original, not the replica: "
+                f"{getattr(hook, '__qualname__', hook)} of {name or 'the model itself'} "
+                f'({", ".join(sorted(attribute for _, attribute in attributes))}), see "Hooks that refer to the model"'
+            )
     return ""
 
 
-def _names_in_methods(cls: type, hook: str) -> set[str]:
-    """Return the names that methods of a class use, except for `__init__` and a hook."""
-    methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
+def _names_in_methods(cls: type, of_hook: Set[str]) -> set[str]:
+    """Return the names that methods of a class use, except for `__init__` and those of a hook. Others log only."""
+    methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__"} - of_hook]
     return {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
 
 
