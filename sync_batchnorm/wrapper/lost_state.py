@@ -221,7 +221,7 @@ class ParameterChanges:
         # To repeat `max_norm` changes nothing, though each replica changes other rows.
         modules = [it for it in module.modules() if isinstance(it, (nn.Embedding, nn.EmbeddingBag))] if watched else []
         bounded = {id(child._parameters.get("weight")) for child in modules if child.max_norm is not None}
-        self._watched = [it for it in watched if id(it[1]) not in bounded]
+        self._watched = [it for it in watched if id(it[1]) not in bounded and it[1].layout == torch.strided]
         self._after_first: dict[str, Tensor] = {}
 
     def look(self) -> None:
@@ -233,8 +233,16 @@ class ParameterChanges:
     def warn(self, times: int) -> None:
         """Warn of parameters that have changed after the first turn that has changed them."""
         self._counts.update([name for name, parameter, version in self._parameters if parameter._version != version])
-        if names := [name for name, p, _ in self._watched if not _are_equal(self._after_first.pop(name, p), p)]:
+        first = self._after_first
+        names = [name for name, p, _ in self._watched if name in first and _differs(first.pop(name), p)]
+        if names:
             warn_once(
                 f"forward() modified parameters {names} in place; each of the {times} replicas, which share their "
                 "memory, repeated the change; make it a buffer, or change it outside forward()"
             )
+
+
+def _differs(first: Tensor, parameter: Tensor) -> bool:
+    """Return whether values differ by more than rounding, as that of a second normalization."""
+    rounding = 8 * torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0
+    return not torch.allclose(first, parameter, rtol=rounding, atol=0.0, equal_nan=True)

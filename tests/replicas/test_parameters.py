@@ -255,7 +255,15 @@ def in_place(change: Any, is_late: bool) -> Net:
 IN_PLACE = {  # how replicas change a parameter, and the number of warnings
     "clamp": (lambda weight, input: weight.clamp_(-1, 1), 0),
     "equal values": (lambda weight, input: weight.copy_(torch.arange(4.0)), 0),
+    "normalize": (
+        lambda weight, input: weight.copy_(
+            F.normalize(weight + 0.1 * torch.arange(4.0, device=weight.device) * (weight[0] == 2), dim=0)
+        ),
+        0,
+    ),
+    "NaN": (lambda weight, input: weight.fill_(torch.nan), 0),
     "count": (lambda weight, input: weight.add_(1), 1),
+    "slow average": (lambda weight, input: weight.lerp_(input.mean(0), 1e-4), 1),
     "values of the chunk": (lambda weight, input: weight.copy_(input.mean(0)), 1),
     "values of the chunk, once": (lambda weight, input: weight[0] == 2 and weight.copy_(input.mean(0)), 0),
     "one replica": (lambda weight, input: current_run().number or weight.add_(1), 0),
