@@ -250,20 +250,21 @@ class DataParallelWithCallback(_ReplicationMixin, AnyDeviceDataParallel):
 
 
 def patch_replication_callback(
-    data_parallel: DataParallelT, *, timeout: float = DEFAULT_TIMEOUT, in_dims: InDims = None, out_dims: OutDims = None
+    data_parallel: DataParallelT, *, timeout: float | None = None, in_dims: InDims = None, out_dims: OutDims = None
 ) -> DataParallelT:
     """Make an existing `torch.nn.DataParallel` object call the replication callbacks; return that object.
 
-    It gets the `timeout` and another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a
-    subclass gets a subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched.
-    Patching again changes only `in_dims` and `out_dims`, where they are given.
+    It gets another class: a plain `DataParallel` becomes a `DataParallelWithCallback`, an object of a subclass gets a
+    subclass of its class, which keeps all overridden methods. Copies and pickles of it stay patched. Patching again
+    changes only the options that are given.
 
     Example:
         >>> parallel = patch_replication_callback(nn.DataParallel(SynchronizedBatchNorm2d(8)))
 
     Args:
         data_parallel: the object to patch.
-        timeout, in_dims, out_dims: as of `DataParallelWithCallback`.
+        timeout: as of `DataParallelWithCallback`. None: the timeout that the object has, or 300 seconds.
+        in_dims, out_dims: as of `DataParallelWithCallback`.
 
     Raises:
         TypeError, ValueError: if `data_parallel` is not a `DataParallel`, or for bad options.
@@ -278,11 +279,10 @@ def patch_replication_callback(
             "a wrapper, derive its class from DataParallelWithCallback; (2) if it is a model, wrap it with "
             "DataParallelWithCallback"
         )
+    timeout = getattr(data_parallel, "_sync_timeout", DEFAULT_TIMEOUT) if timeout is None else timeout
     options = _checked_options(data_parallel.module, timeout, in_dims, out_dims)
     if not data_parallel.device_ids:
         warn_once(NO_ACCELERATOR)
-    if isinstance(data_parallel, _ReplicationMixin):
-        del options["_sync_timeout"]
     patch(data_parallel)
     data_parallel.__dict__.update({name: value for name, value in options.items() if value is not None})
     return data_parallel

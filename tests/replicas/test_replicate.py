@@ -221,19 +221,24 @@ def test_patched_wrapper_and_its_copies_synchronize_whatever_the_class_defines(c
     assert_same_step(plain, parallel, doubles(6, 3))
 
 
-def test_object_is_patched_once():
+def test_object_is_patched_once_and_takes_options_that_are_given():
     for parallel in (
         DataParallelWithCallback(nn.Linear(2, 2), ["cpu"] * 2, timeout=7.0),
         TorchStyle(nn.Linear(2, 2), 2),
     ):
         patch_replication_callback(parallel, timeout=7.0)
         cls = type(parallel)
-        patch_replication_callback(parallel, timeout=8.0)
+        patch_replication_callback(parallel, in_dims={"input": 0})
         assert type(parallel) is cls
         assert parallel._sync_timeout == 7.0
+        patch_replication_callback(parallel, timeout=5)
+        assert (parallel._sync_timeout, parallel._sync_in_dims) == (5.0, {"input": 0})
+        with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+            patch_replication_callback(parallel, timeout="8")
+        assert parallel._sync_timeout == 5.0
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "5", True])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
 def test_timeouts_that_are_no_numbers_or_out_of_range_are_refused(timeout):
     is_number = type(timeout) in (int, float)
     text = f"timeout must be {'more than 0 and' if is_number else 'a number of seconds'}"
