@@ -6,6 +6,7 @@ or a dataclass, without tensors: all replicas share an object of settings.
 
 import copy
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -37,6 +38,11 @@ class Field(str):
 def written(path: Path) -> str:
     """Return a path as Python writes it."""
     return f"{path[0]}" + "".join([f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in path[1:]])
+
+
+def format_dims(option: str, path: Path, dims: Dims) -> str:
+    """Return how `in_dims` or `out_dims` names dimensions for a path, as Python writes it."""
+    return f"{option}={functools.reduce(lambda of_key, key: {key: of_key}, reversed(path), dims)}"
 
 
 def is_list(kind: type) -> bool:
@@ -77,13 +83,13 @@ class Leaf(NamedTuple):
 class Tree:
     """A tree taken apart: its `leaves`, in order, and `build`, which makes such a tree of other leaves.
 
-    `lists` has the lists and tuples for which nothing is named, each with where its leaves begin and end. `hidden` has
-    the path and the class of what holds tensors that are no leaves.
+    `lists` has, by their paths, the lists and tuples for which nothing is named, each with where its leaves begin and
+    end. `hidden` has the path and the class of what holds tensors that are no leaves.
     """
 
     def __init__(self, tree: Any, dims: Dims = USUAL, path: Path = (), is_output: bool = False) -> None:
         self.leaves: list[Leaf] = []
-        self.lists: list[tuple[Path, Sequence[Any], int, int]] = []
+        self.lists: dict[Path, tuple[Sequence[Any], int, int]] = {}
         self.hidden: list[tuple[Path, str]] = []
         self._is_output = is_output
         try:
@@ -106,7 +112,7 @@ class Tree:
         for key, child in children.items():
             builds.append(self._add((*path, key), child, dims if of_children is None else of_children.get(key, USUAL)))
         if dims is USUAL and is_list(kind):
-            self.lists.append((path, tree, start, len(self.leaves)))
+            self.lists[path] = tree, start, len(self.leaves)
         return lambda leaves: built(path, tree, children, [build(leaves) for build in builds])
 
     def _is_leaf(self, tree: Any, kind: Any, dims: Dims) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ..messages import warn_once
-from ..trees import USUAL, Dims, Index, Leaf, Path, Tree, leaves_of, written
+from ..trees import USUAL, Dims, Index, Leaf, Path, Tree, format_dims, leaves_of, written
 from .scatter_gather import cut
 
 __all__: list[str] = []
@@ -68,6 +68,9 @@ def chunk_sizes(rows: int, most: int) -> list[int]:
 
 def _shares(rows: int, most: int) -> list[float]:
     return [size / (rows or 1) for size in chunk_sizes(rows, most)]
+
+
+_in_dims = functools.partial(format_dims, "in_dims")
 
 
 class Arguments:
@@ -167,17 +170,22 @@ class Arguments:
         if leaf.is_list():
             return len(value)
         if dim is None:
-            if type(named) is int and len(path) == 1 and value is not None:
+            is_in_list = isinstance(value, Tensor) and named is USUAL and self._outermost_list(path)
+            if is_in_list or (type(named) is int and len(path) == 1 and value is not None):
                 raise self._uncut_error(path, f"a {type(value).__name__} without dimensions")
             return None
         if value.is_nested or value.layout is not torch.strided:
             raise self._uncut_error(path, "a nested tensor" if value.is_nested else f"a tensor of {value.layout}")
         return int(value.shape[dim])
 
+    def _outermost_list(self, path: Path) -> Path | None:
+        """Return the path of the outermost list on a path for which `in_dims` names nothing."""
+        return next((path[:i] for i in range(1, len(path) + 1) if path[:i] in self.tree.lists), None)
+
     def _by_sample(self, *paths: Path) -> str:
         """Return what to pass if the outermost list on each of the paths has an entry for each sample."""
-        lists = {path[:1]: outer for path in paths for outer, *_ in self.tree.lists if outer == path[: len(outer)]}
-        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists.values()])
+        lists = dict.fromkeys(filter(None, map(self._outermost_list, paths)))
+        return "".join([f", {_in_dims(path, 0)} for a list with an entry for each sample" for path in lists])
 
     def _uncut_error(self, path: Path, what: str) -> TypeError:
         return TypeError(
@@ -206,11 +214,9 @@ class Arguments:
         )
 
     def _warn_of_lists(self, rows: list[int | None], batch: int) -> None:
-        """Warn once of a list whose tensors have other rows than the batch, or that has a dict for each sample."""
-        for path, entries, start, end in self.tree.lists:
-            of_tensors = {*rows[start:end]} - {None}
-            has_dicts = len(entries) == batch and all([isinstance(entry, dict) for entry in entries])
-            if len(entries) > 1 and of_tensors and (has_dicts or of_tensors != {batch}):
+        """Warn once of a list whose tensors have other rows than the batch."""
+        for path, (entries, start, end) in self.tree.lists.items():
+            if len(entries) > 1 and not {*rows[start:end]} <= {batch, None}:
                 return warn_once(
                     f"{written(path)}, a {type(entries).__name__}, is not cut by its entries: every replica gets some "
                     "rows of each of its tensors, and everything else as a whole; if it has an entry for each sample, "
@@ -226,8 +232,3 @@ def _what_to_name(leaf: Leaf) -> str:
         return f"in_dims names {written(leaf.path)} as a list with an entry for each sample: pass as many"
     of_shape = f"{written(leaf.path)} of shape {tuple(leaf.value.shape)}"
     return f"in_dims names dimension {leaf.dim} of {of_shape}: name another one if that has its samples"
-
-
-def _in_dims(path: Path, dims: Dims) -> str:
-    """Return how `in_dims` names dimensions for a path."""
-    return f"in_dims={functools.reduce(lambda of_key, key: {key: of_key}, reversed(path), dims)}"

@@ -785,7 +785,7 @@ def test_a_list_that_is_cut_is_not_said_to_be_whole():
 
 def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
     with pytest.raises(AssertionError) as caught:
-        assert_matches_one_device(ByNumbers(), BATCH, [{"number": torch.ones(5) * i} for i in range(5)])
+        assert_matches_one_device(ByNumbers(), BATCH[:4], [{"number": torch.ones(8) * i} for i in range(4)])
     (note,) = caught.value.__notes__
     assert note.startswith("The wrapper has warned: numbers, a list, is not cut by its entries")
     with pytest.raises(AssertionError) as caught:

@@ -1,5 +1,6 @@
 """Rows of arguments: chunks that do not belong together are refused, and lists that are not cut are warned of."""
 
+import ast
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Four(NamedTuple):
 LISTS = {  # what is passed, and how the warning names the list and its remedy
     "rows in proportion": ([X, BOXES], {}, "y, a list,", "in_dims={'y': 0}"),
     "clouds alone": ([[torch.zeros(n, 3) for n in (4, 8, 4)]], {}, "x, a list,", "in_dims={'x': 0}"),
-    "targets": ([X, [{"boxes": box, "name": "a"} for box in [X] * 4]], {}, "y, a list,", "in_dims={'y': 0}"),
+    "targets": ([X, [{"boxes": box, "name": "a"} for box in BOXES]], {}, "y, a list,", "in_dims={'y': 0}"),
     "by name": ([], {"x": X, "boxes": tuple(BOXES)}, "boxes, a tuple,", "in_dims={'boxes': 0}"),
     "below": (
         [{"data": Sample(X, [X, BOXES])}],
@@ -70,7 +71,9 @@ NO_LISTS = {
     "shape": [torch.zeros(2, 3), (224, 224)],
     "lengths": [X, [1, 2, 3, 4]],
     "fields": [X, Four(X, X, "c", {"a": X})],
-    "scalars": [X, list(torch.arange(4))],
+    "scalars": [X, torch.tensor(1.0), {"a": torch.tensor(1.0)}, Sample(torch.tensor(1.0), Four(*torch.arange(4)))],
+    "layers": [X, ["conv1", 2, 3.0, "conv4"]],
+    "two views": [torch.zeros(2, 3), [{"image": torch.zeros(2, 3), "name": "a"}] * 2],
     "one entry": [torch.zeros(1, 2), [{"a": torch.zeros(1)}]],
     "another number of dicts": [X, [{"a": X}] * 3],
     "auxiliary outputs": [X, {"aux": [{"a": X}] * 6}],
@@ -170,6 +173,43 @@ def test_arguments_without_the_dimension_of_the_wrapper_are_refused():
     with pytest.raises(ValueError, match=re.escape(text)):
         call([torch.zeros(2, 4), torch.zeros(4)], {}, dim=1)
     DataParallelWithCallback(Takes(), ["cpu"] * 2, dim=1, in_dims={"y": 0})(torch.zeros(2, 4), torch.zeros(4))
+
+
+SCALARS: dict[str, Any] = {  # arguments with a tensor without dimensions in a list, its path, and how in_dims names it
+    "labels": ([X, list(torch.arange(4))], {}, "y[0]", "{'y': 0}", "{'y': {0: None}}"),
+    "dicts": (
+        [X, [{"label": torch.tensor(i)} for i in range(4)]],
+        *({}, "y[0]['label']", "{'y': 0}", "{'y': {0: {'label': None}}}"),
+    ),
+    "a tensor beside it": ([[X, torch.tensor(2.0)]], {}, "x[1]", "{'x': 0}", "{'x': {1: None}}"),
+    "tuple": ([X], {"a": (torch.tensor(1),)}, "a[0]", "{'a': 0}", "{'a': {0: None}}"),
+    "below": (
+        [{"data": Sample(X, [(torch.tensor(1),)])}],
+        *({}, "x['data'].more[0][0]", "{'x': {'data': {'more': 0}}}", "{'x': {'data': {'more': {0: {0: None}}}}}"),
+    ),
+    "others": ([X, X, [torch.tensor(1)]], {}, "z[0][0]", "{'z': {0: 0}}", "{'z': {0: {0: None}}}"),
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_tensors_without_dimensions_in_lists_are_refused_with_both_remedies(kind, rows):
+    args, kwargs, path, by_sample, whole = SCALARS[kind]
+    args = [arg[:rows] if arg is X else arg for arg in args]
+    text = (
+        f"^{re.escape(path)}, a Tensor without dimensions, cannot be cut .*, {re.escape(f'in_dims={by_sample}')} for "
+    )
+    with pytest.raises(TypeError, match=f"{text}a list .*, or {re.escape(f'in_dims={whole}')} if every replica needs"):
+        call(args, kwargs)
+    call(args, kwargs, ["cpu"])
+    DataParallelWithCallback(Takes(), ["cpu"] * 2, in_dims=ast.literal_eval(whole))(*args, **kwargs)
+
+
+def test_labels_of_images_in_a_list_go_with_their_images():
+    pairs = Net(lambda net, images, labels: images[:, :1] + torch.stack([label["label"] for label in labels])[:, None])
+    labels, images = [{"label": torch.tensor(float(i))} for i in range(4)], torch.arange(4.0)[:, None]
+    parallel = DataParallelWithCallback(pairs, ["cpu"] * 2, in_dims={"args": {1: 0}})
+    assert parallel(images, labels).flatten().tolist() == [0, 2, 4, 6]
 
 
 class CutsLists(DataParallelWithCallback):
