@@ -25,6 +25,7 @@ Path = tuple[Any, ...]  # the name of a tree, and the keys, indices and fields t
 
 _ATOMS = {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _PLAIN = (list, tuple, dict)
+_OTHER_STRUCTURE = ", or call a second wrapper of the module where it returns something else, as in eval mode"
 
 
 class Index(int):
@@ -104,7 +105,7 @@ class Tree:
         kind = type(tree)
         is_leaf = kind is Tensor or kind in _ATOMS or self._is_leaf(tree, kind, dims)
         children = {} if is_leaf else self._children(path, tree, kind, dims)
-        of_children = _dims_of(path, children, kind, dims) if isinstance(dims, _PLAIN) and tree is not None else None
+        of_children = self._dims_of(path, children, kind, dims) if isinstance(dims, _PLAIN) else None
         if not children:
             self.leaves.append(Leaf(path, tree, dims))
             return next
@@ -123,7 +124,7 @@ class Tree:
 
     def _children(self, path: Path, tree: Any, kind: Any, dims: Dims) -> dict[Any, Any]:
         """Return what a container holds that has tensors, or whose entries are named; nothing for a leaf."""
-        items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(kind) else tree
+        items = list(tree) if self._is_output and kind not in _PLAIN and _is_iterable(tree, kind) else tree
         is_plain = issubclass(kind, _PLAIN) and kind is not PackedSequence
         holds = is_plain or holds_tensors(items)
         if not holds and not isinstance(dims, dict):
@@ -136,27 +137,33 @@ class Tree:
                 self.hidden.append((path, kind.__name__))
         return children
 
+    def _dims_of(self, path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
+        """Return the dimensions that are named for the children of a container."""
+        has_entries = {*map(type, children)} <= {Index}
+        if isinstance(dims, dict):
+            names = {key: key for key in children} | dict(
+                zip(getattr(kind, "_fields", children), children, strict=True)
+            )
+            # A mapping need not have all keys each time.
+            if issubclass(kind, (Mapping, NoneType)) or dims.keys() <= names.keys():
+                return {key: dims[name] for name, key in names.items() if name in dims}
+        elif kind is NoneType or (has_entries and len(dims) == len(children)):
+            return dict(zip(children, dims, strict=False))
+        option, other = ("out_dims", _OTHER_STRUCTURE) if self._is_output else ("in_dims", "")
+        size = f" of {len(children)} entries" if children else ""
+        several = f", or a {'tuple of as many' if has_entries else 'dict by its keys or fields'}" if children else ""
+        raise ValueError(
+            f"{written(path)} is a {kind.__name__}{size}, but {option} names a {type(dims).__name__} for it, {dims!r}; "
+            f"name one dimension for all of it{several}{other}"
+        )
 
-def _dims_of(path: Path, children: dict[Any, Any], kind: Any, dims: Dims) -> dict[Any, Dims]:
-    """Return what is named for the children of a container."""
-    if isinstance(dims, dict):
-        names = dict(zip(getattr(kind, "_fields", children), children, strict=True))
-        if issubclass(kind, Mapping) or dims.keys() <= names.keys():  # A mapping need not have all keys each time.
-            return {key: dims[name] for name, key in names.items() if name in dims}
-    elif len(dims) == len(children) and {*map(type, children)} <= {Index}:
-        return dict(zip(children, dims, strict=True))
-    several = "a tuple of as many" if {*map(type, children)} <= {Index} else "a dict by its keys or fields"
-    raise ValueError(
-        f"{written(path)}, a {kind.__name__} of {len(children)} entries, does not fit the dimensions {dims!r}; name "
-        f"one for all of it, or {several}"
-    )
 
-
-def _is_iterable(kind: type) -> bool:
-    """Return whether torch gathers outputs of a class by their items, as the caches of transformers rely on."""
+def _is_iterable(tree: Any, kind: type) -> bool:
+    """Return whether torch gathers an output by its items, as the caches of transformers rely on."""
     is_other = issubclass(kind, (*_PLAIN, Mapping, Set, str, bytes)) or dataclasses.is_dataclass(kind)
     # Not by `hasattr`: an Enum can be iterated as a class, by its metaclass.
-    return any(["__iter__" in vars(cls) for cls in kind.__mro__]) and not hasattr(kind, "__next__") and not is_other
+    has_items = any(["__iter__" in vars(cls) for cls in kind.__mro__]) and getattr(tree, "ndim", None) != 0
+    return has_items and not hasattr(kind, "__next__") and not is_other
 
 
 def children_of(tree: Any) -> dict[Any, Any]:

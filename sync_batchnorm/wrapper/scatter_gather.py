@@ -8,6 +8,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from numbers import Number
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parallel import gather as gather_by_torch
 from torch.nn.parallel import scatter as scatter_by_torch
 
 from ..messages import warn
-from ..trees import USUAL, Dims, Index, Leaf, Tree, moves, written
+from ..trees import USUAL, Dims, Index, Leaf, Tree, children_of, format_dims, leaves_of, moves, written
 
 __all__: list[str] = []
 
@@ -90,9 +91,11 @@ def _values_by_leaf(first: Tree, others: Sequence[Tree]) -> list[list[Any]]:
     """Return what all outputs have for each leaf of the first; raise an error if they cannot be put together."""
     misplaced = [(leaf.path, type(leaf.value).__name__) for leaf in first.leaves if _is_misplaced(leaf)]
     for path, kind in (*first.hidden, *misplaced):
+        whole = format_dims("out_dims", path[1:], None) if path[1:] else "out_dims=(None,) and return (value,)"
         raise TypeError(
             f"replicas must return tensors, None, or tuples, lists, mappings and dataclasses of tensors, got {kind} in "
-            f"{written(path)}; return tensors, or a list with an entry for each sample, and pass out_dims=0 for it"
+            f"{written(path)}; return a tensor (loss.detach() for loss.item()), or pass {whole} if it is equal in "
+            "all replicas, or out_dims=0 for a list with an entry for each sample"
         )
     of_first, *of_others = [{leaf.path: leaf for leaf in tree.leaves} for tree in (first, *others)]
     for i, of_other in enumerate(of_others, 1):
@@ -122,9 +125,19 @@ def _shown(leaf: Leaf | None) -> str:
 
 
 def _is_misplaced(leaf: Leaf) -> bool:
-    if leaf.value is None or isinstance(leaf.value, (Tensor, list, tuple, Mapping)) or is_dataclass(leaf.value):
+    """Return whether a leaf has numbers, which may count its chunk, or is no tensor in no mapping or dataclass."""
+    value = leaf.value
+    if leaf.dim is None or value is None or isinstance(value, (Tensor, list)):
         return False
-    return leaf.dim is not None and all([type(key) is Index for key in leaf.path[1:]])  # in no mapping or dataclass
+    if isinstance(value, (tuple, Mapping)) or is_dataclass(value):  # without tensors
+        return any(map(_is_number, leaves_of(children_of(value))))
+    return _is_number(value) or all([type(key) is Index for key in leaf.path[1:]])
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or an array without dimensions that has one; no bool and no Enum."""
+    value = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    return isinstance(value, Number) and not isinstance(value, (bool, Enum))
 
 
 def _agree(leaf: Leaf, other: Any) -> bool:

@@ -486,7 +486,7 @@ ELSEWHERE = {
             "outputs have shapes [(2,), (2,), (2,), (2,)] on one device, [(4,), (4,)] in replicas",
         ),
         "number among the outputs": (
-            lambda: Apply(lambda self, x: {"x": x, "count": len(x)}),
+            lambda: wrapped(Apply(lambda self, x: {"x": x, "count": len(x)}), out_dims={"count": None}),
             "output['count'] is 4 on one device, 2 in replicas",
         ),
     },

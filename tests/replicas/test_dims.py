@@ -311,8 +311,9 @@ class Rest(nn.Module):
 
 
 X = torch.zeros(4, 3)
-KINDS, FITS = "ints or None, or a tuple or dict of such, got ", "does not fit the dimensions "
-AS_MANY, BY_KEYS = [f"name one for all of it, or a {way}" for way in ("tuple of as many", "dict by its keys or fields")]
+KINDS, NAMES = "ints or None, or a tuple or dict of such, got ", "but in_dims names a"
+ONE = "name one dimension for all of it"
+AS_MANY, BY_KEYS = [f"{ONE}, or a {way}" for way in ("tuple of as many", "dict by its keys or fields")]
 REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, and the error
     "name": (Two(), {"msk": None}, None, ValueError, "in_dims names ['msk'], but forward of Two takes ['x', 'mask']"),
     "name of **": (Rest(), {"named": None}, None, ValueError, "in_dims names ['named'], but forward of Rest takes"),
@@ -333,11 +334,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a module, its `in_dims`, arguments, a
         ValueError,
         "pass in_dims={'mask': (0, 0, 0)} to the wrapper if i",
     ),
-    "tree": (Two(), {"mask": (0, None)}, (X, X), ValueError, f"mask, a Tensor of 0 entries, {FITS}"),
-    "lengths": (Two(), {"mask": (0,)}, (X, (X, X)), ValueError, f"2 entries, {FITS}(0,); {AS_MANY}"),
-    "fields": (Two(), {"mask": {"masks": None}}, (X, Batch(X, X)), ValueError, f"{FITS}{{'masks': None}}; {BY_KEYS}"),
-    "keys": (Two(), {"mask": (0, None)}, (X, {"a": X, "b": X}), ValueError, f"2 entries, {FITS}(0, None); {BY_KEYS}"),
-    "more others": (Rest(), {"others": (None,)}, (X, X, X), ValueError, "others, a dict of 2 entries, does not fit"),
+    "tree": (
+        Two(),
+        {"mask": (0, None)},
+        (X, X),
+        ValueError,
+        f"mask is a Tensor, {NAMES} tuple for it, (0, None); {ONE}",
+    ),
+    "lengths": (Two(), {"mask": (0,)}, (X, (X, X)), ValueError, f"2 entries, {NAMES} tuple for it, (0,); {AS_MANY}"),
+    "fields": (
+        Two(),
+        {"mask": {"masks": None}},
+        (X, Batch(X, X)),
+        ValueError,
+        f" dict for it, {{'masks': None}}; {BY_KEYS}",
+    ),
+    "keys": (Two(), {"mask": (0, None)}, (X, {"a": X, "b": X}), ValueError, f" tuple for it, (0, None); {BY_KEYS}"),
+    "more others": (Rest(), {"others": (None,)}, (X, X, X), ValueError, f"others is a dict of 2 entries, {NAMES}"),
     "nothing": (Two(), {"x": None, "mask": None}, (X, X), TypeError, "got arguments of whole Tensor only, of which"),
     "twice": (Two(), {"x": 0}, (X, X, X), TypeError, "takes from 2 to 3 positional arguments but 4 were given"),
 }
@@ -361,6 +374,8 @@ def test_dimensions_of_outputs_are_ints_or_none(out_dims):
         DataParallelWithCallback(Two(), R, out_dims=out_dims)
 
 
+SECOND = ", or call a second wrapper of the module where it returns something else, as in eval mode"
+TWO = f"it, (0, 0); {AS_MANY}"
 OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`, and the output or the error
     "dimension": (lambda x: x, 1, lambda x: torch.cat(x.chunk(2), 1)),
     "negative": (lambda x: x, -1, lambda x: torch.cat(x.chunk(2), 1)),
@@ -372,7 +387,12 @@ OUTPUTS: dict[str, tuple[Any, ...]] = {  # what each replica returns, `out_dims`
     "other values": (lambda x: (x, x), (0, None), "replica 0 returned output[1] = tensor("),
     "other shapes": (lambda x: (x, x[: int(x[0, 0])]), (0, None), "but replica 1 returned tensor("),
     "no list": (lambda x: (x, x[0] if x[0, 0] else [x]), (0, 0), "output[1] = [tensor"),
-    "tree": (lambda x: x, (0, 0), "output, a Tensor of 0 entries, does not fit the dimensions (0, 0)"),
+    "lone tensor": (
+        lambda x: x,
+        (0, 0),
+        f"output is a Tensor, but out_dims names a tuple for it, (0, 0); {ONE}{SECOND}",
+    ),
+    "fewer": (lambda x: [x], (0, 0), f"output is a list of 1 entries, but out_dims names a tuple for {TWO}{SECOND}"),
     "no dimension": (lambda x: x, 3, "output of shape (2, 2) has no dimension 3; name the dimension of its samples"),
 }
 
@@ -389,6 +409,15 @@ def test_outputs_are_put_together_as_named(devices, kind):
             parallel(x)
     else:
         assert repr(parallel(x)) == repr(expected(x))
+
+
+def test_second_wrapper_serves_evaluation():
+    net = Net(lambda net, x: (x, x.mean()) if net.training else x)
+    parallel, evaluating = DataParallelWithCallback(net, R, out_dims=(0, 0)), DataParallelWithCallback(net, R)
+    assert [len(output) for output in parallel(X)] == [4, 2]
+    with pytest.raises(ValueError, match="output is a Tensor, but out_dims names a tuple"):
+        parallel.eval()(X)
+    assert torch.equal(evaluating(X), X)
 
 
 WHOLE: dict[str, Any] = {  # what replicas return as a whole, and what replica 1 returns in its place

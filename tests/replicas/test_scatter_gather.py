@@ -5,7 +5,8 @@ import re
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -110,13 +111,12 @@ UNLIKE: dict[str, Any] = {  # what two replicas return, and how the error names 
     "empty": (lambda x: (x, []), lambda x: (x,), "output[1] = [], but replica 1 returned nothing there"),
     "value": (lambda x: Output(x, "a"), lambda x: Output(x, "b"), "output.value = 'a', but replica 1 returned 'b'"),
     "below": (
-        lambda x: (x, UserDict(names=Output(x, ["a", 1]))),
-        lambda x: (x, UserDict(names=Output(x, ["a", 2]))),
-        "output[1]['names'].value[1] = 1, but replica 1 returned 2",
+        lambda x: (x, UserDict(names=Output(x, ["a", "b"]))),
+        lambda x: (x, UserDict(names=Output(x, ["a", "c"]))),
+        "output[1]['names'].value[1] = 'b', but replica 1 returned 'c'",
     ),
     "no tensors": (lambda x: Output(None, "a"), lambda x: Output(None, "b"), "output = Output(rows=None, value='a'),"),
     "objects": (lambda x: {"x": x, "net": Net(None)},) * 2 + ("output['net'] = Net(), but replica 1 returned Net()",),
-    "nan": (lambda x: Output(x, math.nan), lambda x: Output(x, 1.0), "output.value = nan, but replica 1 returned 1.0"),
     "layers": (lambda x: Cache([[x]]), lambda x: Cache([[x], [x]]), f"output[1][0] = {ONE_MORE}"),
     "iterable out of reach": (lambda x: {"x": x, "a": Cache([[1]])},) * 2 + ("output['a'] = <helpers.Cach",),
 }
@@ -144,8 +144,7 @@ def returning(first, others, devices):
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_replicas_that_return_unlike_outputs_are_named(devices, kind):
     *outputs, found = UNLIKE[kind]
-    remedy = "a tensor in place of a number" if kind in ("below", "nan", "no nan") else "the same keys, lengths"
-    with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return {remedy}"):
+    with pytest.raises(ValueError, match=f"replica 0 returned {re.escape(found)}.*; return the same keys, lengths"):
         returning(*outputs, devices)
 
 
@@ -158,17 +157,76 @@ def test_outputs_that_differ_in_other_sizes_than_rows_are_named(devices, kind):
 
 @pytest.mark.parametrize(
     "output",
-    ["text", {1.0}, 3, 1.5, True, object(), iter([]), Cache([[1]]), ["a"]],
+    ["text", {1.0}, True, object(), iter([]), Cache([[1]]), ["a"]],
     ids=lambda value: type(value).__name__,
 )
 def test_replicas_that_return_no_tensors_are_told(devices, output):
-    name, path = ("str", "[1][0]") if output == ["a"] else (type(output).__name__, "[1]")
-    text = re.escape(f"mappings and dataclasses of tensors, got {name} in output{path}; return tensors")
-    with pytest.raises(TypeError, match=text):
+    name, path, dims = ("str", "[1][0]", "{0: None}") if output == ["a"] else (type(output).__name__, "[1]", "None")
+    text = re.escape(f"mappings and dataclasses of tensors, got {name} in output{path}; return a tensor (")
+    with pytest.raises(
+        TypeError, match=rf"{text}.*, or pass out_dims={{1: {dims}}} if it .*, or out_dims=0 for a list"
+    ):
         returning(*[lambda x: (x, output)] * 2, devices)
 
 
+SETTINGS = Output("a", [1]), Output("a", [True])
+NUMBERS: dict[str, Any] = {  # what replicas return, where its number is found, what it is, and how out_dims names it
+    "count": (lambda x: {"x": x, "n": len(x)}, "['n']", "int", {"n": None}),
+    "mean": (lambda x: Output(x, 1.5), ".value", "float", {"value": None}),
+    "nan": (lambda x: Output(x, math.nan), ".value", "float", {"value": None}),
+    "tuple": (lambda x: (x, 1j), "[1]", "complex", {1: None}),
+    "list": (lambda x: (x, [16]), "[1][0]", "int", {1: {0: None}}),
+    "named tuple": (lambda x: {"a": Pair(x, Fraction(1))}, "['a'][1]", "Fraction", {"a": {1: None}}),
+    "shape": (lambda x: {"x": x, "shape": x.shape}, "['shape']", "Size", {"shape": None}),
+    "fields": (lambda x: [x, SETTINGS[0]], "[1]", "Output", {1: None}),
+    "mapping": (lambda x: {"x": x, "a": UserDict(n=1)}, "['a']", "UserDict", {"a": None}),
+    "no tensor": (lambda x: {"n": 3}, "['n']", "int", {"n": None}),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_numbers_that_replicas_return_are_refused_unless_named_whole(devices, kind, rows):
+    make, path, name, dims = NUMBERS[kind]
+    net, x = Net(lambda net, x: make(x)), doubles(rows, 2, devices=devices)
+    found = re.escape(f"got {name} in output{path}; return a tensor (loss.detach() for loss.item()), or pass ")
+    for is_training in (True, False):  # the last batch, too, of which there may be a single chunk
+        with pytest.raises(TypeError, match=f"{found}{re.escape(f'out_dims={dims} if it is equal in all replicas')}"):
+            DataParallelWithCallback(net, devices).train(is_training)(x)
+    if kind not in ("count", "shape") or rows == 1:
+        assert repr(DataParallelWithCallback(net, devices, out_dims=dims)(x)) == repr(make(x))
+
+
+def test_number_that_is_the_whole_output_is_refused_with_a_remedy_that_works():
+    net = Net(lambda net, x: 2.5)
+    with pytest.raises(
+        TypeError, match=r"got float in output; .*, or pass out_dims=\(None,\) and return \(value,\) if"
+    ):
+        DataParallelWithCallback(net, ["cpu"] * 2)(X)
+    net.function = lambda net, x: (2.5,)
+    assert DataParallelWithCallback(net, ["cpu"] * 2, out_dims=(None,))(X) == (2.5,)
+
+
+@pytest.mark.parametrize("values", [(1, 2), (math.nan, 1.0)])
+def test_numbers_that_are_named_whole_must_agree(values):
+    net = Net(lambda net, x: {"x": x, "n": values[0] if x[0, 0] == 0 else values[1]})
+    parallel = DataParallelWithCallback(net, ["cpu"] * 2, out_dims={"n": None})
+    assert repr(parallel(X)["n"]) == repr(values[0])
+    text = f"output['n'] = {values[0]}, but replica 1 returned {values[1]}; return a tensor in place of a number"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parallel(X + torch.arange(4)[:, None])
+
+
+def test_numbers_in_a_list_with_an_entry_for_each_sample_are_joined():
+    net = Net(lambda net, x: [{"score": float(score)} for score in x[:, 0]])
+    assert DataParallelWithCallback(net, ["cpu"] * 2, out_dims=0)(X) == [{"score": 0.0}] * 4
+
+
 class Mode(Enum):  # whose class can be iterated
+    TRAIN = 1
+
+
+class Kind(IntEnum):
     TRAIN = 1
 
 
@@ -190,10 +248,11 @@ ALIKE: dict[str, Any] = {
     "sequences": (lambda x: (x, None), lambda x: [x, None]),
     "named": (lambda x: Pair(x, -x), lambda x: (x, -x)),
     "order of keys": (lambda x: {"b": x, "a": (-x,)}, lambda x: OrderedDict(a=[-x], b=x)),
-    "values": (lambda x: Output(x, ("a", math.nan, -math.inf, None)),) * 2,
-    "enum": (lambda x: {"x": x, "mode": Mode.TRAIN},) * 2,
+    "values": (lambda x: Output(x, ("a", True, None, b"b")),) * 2,
+    "enum": (lambda x: {"x": x, "mode": Mode.TRAIN, "kind": Kind.TRAIN},) * 2,
+    "settings": (lambda x: {"x": x, "settings": SETTINGS[1]},) * 2,
     "movable": (lambda x: {"x": x, "tokens": Movable()},) * 2,
-    "whole mappings": (lambda x: {"x": x, "more": {"a": [1, "b"], "c": {}}},) * 2,
+    "whole mappings": (lambda x: {"x": x, "more": {"a": [False, "b"], "c": {}}},) * 2,
     "nothing": (lambda x: None,) * 2,
 }
 
@@ -213,3 +272,14 @@ def test_arrays_that_replicas_return_must_be_equal():
         parallel.module.function = lambda net, x, make=make: {"value": make() if x[0] else numpy.arange(3), "x": x}
         with pytest.raises(ValueError, match="replica 0 returned"):
             parallel(x)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "int64", "array"])
+def test_numbers_of_numpy_are_refused_but_no_bools(name):
+    numpy = pytest.importorskip("numpy")
+    net = Net(lambda net, x: {"x": x, "n": getattr(numpy, name)(2)})
+    with pytest.raises(TypeError, match=r"got \w+ in output\['n'\]; .*, or pass out_dims=\{'n': None\} if it"):
+        DataParallelWithCallback(net, ["cpu"] * 2)(X)
+    assert DataParallelWithCallback(net, ["cpu"] * 2, out_dims={"n": None})(X)["n"] == 2
+    net.function = lambda net, x: {"x": x, "flag": numpy.bool_(True)}
+    assert DataParallelWithCallback(net, ["cpu"] * 2)(X)["flag"] == True  # noqa: E712

@@ -29,7 +29,7 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenSlots:
     rows: Tensor
-    scale: float = 2.0
+    scale: str = "2"
 
 
 @dataclass
@@ -137,7 +137,7 @@ TREES = {
     "none": lambda x: {"x": x, "none": [None, x], "more": (None, None)},
     "empty": lambda x: {"x": x, "list": [], "tuple": (), "dict": {}},
     "dataclass": lambda x: Batch(x, x > 0, "eval"),
-    "frozen slots": lambda x: FrozenSlots(rows=x, scale=3.0),
+    "frozen slots": lambda x: FrozenSlots(rows=x, scale="3"),
     "nested": lambda x: Batch(Batch(x, x + 1), [FrozenSlots(rows=x), (x,)], {"in dict": Batch(x)}),
     "UserDict": lambda x: UserDict(x=x, more=[x, Batch(x)], text="a"),
     "Encoding": lambda x: Encoding({"ids": x, "mask": x + 1}, encodings=["a"]),
@@ -269,7 +269,7 @@ def test_torch_moves_each_tensor_of_a_tree_once(monkeypatch):
 @dataclass
 class Counted:
     rows: Tensor
-    number: int = field(init=False, default=0)
+    text: str = field(init=False, default="")
 
 
 class Closed(Table):
@@ -278,9 +278,9 @@ class Closed(Table):
 
 
 CANNOT = {  # what cannot be built anew, and how the error goes on
-    "init=False": (Counted, ", a Counted, .*: field number is declared with init=False"),
+    "init=False": (Counted, ", a Counted, .*: field text is declared with init=False"),
     "mapping": (lambda x: Closed(x=x), ", a Closed, .*: .*positional argument"),
-    "below": (lambda x: [UserDict(a=Counted(x))], r"\[0\]\['a'\], a Counted, .*: field number"),
+    "below": (lambda x: [UserDict(a=Counted(x))], r"\[0\]\['a'\], a Counted, .*: field text"),
 }
 
 
@@ -336,7 +336,7 @@ def test_tensors_that_cannot_be_reached_are_refused_with_their_path(devices, kin
     text = f"{re.escape(path)}, a {found} that holds tensors, cannot be cut into chunks .*; pass dense tensors"
     with pytest.raises(TypeError, match=f"^input{text}"):
         DataParallelWithCallback(nn.Identity(), devices)(make(x))
-    with pytest.raises(TypeError, match=f"got {found} in output{re.escape(path)}; return tensors"):
+    with pytest.raises(TypeError, match=f"got {found} in output{re.escape(path)}; return a tensor"):
         returned(make, x, devices)
 
 
