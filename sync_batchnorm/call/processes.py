@@ -28,11 +28,11 @@ ONE_PROCESS_A_DEVICE = (
 
 Group = Any  # a `torch.distributed.ProcessGroup`, a class that is missing where torch is built without it
 
-# For each group, the layers that have exchanged in it on the CPU, with their numbers and names. A number is not stored
-# on its layer, because a copy of the layer must have none. A group that was destroyed and made anew is another object,
+# For each group, the layers that have exchanged in it on the CPU, with their numbers. A number is not stored on its
+# layer, because a copy of the layer must have none. A group that was destroyed and made anew is another object,
 # and begins at 1; ranks that are threads have groups of their own. Only the thread that exchanges in a group uses its
 # numbers.
-_numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, tuple[float, str]]] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Group, WeakKeyDictionary[nn.Module, float]] = WeakKeyDictionary()
 
 _inherited: list[Group] = []  # the default group at each fork that led to this process: a child must not use it
 
@@ -131,31 +131,33 @@ def active_group(process_group: Group | None) -> Group | None:
 def _number_of(peers: Peers) -> float:
     """Return the number of a layer; of one without a number, as a negative one, the next that this process has free."""
     numbers = _numbers.setdefault(peers.group, WeakKeyDictionary())
-    known = numbers.get(peers.layer())
-    return known[0] if known else -1 - max([number for number, _ in numbers.values()], default=0)
+    return numbers.get(peers.layer()) or -1 - max(numbers.values(), default=0)
 
 
 def _agree(numbers: Sequence[float], peers: Peers) -> None:
     """Let the layer have the number that all processes send, or raise an error in all of them if they send several.
 
-    A layer without a number takes what other processes have, so that one process may go on with a copy of its model. If
-    no process has a number, all take the largest of those that are free, which is free in each of them.
+    A layer without a number takes the number of the other processes, so one process may go on with a copy of its model
+    that has not exchanged yet. If no process has a number, all take the largest proposal, which is free in each of them.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:
         raise _different_layers(numbers, peers)
-    _numbers[peers.group][peers.layer()] = known.pop() if known else -min(numbers), peers.name
+    _numbers[peers.group][peers.layer()] = known.pop() if known else -min(numbers)
 
 
 def _different_layers(numbers: Sequence[float], peers: Peers) -> RuntimeError:
-    """Return the error that says what each process has called, by the names that this process has for the numbers."""
-    names, layers = dict(_numbers[peers.group].values()), []
+    """Return the error for processes that call different layers. It names the layer of this process only.
+
+    Another process may have given a number to another layer: nobody notices if the first calls already differ.
+    """
+    layers = []
     for rank, number in zip(dist.get_process_group_ranks(peers.group), numbers, strict=True):
-        name = peers.name if rank == dist.get_rank() else names.get(number, "a layer that is not known here")
+        name = peers.name if rank == dist.get_rank() else "a layer"
         layers.append(f"{name} ({f'number {number:.0f}' if number > 0 else 'not yet numbered'}) in rank {rank}")
     return RuntimeError(
         f"expected all processes to call the same synchronized batch norm, but got {', '.join(layers)}; make every "
-        "process call the same layers in the same order"
+        "process call the same layers in the same order: the error of each rank names its own layer"
     )
 
 
