@@ -3,12 +3,12 @@
 NOTE [workspaces]: The time of a step is the number of operators, so replicas on several GPUs use a workspace again and
 again, with all its views. Whoever takes one may write into it whatever kernels still read there, because all kernels
 that use it run on default streams, in the order in which they were launched (NOTE [streams]). So it goes back as soon
-as nobody can launch another one: with the last reference to its `Lease`. Who refers to vectors of a workspace refers to
+as nobody can launch another one: with the last reference to its `Lease`. No Python code runs then, in which Ctrl-C or
+an alarm would be lost: a weak reference to the lease calls `list.append`, and the next call looks into that list. Who refers to vectors of a workspace refers to
 the lease: through what `sent_to` returns; a backward pass while it runs; and through the `BatchStatistics` of a forward
 pass, which the graph and checkpoints keep. Where this fails, numbers are wrong: `tests/gpus/test_workspaces.py`.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,16 +24,26 @@ __all__: list[str] = []
 Vectors = Sequence[Tensor]  # a pair, such as mean and invstd
 
 
-class Kept(dict[Any, deque["Workspace"]]):
-    """Workspaces that nobody uses, by what may be written into them: at most 1024 of a kind, which no net needs."""
+class WorkspacePool:
+    """The workspaces of one kind: at most 1024, which no net needs. Those whose lease has ended are free."""
 
-    def __del__(self) -> None:
-        for free in self.values():
-            free.clear()  # also where a graph refers to it
+    def __init__(self) -> None:
+        self.workspaces: dict[ref[Lease], Workspace] = {}  # by the latest lease of each
+        self._ended: list[ref[Lease]] = []
+
+    def take(self, lease: "Lease") -> "Workspace":
+        """Return a workspace, which is not free before `lease` ends."""
+        try:
+            workspace = self.workspaces.pop(self._ended.pop())
+        except IndexError:
+            workspace = Workspace()
+        if len(self.workspaces) < 1024:
+            self.workspaces[ref(lease, self._ended.append)] = workspace
+        return workspace
 
 
-_NONE: deque["Workspace"] = deque(maxlen=0)  # keeps nothing
-_kept: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()  # what the forward passes of a wrapper hand on; ends with it
+# The pools of a wrapper, by the kind of their workspaces: what may be written into these. They end with the wrapper.
+_pools: WeakKeyDictionary[Any, dict[Any, WorkspacePool]] = WeakKeyDictionary()
 
 
 class Workspace:
@@ -72,24 +82,21 @@ class Lease:
     `owner` refers to the wrapper whose forward passes hand on the workspace; None: nothing is kept.
     """
 
-    __slots__ = ("_free", "owner", "workspace")
+    __slots__ = ("__weakref__", "owner", "workspace")
 
     def __init__(self, owner: ref[Any] | None, devices: tuple[torch.device, ...], vector: Tensor) -> None:
-        self.owner, self._free = owner, _NONE
+        self.owner, pool = owner, None
         # On one device, not all kernels of a call run on default streams.
         wrapper = None if owner is None or len(devices) == 1 or devices[0].type != "cuda" else owner()
         try:
-            if wrapper is not None and vector.data_ptr():  # Batched gradients have no memory, and are copied into none.
+            if wrapper is not None and vector.data_ptr():
                 # What is made in inference mode cannot be written outside.
                 kind = devices, vector.shape, vector.dtype, torch.is_inference_mode_enabled()
-                kept = _kept.get(wrapper) or _kept.setdefault(wrapper, Kept())
-                self._free = kept.get(kind) or kept.setdefault(kind, deque(maxlen=1024))
-            self.workspace = self._free.pop() if self._free else Workspace()
-        except (IndexError, RuntimeError):
-            self.workspace = Workspace()
-
-    def __del__(self) -> None:
-        self._free.append(self.workspace)
+                pools = _pools.get(wrapper) or _pools.setdefault(wrapper, {})
+                pool = pools.get(kind) or pools.setdefault(kind, WorkspacePool())
+        except RuntimeError:
+            pass  # Batched gradients have no memory, and are copied into none.
+        self.workspace = Workspace() if pool is None else pool.take(self)
 
 
 class Held(tuple[Tensor, ...]):

@@ -138,7 +138,7 @@ def _agree(numbers: Sequence[float], peers: Peers) -> None:
     """Let the layer have the number that all processes send, or raise an error in all of them if they send several.
 
     A layer without a number takes the number of the other processes, so one process may go on with a copy of its model
-    that has not exchanged yet. If no process has a number, all take the largest proposal, which is free in each of them.
+    that has not exchanged yet. If no process has a number, all take the largest proposal, which is free everywhere.
     """
     known = {number for number in numbers if number > 0}
     if len(known) > 1:

@@ -7,6 +7,7 @@ makes a race, which simulated GPUs report. Both mistakes are made on purpose at 
 import functools
 import gc
 import itertools
+import sys
 import weakref
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model
 from sync_batchnorm.backends import workspaces
-from sync_batchnorm.backends.workspaces import Lease, Workspace
+from sync_batchnorm.backends.workspaces import Lease, Workspace, WorkspacePool
 
 pytestmark = pytest.mark.cuda
 
@@ -294,7 +295,7 @@ class Widths(nn.Module):
 
 def bytes_on_first_and_in_all(parallel):
     tensors = []
-    for workspace in itertools.chain(*workspaces._kept[parallel].values()):
+    for workspace in itertools.chain(*[pool.workspaces.values() for pool in workspaces._pools[parallel].values()]):
         tensors += [value for value in vars(workspace).values() if isinstance(value, torch.Tensor)]
         tensors += getattr(workspace, "_copies", [])
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values()
@@ -328,7 +329,7 @@ def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
     del parallel
     gc.collect()
     assert len(alive) == of_other + 2  # those of the graph
-    assert len(workspaces._kept) == 1
+    assert len(workspaces._pools) == 1
     grad = torch.randn_like(expected)
     output.backward(grad)
     expected.backward(grad)
@@ -339,7 +340,38 @@ def test_memory_ends_with_the_wrapper_and_with_the_graphs_that_need_it(alive):
     del other
     gc.collect()
     assert not alive
-    assert not len(workspaces._kept)
+    assert not len(workspaces._pools)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("lasts", [True, False], ids=["wrapper lasts", "wrapper ends first"])
+def test_no_python_code_runs_where_memory_is_given_back(lasts):
+    """An exception of a signal, such as Ctrl-C, would be lost there."""
+    wrapper, calls = torch.nn.Identity(), []
+    vector, devices = torch.ones(3, device="cuda:0"), tuple(map(torch.device, ("cuda:0", "cuda:1")))
+    lease = Lease(weakref.ref(wrapper), devices, vector)
+    workspace = lease.workspace
+    if not lasts:
+        del wrapper
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    del lease
+    sys.setprofile(None)
+    assert calls == ["c_call"]  # of `setprofile` itself
+    if lasts:
+        assert Lease(weakref.ref(wrapper), devices, vector).workspace is workspace
+
+
+@needs_two_gpus
+def test_memory_is_given_back_by_a_graph_that_only_the_garbage_collector_finds(alive):
+    parallel = twins(TwoLayers().double(), [0, 1])[1]
+    numbers = []
+    for _ in range(6):
+        cycle = [parallel(batches([0, 1])[0])]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        numbers.append(len(alive))
+    assert numbers[1:] == numbers[1:2] * 5
 
 
 @pytest.mark.parametrize("devices", [[0, 0], [0]], ids=str)
@@ -363,12 +395,11 @@ def test_nothing_is_kept_for_one_device(devices, alive):
     ids=["several", "retained"],
 )
 def test_memory_that_is_given_back_too_early_is_noticed(passes, monkeypatch):
-    def init(lease, *args):
-        take(lease, *args)
-        Lease.__del__(lease)
+    def take_for_a_moment(pool, lease):
+        return take(pool, Workspace())  # which ends here, and the lease does not
 
-    take = Lease.__init__
-    monkeypatch.setattr(Lease, "__init__", init)
+    take = WorkspacePool.take
+    monkeypatch.setattr(WorkspacePool, "take", take_for_a_moment)
     order = {"order": (0, 1, 2)} if "several" in passes.__name__ else {}
     with pytest.raises(AssertionError, match="gradient"):
         passes([0, 1], **order)
