@@ -36,6 +36,9 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # For this thread. Without it, every call would pay ten times as much for `torch.no_grad`.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# How many modes are on in this thread. Without them, a thread that stays would keep the modes that `forward` leaves on.
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Whether the running backward pass retains the graph. Without it, every one would have to keep what it could drop.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # The hooks on saved tensors of this thread. Without it, checkpoints in replicas would not see what a layer saves.

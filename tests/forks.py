@@ -31,15 +31,11 @@ class Ended(NamedTuple):
 def let_python_swallow(kind: type[BaseException]) -> None:
     """Print nothing where Python ignores an exception of a signal: in a destructor, or a callback of a weak reference.
 
-    Nor where it loses a thread whose `start` the signal has interrupted: the thread does not find itself among those
-    that start, and ends. Whoever sends a signal at any moment cannot count on its exception, and sends it again if it
-    has to come.
+    Whoever sends a signal at any moment cannot count on its exception, and sends it again if it has to come.
     """
 
     def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        is_lost_thread = isinstance(error, KeyError) and isinstance(error.args[0], threading.Thread)
-        if not isinstance(error, kind) and not is_lost_thread:
+        if not isinstance(unraisable.exc_value, kind):
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = hook

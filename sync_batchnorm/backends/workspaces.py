@@ -4,9 +4,10 @@ NOTE [workspaces]: The time of a step is the number of operators, so replicas on
 again, with all its views. Whoever takes one may write into it whatever kernels still read there, because all kernels
 that use it run on default streams, in the order in which they were launched (NOTE [streams]). So it goes back as soon
 as nobody can launch another one: with the last reference to its `Lease`. No Python code runs then, in which Ctrl-C or
-an alarm would be lost: a weak reference to the lease calls `list.append`, and the next call looks into that list. Who refers to vectors of a workspace refers to
-the lease: through what `sent_to` returns; a backward pass while it runs; and through the `BatchStatistics` of a forward
-pass, which the graph and checkpoints keep. Where this fails, numbers are wrong: `tests/gpus/test_workspaces.py`.
+an alarm would be lost: a weak reference to the lease calls `list.append`, and the next call looks into that list. Who
+refers to vectors of a workspace refers to the lease: through what `sent_to` returns; a backward pass while it runs; and
+through the `BatchStatistics` of a forward pass, which the graph and checkpoints keep. Where this fails, numbers are
+wrong: `tests/gpus/test_workspaces.py`.
 """
 
 from collections.abc import Mapping, Sequence

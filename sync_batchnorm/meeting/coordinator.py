@@ -155,6 +155,13 @@ class Coordinator:
                 if other.waits_in is not None and number in other.waits_in.awaited():
                     return self._break_by_absence(record, other.waits_in)
 
+    def lose_thread(self, number: int) -> bool:
+        """Record that the thread of a replica has ended; return whether the replica did not begin to run in it."""
+        record = self._listed[number]
+        if record.thread:
+            self.leave(number, RuntimeError(f"expected {record} to run until forward() ends, but its thread was ended"))
+        return not record.ended
+
     def interrupt(self, number: int, error: BaseException) -> None:
         """Release all replicas, because an exception took one of them out of a rendezvous. `leave` records it later."""
         with self._lock:

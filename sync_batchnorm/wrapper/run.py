@@ -9,18 +9,26 @@ wrapper, and a thread that a replica starts may inherit its context, as by defau
 NOTE [threads that stay]: cuDNN plans each convolution anew in each new thread, as torch keeps the plans by thread. That
 takes the forward pass of a ResNet-50 from 6 to 51 ms (torch 2.11, H200; `docs/benchmarks/gpu`). So the thread of a
 replica on an accelerator stays, idle, for the next replica on that device; there are as many as have run at once. It
-ends if its replica fails: before torch 2.13, an exception leaves the hooks of a checkpoint on its thread. On the CPU,
-where nothing is kept by thread, it ends, too: an idle one would also keep its pool of OpenMP.
+serves callers with the same number of threads of torch, which a thread takes on when it begins. It ends if its replica
+fails, or leaves its state other than it was: the replica of another model must not get what is on. On the CPU, where
+nothing is kept by thread, it ends, too: an idle one would also keep its pool of OpenMP.
+
+NOTE [signals]: The handler of a signal may raise an exception between any two lines of Python in the main thread. In
+`Thread.start`, `Thread.join` or `Event.wait`, which release locks, it becomes "release unlocked lock", or the thread is
+lost. So the caller waits in `SimpleQueue.get` only, which has no Python code, and starts a thread with `_thread`, in
+which no signal is handled, to start the `Thread` of a replica. A replica itself needs one that debuggers know. The
+caller refers to that weakly: at the end of a `Thread`, Python code of `threading` runs, which would lose the exception.
 """
 
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from os import getpid
-from queue import SimpleQueue
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
 from typing import Any
 from weakref import ref
 
@@ -30,6 +38,7 @@ from torch.autograd import profiler
 
 from ..backends.streams import current_stream
 from ..meeting import PATIENCE, Coordinator, ReplicaSyncError, without_frames
+from ..torch_private import count_dispatch_modes, count_function_modes, hooks_of_thread
 from .lost_state import ParameterChanges
 from .random_states import RandomStates
 
@@ -90,8 +99,7 @@ class ForwardPass:
         """Note the modes and the context of this thread, as those of the caller of these runs."""
         is_inference, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         modes: list[Any] = [lambda _: torch.inference_mode() if is_inference else torch.set_grad_enabled(records)]
-        accelerator = torch.accelerator.current_accelerator()
-        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        for kind in _types_of_autocast():
             if torch.is_autocast_enabled(kind):
                 dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
                 autocast = partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache)
@@ -123,6 +131,12 @@ class ForwardPass:
             return error  # The outer wrapper shows the frames of both.
         is_own = isinstance(error, Exception) and not isinstance(error, ReplicaSyncError)
         return without_frames(error, who, fact() if is_own else "")
+
+
+def _types_of_autocast() -> Sequence[str]:
+    """Return the types of device for which autocast may be on."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class Run:
@@ -210,11 +224,8 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     if len(handles) == 1:
         return [handles[0](*all_args[0], **all_kwargs[0])]
 
-    def work(i: int) -> bool:
-        with suppress(BaseException):  # The run has told the coordinator.
-            outputs[i] = handles[i](*all_args[i], **all_kwargs[i])
-            return True
-        return False
+    def work(i: int) -> None:
+        outputs[i] = handles[i](*all_args[i], **all_kwargs[i])
 
     runs = [handle._sync_run for handle in handles]
     outputs: list[Any] = [None] * len(runs)
@@ -228,58 +239,87 @@ def call_replicas(handles: Sequence[ReplicaHandle], inputs: Any, kwargs: Any) ->
     return outputs
 
 
-def _run_threads(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
+def _run_threads(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run `work` of each place in `runs` in a thread, until all have ended, or those that have not are given up."""
     coordinator = runs[0].forward_pass.coordinator
-    waits = [_begin_in_thread(partial(work, i), run.device) for i, run in enumerate(runs)]
-    for wait in waits:
-        while not wait(1.0) and not coordinator.has_given_up:
-            pass
+    ended: SimpleQueue[int] = SimpleQueue()
+    begin = partial(_begin_in_thread, work, ended)
+    threads = {i: begin(i, run) for i, run in enumerate(runs)}
+    while threads and not coordinator.has_given_up:
+        try:
+            places = [ended.get(timeout=1.0)]
+        except Empty:  # Something outside may have ended a thread, which then tells nothing.
+            places = [i for i, thread in threads.items() if _has_ended(thread())]
+        for i in places:
+            if coordinator.lose_thread(runs[i].number):
+                threads[i] = begin(i, runs[i])
+            else:
+                threads.pop(i, None)
 
 
-def _begin_in_thread(work: Callable[[], bool], device: torch.device) -> Callable[[float], bool]:
-    """Run `work` in a thread; return a function that waits for its end, some seconds at most, and says if it came."""
-    # After Ctrl-C in the caller, a busy daemon thread does not block exit.
-    if device.type == "cpu":
-        thread = Thread(target=work, daemon=True)
-        thread.start()
-
-        def wait(seconds: float) -> bool:
-            thread.join(seconds)
-            return not thread.is_alive()
-
-        return wait
-    idle = _idle.setdefault((getpid(), device), [])  # A forked child has none of its parent's threads.
+def _begin_in_thread(work: Callable[[int], None], ended: "SimpleQueue[int]", i: int, run: Run) -> "ref[Thread]":
+    """Run `work(i)` in a thread, then put `i` into `ended`; return the thread."""
+    # A forked child has none of its parent's threads.
+    idle = _idle.setdefault((getpid(), run.device, torch.get_num_threads()), [])
     try:
-        works = idle.pop()
+        while not (taken := idle.pop())[0].is_alive():
+            pass
+        thread, works = taken
+        works.put((work, ended, i, run))
     except IndexError:
-        works = SimpleQueue()
-        Thread(target=_work_and_stay, args=(works, idle), name=f"replicas on {device}", daemon=True).start()
-    ended = Event()
-    works.put((work, ended))
-    return ended.wait
+        works, name = SimpleQueue(), f"replicas on {run.device}"
+        works.put((work, ended, i, run))  # First: otherwise, a signal could leave a thread without work.
+        # After Ctrl-C in the caller, a busy daemon thread does not block exit.
+        thread = Thread(target=_work_and_stay, args=(works, idle, run.device), name=name, daemon=True)
+        start_new_thread(_start, (thread, ended, i, run))
+    return ref(thread)
 
 
-def _work_and_stay(works: "SimpleQueue[_Work]", idle: list["SimpleQueue[_Work]"]) -> None:
-    """Do one work after another, in a thread that is idle in between, until one fails; see NOTE [threads that stay]."""
-    succeeds = True
-    while succeeds:
-        work, ended = works.get()
-        succeeds = work()
-        del work  # which refers to inputs and outputs
-        if succeeds:
-            idle.append(works)
-        ended.set()
+def _start(thread: Thread, ended: "SimpleQueue[int]", i: int, run: Run) -> None:
+    """Start a thread, in a thread that no signal interrupts: see NOTE [signals]."""
+    try:
+        thread.start()
+    except BaseException as error:
+        run.forward_pass.coordinator.leave(run.number, error)
+        ended.put(i)
+
+
+def _has_ended(thread: Thread | None) -> bool:
+    """Return whether a thread has ended; one without a number has not begun yet."""
+    return thread is None or (thread.ident is not None and not thread.is_alive())
+
+
+def _work_and_stay(works: "SimpleQueue[Any]", idle: list[Any], device: torch.device) -> None:
+    """Do one work after another, in a thread that is idle in between; see NOTE [threads that stay] for its end."""
+    state, stays = _thread_state(), True
+    while stays:
+        work, ended, i, run = works.get()
+        try:
+            work(i)
+            stays = device.type != "cpu" and _thread_state() == state
+        except BaseException as error:  # which the run has told, unless something outside wants to end this thread
+            run.forward_pass.coordinator.leave(run.number, error)
+            stays = False
+        del work, run  # which refer to inputs and outputs
+        if stays:
+            idle.append((current_thread(), works))
+        ended.put(i)
         del ended
 
 
-_Work = tuple[Callable[[], bool], Event]
+def _thread_state() -> tuple[Any, ...]:
+    """Return the settings of this thread that `forward` may leave other than they were."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types_of_autocast()]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks_of_thread(True)
+    counts = count_function_modes(), count_dispatch_modes(), torch.get_num_threads()  # A default device is a mode.
+    return autocast, torch.is_autocast_cache_enabled(), modes, counts
 
-# Where the threads of a process that wait for a work on a device get it.
-_idle: dict[tuple[int, torch.device], list["SimpleQueue[_Work]"]] = {}
+
+# Idle threads, each with the queue of its works, by process, device, and the number of threads that torch uses in each.
+_idle: dict[tuple[int, torch.device, int], list[tuple[Thread, "SimpleQueue[Any]"]]] = {}
 
 
-def _run_in_turns(work: Callable[[int], bool], runs: Sequence[Run]) -> None:
+def _run_in_turns(work: Callable[[int], None], runs: Sequence[Run]) -> None:
     """Run replicas that share devices one at a time; each draws from random states of its own."""
     forward_pass = runs[0].forward_pass
     forward_pass.check_turns()

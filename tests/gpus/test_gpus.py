@@ -6,7 +6,10 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 
 import contextlib
 import copy
+import ctypes
 import functools
+import itertools
+import re
 import threading
 import weakref
 
@@ -29,10 +32,13 @@ from helpers import (
 from streams import on_a_side_stream
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
+from sync_batchnorm.meeting import Coordinator
 
 pytestmark = [
     pytest.mark.cuda,
@@ -323,3 +329,125 @@ def test_threads_of_replicas_stay_for_the_next_pass_unless_it_fails_and_keep_not
     assert third == fourth
     assert len(first | third) == 6
     assert not any(reference() is not None for reference in inputs)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+LEFT_ON = {
+    "nothing": lambda: None,
+    "autocast": lambda: torch.set_autocast_enabled("cuda", True),
+    "autocast of the CPU": lambda: torch.set_autocast_enabled("cpu", True),
+    "type of autocast": lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+    "cache of autocast": lambda: torch.set_autocast_cache_enabled(False),
+    "default device": lambda: torch.set_default_device("meta"),
+    "function mode": lambda: FunctionMode().__enter__(),
+    "dispatch mode": lambda: DispatchMode().__enter__(),
+    "hooks on saved tensors": lambda: torch.autograd.graph.save_on_cpu().__enter__(),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+}
+
+
+@pytest.fixture
+def _number_of_threads():
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.mark.usefixtures("_number_of_threads")
+@pytest.mark.parametrize("left", LEFT_ON)
+@needs_two_gpus
+def test_thread_in_which_forward_leaves_something_on_serves_no_other_replica(left, monkeypatch):
+    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
+    threads = []
+
+    def leave(net, input):
+        output = net.bn(input)
+        threads.append(threading.current_thread())
+        LEFT_ON[left]()
+        return output
+
+    def note(net, input):
+        threads.append(threading.current_thread())
+        return net.bn(input)
+
+    data = torch.randn(4, 3, device="cuda")
+    for forward in (leave, note):
+        DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 1])(data)
+    assert (set(threads[:2]) == set(threads[2:])) is (left == "nothing")
+
+
+@pytest.mark.usefixtures("_number_of_threads")
+@needs_two_gpus
+def test_replicas_use_as_many_threads_of_torch_as_their_caller():
+    numbers = []
+    net = Net(lambda net, input: (numbers.append(torch.get_num_threads()), net.bn(input))[1], bn=nn.BatchNorm1d(3))
+    parallel = DataParallelWithCallback(convert_model(net.cuda()), [0, 1])
+    for number in (1, 2, 1):
+        torch.set_num_threads(number)
+        parallel(torch.randn(4, 3, device="cuda"))
+    assert numbers == [1, 1, 2, 2, 1, 1]
+
+
+def end_from_outside(thread):
+    """Raise SystemExit in a thread when it next runs Python code, as tools do that end all threads but the main one."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("when", ["idle", "before it is idle"])
+@needs_two_gpus
+def test_pass_after_threads_were_ended_from_outside_is_right(when, monkeypatch):
+    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", idle := {})
+    plain, parallel = twins(nn.BatchNorm1d(3).double(), [0, 1])
+    assert_same_step(plain, parallel, doubles(5, 3, devices=[0]))
+    for thread, works in itertools.chain(*idle.values()):
+        end_from_outside(thread)
+        if when == "before it is idle":
+            works.put(None)
+            thread.join()
+    assert_same_step(plain, parallel, doubles(5, 3, devices=[0]))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@needs_two_gpus
+def test_replica_whose_thread_ends_without_a_word_is_an_error(monkeypatch):
+    def forward(net, input):
+        if input.device.index:
+            end_from_outside(threading.current_thread())
+        return net.bn(input)
+
+    def leave(coordinator, number, failure=None):
+        if not isinstance(failure, SystemExit):
+            tell(coordinator, number, failure)
+        else:
+            raise failure
+
+    tell = Coordinator.leave
+    monkeypatch.setattr(Coordinator, "leave", leave)
+    parallel = DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 1])
+    text = "expected replica 1 on device cuda:1 to run until forward() ends, but its thread was ended"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        parallel(torch.randn(4, 3, device="cuda"))
+
+
+@needs_two_gpus
+def test_error_of_a_thread_that_cannot_start_reaches_the_caller(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
+    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            parallel(torch.randn(4, 3, device="cuda"))
+    parallel(torch.randn(4, 3, device="cuda"))
