@@ -1,6 +1,7 @@
 """What tests compare, and how closely: the tolerances are stated here, once."""
 
 import copy
+import ctypes
 import importlib.util
 import inspect
 import re
@@ -248,6 +249,11 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
         if isinstance(outcome, Exception):
             raise outcome
     return outcomes
+
+
+def end_from_outside(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread when it next runs Python code, as tools do that end all threads but the main one."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
 def assert_equal(actual: Tensor, expected: Tensor, label: str = "", tolerance: float | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Net, WithPipe, assert_equal
+from helpers import Net, WithPipe, assert_equal, end_from_outside
 from scripted import (
     WRAPPERS,
     OneThread,
@@ -34,6 +34,7 @@ from sync_batchnorm import (
     SyncMaster,
     patch_replication_callback,
 )
+from sync_batchnorm.meeting import Coordinator
 from sync_batchnorm.wrapper.run import current_run
 
 
@@ -382,3 +383,46 @@ def test_exit_of_the_only_replica_names_it_and_holds_no_frames():
     assert note.startswith("Caught SystemExit in replica 0 on device cpu.")
     assert "call_replicas" in note
     assert "call_replicas" not in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_replica_whose_thread_ends_without_a_word_is_an_error(monkeypatch):
+    def leave(coordinator: Coordinator, number: int, failure: BaseException | None = None) -> None:
+        if isinstance(failure, SystemExit):  # as if it were ended here a second time
+            raise failure
+        tell(coordinator, number, failure)
+
+    tell = Coordinator.leave
+    monkeypatch.setattr(Coordinator, "leave", leave)
+    step = (1, "between", lambda model, x: end_from_outside(threading.current_thread()))
+    text = "expected replica 1 on device cpu to run until forward() ends, but its thread was ended"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        WRAPPERS["wrapper"](scripted(step))(*batch())
+
+
+def test_error_of_a_thread_that_cannot_start_reaches_the_caller(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    parallel = WRAPPERS["wrapper"](scripted())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            parallel(*batch())
+    assert_next_forward_is_right(parallel, (0, 0))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_replica_that_has_not_begun_when_its_thread_ends_runs_in_another_one(monkeypatch):
+    def start_and_end(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)  # The others stay as they are.
+        work, run = threading.Event(), thread.run
+        thread.run = lambda: work.wait() and run()
+        start(thread)
+        end_from_outside(thread)
+        work.set()
+
+    start = threading.Thread.start
+    parallel = WRAPPERS["wrapper"](scripted())
+    monkeypatch.setattr(threading.Thread, "start", start_and_end)
+    assert_next_forward_is_right(parallel, (0, 0))

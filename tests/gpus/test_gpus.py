@@ -6,10 +6,8 @@ use it, which is what most of them are about; on real GPUs they compare numbers.
 
 import contextlib
 import copy
-import ctypes
 import functools
 import itertools
-import re
 import threading
 import weakref
 
@@ -25,6 +23,7 @@ from helpers import (
     assert_same_state,
     assert_same_step,
     doubles,
+    end_from_outside,
     in_threads,
     run_parts,
     twins,
@@ -38,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, convert_model, patch_replication_callback
 from sync_batchnorm.backends import cuda
-from sync_batchnorm.meeting import Coordinator
 
 pytestmark = [
     pytest.mark.cuda,
@@ -397,11 +395,6 @@ def test_replicas_use_as_many_threads_of_torch_as_their_caller():
     assert numbers == [1, 1, 2, 2, 1, 1]
 
 
-def end_from_outside(thread):
-    """Raise SystemExit in a thread when it next runs Python code, as tools do that end all threads but the main one."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("when", ["idle", "before it is idle"])
 @needs_two_gpus
@@ -415,39 +408,3 @@ def test_pass_after_threads_were_ended_from_outside_is_right(when, monkeypatch):
             works.put(None)
             thread.join()
     assert_same_step(plain, parallel, doubles(5, 3, devices=[0]))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@needs_two_gpus
-def test_replica_whose_thread_ends_without_a_word_is_an_error(monkeypatch):
-    def forward(net, input):
-        if input.device.index:
-            end_from_outside(threading.current_thread())
-        return net.bn(input)
-
-    def leave(coordinator, number, failure=None):
-        if not isinstance(failure, SystemExit):
-            tell(coordinator, number, failure)
-        else:
-            raise failure
-
-    tell = Coordinator.leave
-    monkeypatch.setattr(Coordinator, "leave", leave)
-    parallel = DataParallelWithCallback(convert_model(Net(forward, bn=nn.BatchNorm1d(3)).cuda()), [0, 1])
-    text = "expected replica 1 on device cuda:1 to run until forward() ends, but its thread was ended"
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        parallel(torch.randn(4, 3, device="cuda"))
-
-
-@needs_two_gpus
-def test_error_of_a_thread_that_cannot_start_reaches_the_caller(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("sync_batchnorm.wrapper.run._idle", {})
-    parallel = DataParallelWithCallback(convert_model(nn.BatchNorm1d(3)).cuda(), [0, 1])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            parallel(torch.randn(4, 3, device="cuda"))
-    parallel(torch.randn(4, 3, device="cuda"))
