@@ -159,7 +159,8 @@ class Coordinator:
         """Record that the thread of a replica has ended; return whether the replica did not begin to run in it."""
         record = self._listed[number]
         if record.thread:
-            self.leave(number, RuntimeError(f"expected {record} to run until forward() ends, but its thread was ended"))
+            text = f"expected {record} to run until forward() ends, but its thread was ended; end only your own threads"
+            self.leave(number, RuntimeError(text))
         return not record.ended
 
     def interrupt(self, number: int, error: BaseException) -> None:

@@ -395,7 +395,7 @@ def test_replica_whose_thread_ends_without_a_word_is_an_error(monkeypatch):
     tell = Coordinator.leave
     monkeypatch.setattr(Coordinator, "leave", leave)
     step = (1, "between", lambda model, x: end_from_outside(threading.current_thread()))
-    text = "expected replica 1 on device cpu to run until forward() ends, but its thread was ended"
+    text = "expected replica 1 on device cpu to run until forward() ends, but its thread was ended; end only your own"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         WRAPPERS["wrapper"](scripted(step))(*batch())
 
