@@ -105,9 +105,9 @@ class InDouble(TorchFunctionMode):
         if not output:
             call = Call(module, (name, self.begun[name]))
             self.begun[name] += 1
-            self.begin(call, (args, kwargs))
+            other_arguments = self.begin(call, (args, kwargs))
             self._running.append(call)
-            return None
+            return other_arguments
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and (self.failed is None or self.failed[1] is not error):
             self.failed = self._running[-1], error
@@ -118,8 +118,8 @@ class InDouble(TorchFunctionMode):
                 return self.end(call, *output)
         return None
 
-    def begin(self, call: Call, arguments: Any) -> None:
-        """Take note that a call begins."""
+    def begin(self, call: Call, arguments: Any) -> Any:
+        """Take note that a call begins; return other arguments, if it shall get some."""
 
     def end(self, call: Call, output: Any) -> Any:
         """Take note that a call ends; return another output, if it shall have one."""

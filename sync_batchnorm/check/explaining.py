@@ -1,7 +1,4 @@
-"""Where a difference begins, and why: by experiments, or by what is exact.
-
-A pass is recorded, and run once more with one thing as it is on one device; a call is made again with other rows.
-"""
+"""Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
 
 import inspect
 from collections.abc import Mapping, Sequence, Set
@@ -14,9 +11,22 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
-from ..trees import built, children_of, holds_tensors, tensors_in
-from .comparing import SCALARS, Compared, Corrected, OneDevice, agree, chunk_of, gap, much, numbers_of, suspects_in
-from .copies import Call, InDouble, Rows, closure_of, copied, seed
+from ..trees import children_of, tensors_in
+from .comparing import (
+    SCALARS,
+    Compared,
+    Corrected,
+    OneDevice,
+    OtherSamples,
+    agree,
+    compared,
+    gap,
+    much,
+    numbers_of,
+    suspects_in,
+)
+from .copies import Call, InDouble, closure_of, copied
+from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
@@ -24,16 +34,10 @@ __all__: list[str] = []
 _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 
-RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
-CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
-_SAMPLE = "what it returns for a sample depends on"
-SAMPLES = f"{_SAMPLE} other samples of the batch, as with x.mean(0), x.std(), x[0] or padding to the longest sample"
-PLACE = f"{_SAMPLE} its place in the batch or the number of samples, as with arange(len(x)) or a seed of its own"
-STATE = "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and"
-STATE += " what it reads elsewhere"
-_LIST = "; each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
+SAMPLES = "what it returns for a sample depends on other samples of the batch"
+_LIST = "each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
 _LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
-_NO_SAMPLES = ", unless in_dims should name an argument whose rows are no samples"
+_NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
@@ -64,7 +68,9 @@ class Investigation:
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
-            text = "; ".join(filter(None, [text, self._rows(), note, why, state or self._calls]))
+            line = "" if why else self._line_of_gradient()
+            text += "" if why or line else self._difference.look
+            text = "; ".join(filter(None, [text, line, self._rows(), note, why, state or self._calls]))
         in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         dropped = f" (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else ""
@@ -72,7 +78,7 @@ class Investigation:
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
-        kind, name, _, why = self._difference
+        kind, name, why = self._difference.kind, self._difference.name, self._difference.why
         owner = dict(self._many.module.named_modules()).get(str(name).rpartition(".")[0])
         # What a layer that synchronizes writes is of the whole batch; a list of outputs is another one on one device.
         is_of_batch = why == IN_PLACE and _synchronizes(owner)
@@ -124,40 +130,86 @@ class Investigation:
     # a hook of the user's runs first, and what a replica computes under no_grad has no gradient to compare.
     def _where(self, state: str) -> str:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
-        one, model, passes = self._one.module, self._many.module, self._passes
+        model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
-                name = _name_of_call(call, model)
-                where = f"{suspect.part} of {name}, in replica {suspect.number}, {much(suspect.gap)}"
-                changed = ", ".join(_different_attributes(one, model, call.key[0]))
-                if changed and cause in (CHANGES, STATE, ""):
-                    cause += f"{cause and '; '}{changed} changed in this pass, and in replicas otherwise"
-                return f"first difference: {where}{cause and ': '}{cause}"
+                where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
+                return f"first difference: {where}, {much(suspect.gap)}{cause and ': '}{cause}"
         return ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
-        """Return in which replica a call differs, and the cause that is known or that experiments tell."""
+        """Return in which replica a call differs, and the line, or another cause that is known."""
         suspect, module = suspects[0], self._many.module.get_submodule(call.key[0])
         cause = _cause_in_norm(module, suspect.called, len(call.in_replicas)) or self._changed_parameter(call) or state
-        for candidate in suspects if not cause else ():
-            rows = self._passes.rows[candidate.number]
+        cause = cause or self._cause_in_class(module, call)
+        if cause:
+            return suspect, cause
+        line = None
+        with suppress(Exception):  # It may not run again.
+            line = line_of_call(self._passes, self._index, call.key, [suspect.number for suspect in suspects])
+        if line:
+            suspect = next(suspect for suspect in suspects if suspect.number == line.number)
+        text = line.text + (line.why and f": {line.why}") if line else ""
+        return suspect, "; ".join(filter(None, [text, *self._beside(line, suspect, call)]))
+
+    def _beside(self, line: Line | None, suspect: Call, call: Call) -> list[str]:
+        """Return what is known beside a line, or in its place."""
+        module, operation = self._many.module.get_submodule(call.key[0]), line and line.operation
+        has_norms = any(map(_uses_batch, module.modules()))
+        called = {operation.place.name} if operation else suspect.called
+        if "batch_norm" in called:
+            return [_PLAIN_NORM]
+        if "grad" in called and (operation or has_norms):
+            return [_GRADIENT]
+        if operation is None:  # The module is one of torch, or runs a script.
+            if has_norms or not self._mixes_samples(call, suspect):
+                return [self._calls or self._whole_list(suspect, call) or self._changed_attributes(call)]
+            return [SAMPLES, self._whole_list(suspect, call) or self._rows_of_arguments()]
+        if line and line.why:
+            return [self._changed_attributes(call)] if line.why == CHANGES else []
+        return [self._whole_list(suspect, call) or self._rows_of_arguments()]
+
+    def _mixes_samples(self, call: Call, suspect: Call) -> bool:
+        """Return whether a call on one device returns something else for a replica's samples beside other ones."""
+        dtype, rows = self._passes.dtype, self._passes.rows[suspect.number]
+        others, replicas = OtherSamples(dtype, call, suspect, rows), [OneDevice(dtype) for _ in self._passes.rows]
+        with suppress(Exception):  # It may not run again.
+            Side(self._passes, True, self._index).take(self._index, "output", [others])
+            Side(self._passes, False, self._index).take(self._index, "output", replicas)
+            output = replicas[suspect.number].calls[call.key].output
+            pairs = [compared(output, whole, rows) for whole in (others.calls[call.key].output, call.output)]
+            return any(gap(other, right) for (_, other), (_, right) in zip(*pairs, strict=True))
+        return False
+
+    def _whole_list(self, suspect: Call, call: Call) -> str:
+        return _LIST if _holds_list(suspect.arguments, call.arguments, self._passes.rows[0].total) else ""
+
+    def _rows_of_arguments(self) -> str:
+        # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
+        return _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
+
+    def _changed_attributes(self, call: Call) -> str:
+        names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
+        return names and f"{names} changed in this pass, and in replicas otherwise"
+
+    def _cause_in_class(self, module: nn.Module, call: Call) -> str:
+        """Return whether a class computes something else, on one device, than the class that it has replaced."""
+        if type(module) is not type(call.module):
+            args, kwargs = call.arguments
+            with suppress(Exception), InDouble(self._passes.dtype):
+                now, then = (copied(each, self._passes.dtype)(*args, **kwargs) for each in (module, call.module))
+                if not agree(now, then):
+                    names = f"{type(module).__name__} computes something else than {type(call.module).__name__}"
+                    return f"{names}, which it replaces, on one device, too; {_FORMULA}"
+        return ""
+
+    def _line_of_gradient(self) -> str:
+        line = None
+        if self._difference.kind == "gradient":
             with suppress(Exception):  # It may not run again.
-                cause = Experiment(module, call, candidate.arguments, rows, self._passes.dtype).cause()
-            if cause:
-                suspect = candidate
-                break
-        if cause in ("", SAMPLES) and "batch_norm" in suspect.called:
-            cause = _PLAIN_NORM
-        elif not cause:
-            cause = _GRADIENT if "grad" in suspect.called and any(map(_uses_batch, module.modules())) else self._calls
-        elif cause in (SAMPLES, PLACE):
-            # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
-            several = _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
-            cause += _LIST if _holds_list(suspect.arguments, call.arguments, rows.total) else several
-            hooks = sum(len(getattr(module, name)) for name in HOOKS if "forward" in name)
-            cause += "; look at the forward hooks of the module" if hooks > 2 else ""  # Two are those of the check.
-        return suspect, cause
+                line = line_of_gradient(self._passes, self._index, str(self._difference.name))
+        return line.text + (line.why and f": {line.why}") if line else ""
 
     def _changed_parameter(self, call: Call) -> str:
         """Return what to do about a parameter that the call changes in replicas in another way than on one device."""
@@ -291,64 +343,6 @@ def _names_in_methods(cls: type, hook: str) -> set[str]:
     """Return the names that methods of a class use, except for `__init__` and a hook."""
     methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
     return {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
-
-
-class Experiment:
-    """A call of a module on one device, made again with other rows of the batch."""
-
-    def __init__(self, module: nn.Module, call: Call, some: Any, rows: Rows, dtype: torch.dtype) -> None:
-        """`call` is that on one device, `some` has the arguments in a replica, with some `rows` of those there."""
-        self._module, self._call, self._some, self._rows, self._dtype = module, call, some, rows, dtype
-
-    def cause(self) -> str:
-        """Return on what the rows of the replica depend; nothing if that is open."""
-        everywhere, here, former = range(self._rows.total), self._rows.here, self._call.module
-        if type(former) is not type(self._module):
-            now, then = (self._called(copied(module, self._dtype), everywhere) for module in (self._module, former))
-            if not agree(now, then):
-                names = f"{type(self._module).__name__} computes something else than {type(former).__name__}"
-                return f"{names}, which it replaces, on one device, too; {_FORMULA}"
-        expected = self._outputs(everywhere)
-        if not agree(self._outputs(everywhere), expected):
-            return CHANGES
-        if not agree(self._outputs(everywhere, other_seed=1), expected):
-            return RANDOM
-        alone = self._outputs(here)
-        right = [chunk_of(whole, some, self._rows) for whole, some in zip(expected, alone, strict=True)]
-        if agree(alone, right):
-            return "" if any(map(_uses_batch, self._module.modules())) else STATE
-        others = [row if row in here else here.start for row in everywhere]
-        if not agree(right, self._outputs(others), self._rows):
-            return SAMPLES
-        return PLACE if agree(self._outputs(everywhere, times=2), expected) else CHANGES
-
-    def _outputs(self, rows: Sequence[int], times: int = 1, other_seed: int = 0) -> list[Tensor]:
-        """Return what a copy of the module returns for these rows of the batch, the last of so many times."""
-        module = copied(self._module, self._dtype)
-        for norm in filter(_uses_batch, module.modules()):  # It mixes samples rightly, so with fixed statistics.
-            norm.training = False
-            if norm.running_mean is None:
-                norm.running_mean, norm.running_var = torch.ones(2, norm.num_features, dtype=self._dtype)
-        return [self._called(module, rows, other_seed) for _ in range(times)][-1]
-
-    def _called(self, module: nn.Module, rows: Sequence[int], number: int = 0) -> list[Tensor]:
-        args, kwargs = self._selected(self._some, self._call.arguments, rows)
-        seed(number)
-        with torch.enable_grad(), InDouble(self._dtype):  # for torch.autograd.grad in its forward
-            return [output.detach().clone() for output in tensors_in(module(*args, **kwargs))]
-
-    def _selected(self, some: Any, whole: Any, rows: Sequence[int]) -> Any:
-        """Return a copy of the arguments on one device with these rows; a sample may be an item of a list."""
-        if isinstance(some, Tensor):  # A copy, as the module may change it.
-            return chunk_of(whole.clone(), some, self._rows, rows)
-        of_some, parts = children_of(some), children_of(whole)
-        if len(of_some) == len(self._rows.here) and len(parts) == self._rows.total:
-            parts = dict(enumerate([list(parts.values())[row] for row in rows]))
-        else:
-            parts = {key: self._selected(part, parts[key], rows) for key, part in of_some.items()}
-        if not parts and holds_tensors(whole):
-            raise LookupError("an object with tensors cannot be cut")
-        return built((), whole, parts, list(parts.values())) if parts else whole
 
 
 def _uses_batch(module: object) -> bool:

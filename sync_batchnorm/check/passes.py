@@ -63,6 +63,8 @@ class Passes:
 class Side(Copy):
     """A copy that has taken some passes, on one device or in replicas, and takes more."""
 
+    backward_mode: InDouble | None = None
+
     def __init__(self, passes: Passes, is_one: bool, index: int = 0, noise: float = 0, is_moved: bool = True) -> None:
         super().__init__(passes.model, passes.arguments, passes.dtype, is_one)
         self._passes, self._is_one, self._is_moved = passes, is_one, is_moved
@@ -105,7 +107,7 @@ class Side(Copy):
             loss = self._random_loss(outputs) if self._passes.loss is None else self._passes.loss(output)
         _check_loss(loss, outputs)
         if has_backward and loss.requires_grad:
-            _go_backward(loss, initial.values(), dtype)
+            go_backward(loss, initial.values(), self.backward_mode or InDouble(dtype))
         for name, buffer in module.named_buffers():  # A recomputation updates statistics once more on one device.
             buffer.data.copy_(seen["buffer"].get(name, buffer))
         grads = {name: initial[name].grad for name in self.order | initial}
@@ -168,7 +170,7 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_data else leaf
 
 
-def _go_backward(loss: Tensor, of_copy: Iterable[Any], dtype: torch.dtype) -> None:
+def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: InDouble) -> None:
     """Compute gradients, and leave none on other tensors than those of the copy, such as the user's parameters."""
     known, edge = {*map(id, of_copy)}, torch.autograd.graph.get_gradient_edge(loss)
     nodes = new = set[Any]({edge.node})
@@ -178,7 +180,7 @@ def _go_backward(loss: Tensor, of_copy: Iterable[Any], dtype: torch.dtype) -> No
     grads = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
     for leaf, _ in grads:
         leaf.grad = None  # An addition would change the tensor.
-    with InDouble(dtype):  # also while checkpoints are recomputed
+    with mode:  # also while checkpoints are recomputed
         torch.autograd.backward(edge)  # A backward pass from a tensor would leave the mode.
     for leaf, grad in grads:
         leaf.grad = grad
@@ -200,6 +202,7 @@ class Difference(NamedTuple):
     name: object
     text: str
     why: str = ""
+    look: str = ""  # for what, where no line is found
 
 
 def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
@@ -213,11 +216,10 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
         size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
             text, why = _text_of(kind, name, (actual, expected), much(by), (one, many))
-            if kind == "gradient":
-                text += f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
-            elif kind == "parameter" and name not in many[kind]:
+            look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
+            if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-            yield Difference(kind, name, text, why)
+            yield Difference(kind, name, text, why, look if kind == "gradient" else "")
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
 

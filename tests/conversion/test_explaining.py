@@ -240,14 +240,12 @@ class BatchNorm1d(nn.BatchNorm1d):
 
 
 ITSELF = "the model itself (Apply)"
-MIXES = "what it returns for a sample depends on other samples of the batch, as with x.mean(0), x.std(), x[0] or pad"
-SIZE = "what it returns for a sample depends on its place in the batch or the number of samples"
-PLACE = "what it returns for a sample depends on its place in the batch or"
+LINE = "it begins with `"
+MEAN = "it begins with `x.mean(0)` ("
+SIZE = "`..., which gets ... in place of "
+WAY = "it goes another way: "
+OTHERS = "what it returns for a sample depends on other samples of the batch"
 RANDOM = "it draws random numbers, which differ in replicas"
-STATE = (
-    "it returns the same for these rows when it is called again on one device: look for a cache, what it keeps, and "
-    "what it reads elsewhere"
-)
 NO_MEAN = (
     "none of these is that of one device; compute it from the gathered output, or, if it divides sums, return these, "
     "and divide outside, see"
@@ -262,28 +260,24 @@ CROSS_ENTROPY = {"loss": lambda output: F.cross_entropy(output, LABELS)}
 
 # What a module between others that are right does with images, the replica where they differ first, and the cause.
 AROUND = {
-    "a mean": (mix, 0, MIXES),
+    "a mean": (mix, 0, MEAN),
     "length": (lambda self, x: x * len(x), 0, SIZE),
     "beside dropout": (lambda self, x: F.dropout(x) * len(x), 0, SIZE),
     "of the second replica": (lambda self, x: x * (2 if len(x) == 2 else 1), 1, SIZE),
-    "branch": (lambda self, x: x * x.ndim if len(x) > 2 else x, 1, SIZE),
-    "branch in place": (lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x, 1, SIZE),
-    "arange": (lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1), 1, PLACE),
-    "attribute of replicas": (lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3), 0, STATE),
+    "branch": (lambda self, x: x * x.ndim if len(x) > 2 else x, 1, f"{WAY}one device runs `x * x.ndim`"),
+    "branch in place": (lambda self, x: x.clone().add_(1.0) if len(x) > 2 else x, 1, WAY),
+    "arange": (lambda self, x: x * torch.arange(len(x)).reshape(-1, 1, 1, 1), 1, f"{LINE}torch.arange(len(x)){SIZE}5"),
+    "attribute of replicas": (lambda self, x: x * (2 if hasattr(self, "_is_replica") else 3), 0, f"{SIZE}3"),
     "torch's random numbers": (lambda self, x: x + torch.rand_like(x), 0, RANDOM),
 }
 # By the cause that the message says: how to build the model, in which module its output differs, in replica 0 unless it
 # says another one; the input if that is not `VECTORS`, and options.
 IN_MODULES = {
-    MIXES: {
+    LINE: {
         "class that synchronizes": (
             lambda: convert_model(nn.Sequential(Scaled(3)), classes={Scaled: SynchronizedScaled}),
             "0 (SynchronizedScaled)",
             IMAGES,
-        ),
-        "beside a call that was stopped": (
-            lambda: Apply(stop_and_mix, nn.Sequential(nn.ReLU(), Apply(stop)), nn.ReLU()),
-            ITSELF,
         ),
         "by a number that is none of dropout": (
             lambda: Net(lambda self, x: x + self.p * x.mean(0), p=0.5),
@@ -298,6 +292,7 @@ IN_MODULES = {
             lambda: nn.Sequential(Apply(mix), Net(change_and_use_parameter, threshold=nn.Parameter(torch.ones(())))),
             "0 (Apply)",
         ),
+        "dropout of one's own beside a mix": (lambda: nn.Sequential(DropRows()), "0 (DropRows)"),
         "of complex numbers": (lambda: Apply(lambda self, x: torch.complex(x, x - x.mean(0))), ITSELF),
         "behind similarities": (
             lambda: nn.Sequential(Apply(lambda self, x: x @ x.T), Apply(lambda self, x: x.softmax(1)[:, :1])),
@@ -308,20 +303,26 @@ IN_MODULES = {
             "0.branch.0 (Apply)",
         ),
     },
-    f"{MIXES}ding to the longest sample$": {
+    OTHERS: {
+        "beside a call that was stopped": (
+            lambda: Apply(stop_and_mix, nn.Sequential(nn.ReLU(), Apply(stop)), nn.ReLU()),
+            ITSELF,
+        )
+    },
+    f"{MEAN}checked.py, line 48, in mix)$": {
         "with a backward hook": (
             lambda: nn.Sequential(with_hook(Apply(mix), lambda *_: None, "full_backward_hook")),
             "0 (Apply)",
         ),
         "behind a zero": (lambda: behind(0.0, nn.Linear(3, 3), Apply(mix)), "branch.1 (Apply)"),
     },
-    f"by...{MIXES}": {
+    f"by...{LINE}x.flip(0)` (": {
         "forward that was set": (
             lambda: nn.Sequential(with_forward(nn.Linear(3, 3), lambda x: x.flip(0))),
             "0 (Linear)",
         )
     },
-    f"{MIXES}... (compared with dropout switched off: 3.drop_prob, dropout)": {
+    f"{MEAN}... (compared with dropout switched off: 3.drop_prob, dropout)": {
         "in place": (
             lambda: nn.Sequential(
                 *(nn.Linear(3, 3), nn.Dropout(), Apply(lambda self, x: x.sub_(x.mean(0)))),
@@ -330,7 +331,7 @@ IN_MODULES = {
             "2 (Apply)",
         )
     },
-    "what it returns for a sample depends on": {
+    "it begins with": {
         "mix with a state": (lambda: Apply(count_and_mix), ITSELF),
         "argument that only replicas pass": (
             lambda: Apply(
@@ -360,6 +361,19 @@ IN_MODULES = {
             lambda: convert_model(Apply(lambda self, x: self.parts[0](x) * len(x), nn.BatchNorm1d(3))),
             ITSELF,
         ),
+        "beside others that are not finite": (
+            lambda: Apply(beside_others_not_finite),
+            f"{ITSELF}, in replica 0, by 5.0e-01 of its largest value",
+        ),
+    },
+    "which gets 2 in place of 3$": {
+        "beside a norm in eval mode": (
+            lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3).eval())),
+            ITSELF,
+        ),
+        "beside a norm": (lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3))), ITSELF),
+    },
+    WAY: {
         "branch behind a call that was stopped": (
             lambda: nn.Sequential(Apply(stop_and_branch, Apply(refuse))),
             "0 (Apply)",
@@ -369,19 +383,6 @@ IN_MODULES = {
             ITSELF,
         ),
         "not finite": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), ITSELF),
-        "beside others that are not finite": (
-            lambda: Apply(beside_others_not_finite),
-            f"{ITSELF}, in replica 0, by 5.0e-01 of its largest value",
-        ),
-    },
-    STATE: {
-        "beside a norm in eval mode": (
-            lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3).eval())),
-            ITSELF,
-        ),
-    },
-    "of its largest value$": {
-        "state beside a norm": (lambda: convert_model(Apply(scale_in_replica, nn.BatchNorm1d(3))), ITSELF)
     },
     "of its largest value: 0.calls changed in this pass, and": {
         "class that cannot run again": (
@@ -393,7 +394,6 @@ IN_MODULES = {
     RANDOM: {
         "Python's": (lambda: Apply(lambda self, x: x * 1e-8 * random.random()), ITSELF),
         "NumPy's": (lambda: Apply(lambda self, x: self.parts[0](x * numpy.random.rand()), nn.ReLU()), ITSELF),
-        "dropout of one's own beside a mix": (lambda: nn.Sequential(DropRows()), "0 (DropRows)"),
     },
     "a batch norm that is not synchronized; call convert_model(model)": {
         "not converted": (
@@ -458,7 +458,7 @@ IN_MODULES = {
 }
 # The same, with what the message says before.
 ELSEWHERE = {
-    "of its largest value$": {
+    f"{MEAN}checked.py": {
         "mix for each sample": (
             lambda: nn.Sequential(Apply(lambda self, x: mix(self, x).unbind()), Apply(lambda self, x: torch.stack(x))),
             "first difference: output[1] of 0 (Apply), in replica 0, by",
@@ -559,7 +559,7 @@ ELSEWHERE = {
             GRADIENT,
         )
     },
-    "that of 0.bias: only replicas have one, while that of 2.bias, before it": {
+    "that of 0.bias: only replicas have one; it begins with `grad.norm()` (": {
         "that is nothing but rounding on one device": (
             lambda: convert_model(
                 nn.Sequential(nn.Linear(3, 3), Apply(lambda self, x: NormInBackward.apply(x)), nn.BatchNorm1d(3))
@@ -574,11 +574,11 @@ ELSEWHERE = {
             loss_with_state(1e-8),
         ),
     },
-    "its norm in replicas is 2.0 times that on one device; look for detach, no_grad, hooks on tensors and a "
-    "torch.autograd.Function$": {
+    "its norm in replicas is 2.0 times that on one device; it begins with `grad / len(grad)` (checked.py, line 38, in "
+    "backward), which gets 2 in place of 4$": {
         "mean": (lambda: Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), GRADIENT)
     },
-    "its norm in replicas is 0.5 times that on one device; look for": {
+    "its norm in replicas is 0.5 times that on one device; it begins with `grad * len(grad)` (": {
         "sum": (lambda: Apply(lambda self, x: SumInBackward.apply(self.parts[0](x)), nn.Linear(3, 2)), GRADIENT)
     },
     "its norm in replicas is 1.5 times that on one device; look for": {

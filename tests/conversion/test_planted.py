@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 import warnings
 from collections import deque
@@ -21,9 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
 
 BATCH = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-OTHER = "depends on other samples"
-SIZE = "or the number of samples, as with"
-PLACE = "depends on its place in the batch"
+LINE = "it begins with `"
 
 
 class Gated(nn.Module):
@@ -283,7 +282,7 @@ def passing(make, use):
 ITSELF = "the model itself"
 # By cause: how to build the model, and where the message says that the cause is; words that it must not have.
 FAULTS = {
-    OTHER: {
+    LINE: {
         "cumsum before a norm": (lambda: before_norm(lambda h: h.cumsum(0)), ITSELF, "norm"),
         "maximum before a norm": (lambda: before_norm(lambda h: h / h.max()), ITSELF, "norm"),
         "two views": (lambda: views(Apply(mix)), "net.1 (Apply)"),
@@ -338,8 +337,11 @@ FAULTS = {
             ),
             "2 (Apply)",
         ),
-        "dict with other keys": (lambda: passing(lambda x: {len(x): x}, lambda of_rows: sum(of_rows.values())), ITSELF),
         "list of samples": (lambda: passing(list, torch.stack), "parts.0 (Apply)"),
+        "an object that cannot be cut": (
+            lambda: passing(lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+            "parts.0 (Apply)",
+        ),
         "dataclass": (lambda: passing(Batch, lambda batch: batch.x), "parts.0 (Apply)"),
         "in vmap": (
             lambda: behind(Apply(lambda self, x: torch.vmap(torch.sub, in_dims=(0, None))(x, x.mean(0)))),
@@ -350,8 +352,13 @@ FAULTS = {
             "parts.0 (Apply)",
         ),
     },
-    SIZE: {
-        "small chunk before a norm": (lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h), ITSELF, "norm"),
+    "it goes another way: replica 1 runs `h * 2` (": {
+        "small chunk before a norm": (lambda: before_norm(lambda h: h * 2 if len(h) < 3 else h), ITSELF, "norm")
+    },
+    "depends on other samples of the batch": {  # The arguments of the module cannot be compared.
+        "dict with other keys": (lambda: passing(lambda x: {len(x): x}, lambda of_rows: sum(of_rows.values())), ITSELF)
+    },
+    f"{LINE}...gets ": {
         "number in place of a tensor": (
             lambda: Apply(lambda self, x: self.parts[0](x, x if len(x) < 5 else 1), Apply(lambda self, x, by: x * by)),
             ITSELF,
@@ -361,10 +368,14 @@ FAULTS = {
             ITSELF,
         ),
         "infinite": (lambda: Apply(lambda self, x: x / (len(x) - 3)), f"{ITSELF}...only one of them is finite"),
+    },
+    f"{LINE}torch.autograd.grad(": {
         "in a gradient": (lambda: Apply(penalty, tower()), ITSELF),
         "in a gradient of what requires one": (lambda: behind(Apply(penalty, tower())), "1 (Apply)"),
     },
-    PLACE: {"arange before a norm": (lambda: before_norm(lambda h: h + torch.arange(len(h))[:, None]), ITSELF, "norm")},
+    f"{LINE}torch.arange(len(h))`": {
+        "arange before a norm": (lambda: before_norm(lambda h: h + torch.arange(len(h))[:, None]), ITSELF, "norm")
+    },
     "draws random numbers": {
         "dropout of one's own": (
             lambda: Net(lambda self, x: x * (torch.rand_like(x) < self.p), p=0.5),
@@ -376,8 +387,8 @@ FAULTS = {
         "generator of its own": (lambda: behind(Net(draw, generator=torch.Generator())), "1 (Net)"),
         "time": (lambda: Apply(lambda self, x: x * (time.perf_counter_ns() % 1000)), ITSELF, "random numbers"),
     },
-    "a seed of its own": {
-        "noise": (lambda: behind(Net(add_seeded_noise)), "1 (Net)...its place in the batch or the number of samples")
+    "because of a seed or a generator of its own": {
+        "noise": (lambda: behind(Net(add_seeded_noise)), "1 (Net)...the same random numbers in each replica")
     },
     "is not synchronized; call": {"two views": (lambda: views(nn.BatchNorm1d(8)), "net.1 (BatchNorm1d)")},
     "2.kept differs from": {  # what forward keeps on itself
@@ -413,7 +424,7 @@ FAULTS = {
             *("pass 2...the buffer average differs", "sets on self"),
         ),
     },
-    "for detach, no_grad, hooks on tensors": {
+    f"{LINE}grad / len(grad)`": {
         "gradient behind padding": (
             lambda: behind(Apply(lambda self, x: MeanInBackward.apply(x)), Apply(pad), Apply(add_total)),
             *("the first gradient that differs...that of 0.", "first difference"),
@@ -468,16 +479,10 @@ FAULTS = {
             *("as output['divided'], replicas with [3, 2] rows", "weight them"),
         )
     },
-    "of its largest value$": {
-        "mix of an object that cannot be cut": (
-            lambda: passing(lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
-            *("parts.0 (Apply)", "returns the same"),
-        )
-    },
     "compared with dropout switched off: 1.drop_prob, dropout": {
         "mix": (lambda: nn.Sequential(nn.Dropout(), DropPath(drop_path, drop_prob=0.5), Apply(mix)), "2 (Apply)")
     },
-    "padding to the longest sample; look at the forward hooks of the module": {
+    f"{LINE}x.mean(0)`": {
         "hook": (lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args, x: x - x.mean(0))), "1 (Linear)"),
         "hook before": (
             lambda: behind(with_hook(nn.Linear(6, 6), lambda module, args: (mix(module, *args),), "forward_pre_hook")),
@@ -666,10 +671,10 @@ def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
 
 def test_a_list_that_each_replica_gets_whole_is_said():
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
-    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match=r"which gets .*a whole list or tensor of as many items as the"):
         assert_matches_one_device(ByNumbers(), BATCH, numbers)
     assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": 0}), BATCH, numbers)
-    with pytest.raises(AssertionError, match=r"depends on its place.*a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match="a whole list or tensor of as many items as the"):
         assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
@@ -682,16 +687,16 @@ def add_sums(self, x, tensors):
 
 
 WHOLE = {  # what a replica needs whole, or a list by entries, and of which the wrapper cuts rows; a right `in_dims`
-    "prototypes": (prototypes, -BATCH, None, OTHER),
-    "weights": (lambda self, x, weights: x * weights.sum() / weights.mean(), torch.rand(5), None, PLACE),
-    "a list": (add_sums, [torch.rand(5, 2) for _ in range(5)], 0, OTHER),
+    "prototypes": (prototypes, -BATCH, None, "x @ others.T"),
+    "weights": (lambda self, x, weights: x * weights.sum() / weights.mean(), torch.rand(5), None, "weights.sum()"),
+    "a list": (add_sums, [torch.rand(5, 2) for _ in range(5)], 0, "tensor.sum()"),
 }
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_other_samples_are_no_certain_cause_where_rows_of_an_argument_may_be_none(kind):
-    forward, value, dim, cause = WHOLE[kind]
-    text = f"{cause} .*, unless in_dims should name an argument whose rows are no samples$"
+    forward, value, dim, code = WHOLE[kind]
+    text = f"it begins with `{re.escape(code)}` .*; unless in_dims should name an argument whose rows are no samples$"
     inside = Net(lambda self, x: self.net(x, value), net=wrapped(Apply(forward)))
     for model, inputs in ((Apply(forward), (BATCH, value)), (inside, (BATCH,))):
         with pytest.raises(AssertionError, match=text):
@@ -740,7 +745,7 @@ def test_a_fault_beside_a_packed_sequence_is_not_that_of_the_rnn(forward, where)
     if not where:
         return assert_matches_one_device(model, *inputs)
     name = "the model itself (Net)" if where == "itself" else f"{where} (Apply)"
-    assert_names([f"first difference: output of {name}...{OTHER}"], model, *inputs)
+    assert_names([f"first difference: output of {name}...{LINE}x.mean(0)`"], model, *inputs)
 
 
 def sort_and_list(self, x, lengths):
@@ -778,7 +783,7 @@ class ByImages(nn.Module):
 
 def test_a_list_that_is_cut_is_not_said_to_be_whole():
     images, targets = [torch.rand(3, 2, size) for size in (2, 3, 4)], [torch.rand(1) for _ in range(3)]
-    with pytest.raises(AssertionError, match=r"or the number of samples") as caught:
+    with pytest.raises(AssertionError, match=r"it begins with `.*which gets 2 in place of 3") as caught:
         assert_matches_one_device(wrapped(ByImages(), in_dims={"images": 0, "targets": 0}), images, targets)
     assert "whole list" not in str(caught.value)
 
@@ -846,7 +851,7 @@ def test_an_operator_without_float64_is_checked_in_float32():
     assert any("pass dtype=torch.float32" in note for note in caught.value.__notes__)
     assert_matches_one_device(right, BATCH, dtype=torch.float32)
     wrong = nn.Sequential(right, Apply(mix))
-    with pytest.raises(AssertionError, match=r"output of 1 \(Apply\).*other samples"):
+    with pytest.raises(AssertionError, match=r"output of 1 \(Apply\).*begins with `x.mean\(0\)`"):
         assert_matches_one_device(wrong, BATCH, dtype=torch.float32)
 
 
