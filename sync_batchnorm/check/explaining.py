@@ -62,7 +62,8 @@ class Investigation:
         kind, overridden = self._difference.kind, self._many.parallel.overridden
         evidence, state = self._evidence(), self._state()
         text = evidence or self._difference.text
-        where = self._where(state) if evidence or kind != "loss" else ""  # If `loss` itself differs, all outputs agree.
+        # If `loss` itself differs, all outputs agree, unless they cannot be seen.
+        where = self._where(state) if evidence or kind != "loss" or self._of_one["unseen"] else ""
         if where:
             text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
         else:

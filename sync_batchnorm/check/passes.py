@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..call.processes import active_group
-from ..trees import leaves_of, named_leaves, tensors_in, with_leaves
+from ..trees import Tree, leaves_of, named_leaves, tensors_in, with_leaves, written
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_like
 
@@ -128,6 +129,7 @@ class Side(Copy):
             "parameter": {name: parameter.detach() for name, parameter in self.module.named_parameters()},
             "buffer": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers() if name in saved},
             "added": {name: p.grad.clone() for name, p in self.module.named_parameters() if p.grad is not None},
+            "unseen": _unseen_in(output),
             "assigned": {name: 0 for name, held in self.memory().items() if not held.is_set_to(memory.get(name, held))},
         }
 
@@ -162,6 +164,16 @@ def _numbers_in(output: Any) -> dict[str, Tensor]:
     """Return the tensors with one element, by their paths."""
     leaves = dict(named_leaves(output, "output"))
     return {path: leaf.detach() for path, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.numel() == 1}
+
+
+def _unseen_in(output: Any) -> dict[str, str]:
+    """Return the classes of outputs in which no tensor can be seen, by path: of all, if nothing can be compared."""
+    tree = Tree(output, path=("output",), is_output=True)
+    compared = [leaf.path for leaf in tree.leaves if isinstance(leaf.value, (Tensor, *SCALARS))]
+    empty = (NoneType, list, tuple, dict)
+    others = {leaf.path: leaf.value for leaf in tree.leaves if not isinstance(leaf.value, empty)}
+    unseen = tree.hidden if compared else [(path, type(value).__name__) for path, value in others.items()]
+    return {written(path): kind for path, kind in unseen if not any(path == at[: len(path)] for at in compared)}
 
 
 def _fresh(leaf: Any) -> Any:
@@ -232,7 +244,8 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes
         return f"outputs differ{part}, {how}", ""
     if kind == "loss":
         in_replicas, on_one = (f"{tensor.sum():.6g}" for tensor in pair)
-        text = f"outputs agree, the loss does not: {on_one} on one device, {in_replicas} in replicas"
+        what = "the loss differs" if one["unseen"] else "outputs agree, the loss does not"
+        text = f"{what}: {on_one} on one device, {in_replicas} in replicas"
         return text, "`loss` depends on more than the output" if name else ""  # That of the check does not.
     if kind == "gradient":
         text = "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of"
@@ -268,9 +281,14 @@ def _norms(actual: Tensor, expected: Tensor) -> str:
 
 
 def scalars(one: Pass, many: Pass) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield what replicas return where that is a number from each, what one device returns, and which output it is."""
+    """Yield the numbers of replicas, that of one device, and the name of the output, for each number that a chunk has.
+
+    A number that is the same in all replicas and on one device, as a temperature, is none of a chunk.
+    """
     parts, on_one = many["returned"].values(), one["returned"].get(0, {})
     for path, tensor in on_one.items() if parts else ():
         if all(path in part for part in parts):
             numbers = torch.stack([part[path].double().real.reshape(()) for part in parts])
-            yield numbers, tensor.double().real.reshape(()), f"as {path}, " if path != "output" else ""
+            of_one = tensor.double().real.reshape(())
+            if not agree(numbers, of_one.expand_as(numbers)):
+                yield numbers, of_one, f"as {path}, " if path != "output" else ""

@@ -132,12 +132,21 @@ def test_what_a_wrapper_has_beside_its_module_stays_as_it_is():
     assert model[0].norm.num_batches_tracked == 0
 
 
-def test_a_model_that_contains_several_wrappers_is_compared_as_a_whole():
-    model = nn.Sequential(wrapped(nn.Linear(3, 4)), wrapped(nn.Linear(4, 4)))
-    assert_matches_one_device(model, VECTORS)
-    model.append(Apply(mix))
-    with pytest.raises(AssertionError, match=r"output of 2 \(Apply\)"):
+def test_a_model_that_contains_several_wrappers_is_refused():
+    model = Net(
+        lambda self, x: self.a(x) @ self.b(x).T, a=wrapped(nn.Linear(3, 4)), b=nn.Sequential(wrapped(nn.ReLU()))
+    )
+    text = r"one wrapper, but got a, b.0 in a Net; check each alone, as in assert_matches_one_device\(model.a, ...\)"
+    with pytest.raises(ValueError, match=text):
         assert_matches_one_device(model, VECTORS)
+
+
+def test_of_wrappers_in_each_other_the_outermost_one_makes_the_replicas():
+    inside = nn.Sequential(wrapped(convert_model(nn.BatchNorm1d(4))), wrapped(nn.ReLU()))
+    assert_matches_one_device(headed([inside], nn.BatchNorm1d(4)), VECTORS[:3])
+    assert_matches_one_device(wrapped(nn.Sequential(nn.Linear(3, 4), inside)), VECTORS[:3])
+    with pytest.raises(AssertionError, match=r"output of backbone\.module\.2 \(Apply\)"):
+        assert_matches_one_device(headed([inside, Apply(mix)], nn.BatchNorm1d(4)), VECTORS[:3])
 
 
 def test_nothing_of_a_wrapper_is_called_that_scatters_and_gathers_as_torch_does():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import re
 import time
-import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 
@@ -17,6 +18,7 @@ from checked import VECTORS, Apply, DropPath, MeanInBackward, assert_names, mix,
 from helpers import Net
 from torch import nn
 from torch.nn.parallel import gather
+from torch.nn.parallel.scatter_gather import scatter_kwargs
 from torch.utils.checkpoint import checkpoint
 
 from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
@@ -649,9 +651,7 @@ RIGHT = {
 @pytest.mark.parametrize("right", RIGHT)
 def test_a_right_model_that_looks_like_a_fault_passes(right):
     build, *loss = RIGHT[right]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "replicas compute what one device does, but: ")
-        assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
+    assert_matches_one_device(build(), BATCH, loss=loss[0] if loss else None)
 
 
 def late(self, x):
@@ -659,12 +659,8 @@ def late(self, x):
     return x * 2 if self.step > 100 else x * 1
 
 
-def test_what_the_wrapper_warns_of_is_said_of_a_model_that_passes():
-    with pytest.warns(
-        UserWarning, match="replicas compute what one device does, but: .* set step of replica 0"
-    ) as caught:
-        assert_matches_one_device(Net(late, step=0), BATCH)
-    assert [warning.filename for warning in caught] == [__file__]
+def test_what_the_wrapper_warns_of_is_left_to_the_training_of_a_model_that_passes():
+    assert_matches_one_device(Net(late, step=0), BATCH)
     with pytest.warns(UserWarning, match=r"forward\(\) of Net set step of replica 0"):  # in training, as well
         DataParallelWithCallback(Net(late, step=0), ["cpu"] * 2)(BATCH)
 
@@ -798,6 +794,17 @@ def test_what_the_wrapper_warns_of_is_a_note_of_an_error():
     assert "does not synchronize in a DataParallelWithCallback:" in caught.value.__notes__[0]
 
 
+def test_a_check_keeps_no_warning_of_another_thread_and_gets_none():
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(contextvars.Context().run, DataParallelWithCallback(nn.BatchNorm1d(6), ["cpu"] * 2), x).result()
+        return mix(self, x)
+
+    with pytest.warns(UserWarning, match="1 BatchNorm layer in training mode"), pytest.raises(AssertionError) as caught:
+        assert_matches_one_device(nn.Sequential(Net(forward, step=0)), BATCH.double())
+    assert not hasattr(caught.value, "__notes__")
+
+
 @pytest.mark.parametrize("number", range(2, 9))
 def test_a_mean_of_each_chunk_is_found_with_twice_the_replicas_less_one_samples(number):
     model = Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(6, 3))
@@ -812,6 +819,11 @@ def test_equal_chunks_of_scalars_are_warned_of_as_they_hide_a_mean():
     ) as caught:
         assert_matches_one_device(model, VECTORS)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_number_that_all_replicas_return_is_no_mean_of_a_chunk():
+    model = Apply(lambda self, x: (self.parts[0](x), self.parts[0].weight.sum()), nn.Linear(3, 3))
+    assert_matches_one_device(model, VECTORS)
 
 
 def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
@@ -886,10 +898,60 @@ def test_a_scatter_of_any_shape_is_used(kind, is_right):
         assert_matches_one_device(parallel, *inputs, kwargs=kwargs)
 
 
-def test_a_gather_that_calls_that_of_torch_is_named():
-    cls = type("Own", (DataParallelWithCallback,), {"gather": lambda self, outputs, device: gather(outputs, device)})
-    with pytest.raises(RuntimeError, match=r"your gather calls that of torch.*call super\(\).gather"):
-        assert_matches_one_device(cls(nn.Linear(6, 6), ["cpu"] * 2), BATCH)
+OF_TORCH = {
+    "gather": lambda self, outputs, device: gather(outputs, device),
+    "scatter": lambda self, inputs, kwargs, devices: scatter_kwargs(inputs, kwargs, devices, dim=self.dim),
+}
+
+
+@pytest.mark.parametrize("step", OF_TORCH)
+def test_a_step_that_calls_that_of_torch_is_named(step):
+    parallel = type("Own", (DataParallelWithCallback,), {step: OF_TORCH[step]})(nn.Linear(6, 6), ["cpu"] * 2)
+    for model in (parallel, nn.Sequential(parallel)):
+        with pytest.raises(RuntimeError, match=rf"your {step} calls that of torch.*call super\(\).{step}\("):
+            assert_matches_one_device(model, BATCH)
+
+
+class Result:
+    def __init__(self, scores):
+        self.scores = scores
+
+
+GATHERED = {  # what a gather of one's own makes of the scores; which class cannot be looked into
+    "object": (Result, "output of class Result"),
+    "object beside a tensor": (
+        lambda scores: {"a": scores, "b": [Result(scores)]},
+        r"output\['b'\]\[0\] of class Result",
+    ),
+    "object in an object": (lambda scores: Result(Result(scores)), "output of class Result"),
+    "array": (lambda scores: scores.detach().numpy(), "output of class ndarray"),
+    "dataclass": (lambda scores: Batch(scores), None),
+    "number": (lambda scores: len(scores), None),
+}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_an_output_that_cannot_be_looked_into_is_refused_unless_a_loss_does(kind):
+    make, text = GATHERED[kind]
+    cls = type("Own", (DataParallelWithCallback,), {"gather": lambda self, outputs, device: make(torch.cat(outputs))})
+    right, wrong = (
+        cls(convert_model(nn.Sequential(nn.BatchNorm1d(6), *more)), ["cpu"] * 2) for more in ([], [Apply(mix)])
+    )
+    for parallel in (right, wrong) if text else ():
+        with pytest.raises(TypeError, match=f"expected outputs to compare, but got {text}.*or pass a `loss`"):
+            assert_matches_one_device(parallel, BATCH)
+    if not text:
+        assert_matches_one_device(right, BATCH)
+    if make is Result:
+        loss = lambda result: result.scores.square().mean()  # noqa: E731
+        assert_matches_one_device(right, BATCH, loss=loss)
+        with pytest.raises(AssertionError, match=r"output of 1 \(Apply\)"):
+            assert_matches_one_device(wrong, BATCH, loss=loss)
+
+
+def test_objects_that_no_gather_takes_are_an_error_of_replicas():
+    with pytest.raises(AssertionError, match=r"not in replicas: TypeError: .* got Result"):
+        assert_matches_one_device(Apply(lambda self, x: Result(x)), BATCH)
 
 
 class ScalesInput(DataParallelWithCallback):
