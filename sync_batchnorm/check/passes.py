@@ -225,7 +225,8 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
     for (kind, name), actual, expected in pairs_of(many, one):
         if kind == "output" and expected.numel() == 1 and actual.shape != expected.shape:  # one from each replica
             continue
-        size = max(LEAST, tolerance_of(expected) * sizes.get(kind, 0.0))
+        rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
+        size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
             text, why = _text_of(kind, name, (actual, expected), much(by), (one, many))
             look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"

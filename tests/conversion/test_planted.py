@@ -867,6 +867,19 @@ def test_an_operator_without_float64_is_checked_in_float32():
         assert_matches_one_device(wrong, BATCH, dtype=torch.float32)
 
 
+def test_in_float32_a_gradient_below_a_millionth_of_the_largest_one_is_rounding():
+    def net(layer):
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), layer, nn.Linear(8, 2)
+        return convert_model(nn.Sequential(*layers))
+
+    torch.manual_seed(0)
+    right = net(quietly(torch.jit.script, nn.Sequential(nn.Linear(8, 8), nn.Tanh())))
+    for dtype in (torch.float32, torch.float64):
+        assert_matches_one_device(right, BATCH, dtype=dtype)
+        wrong = net(Apply(lambda self, x: MeanInBackward.apply(x)))
+        assert_names(["the first gradient that differs"], wrong, BATCH, dtype=dtype)
+
+
 def in_dicts(self, inputs, kwargs, device_ids):
     return [({"x": x},) for x in inputs[0].chunk(len(device_ids))], [{}] * len(device_ids)
 
