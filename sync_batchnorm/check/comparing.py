@@ -171,12 +171,14 @@ class Compared(InDouble):
     def __init__(self, one: OneDevice, number: int, rows: Sequence[Rows], model: nn.Module) -> None:
         super().__init__(one.dtype)
         self._one, self._number, self._rows, self._model = one, number, rows, model  # the copy that has replicas
+        self.gets_other: Call | None = None  # the first call that does not get what it gets on one device
 
     def begin(self, call: Call, arguments: Any) -> None:
         on_one = self._one.calls.get(call.key)
         call.agrees = on_one is not None and agree(arguments, on_one.arguments, self._rows[self._number])
         # In containers of its own, without a graph.
         call.arguments = mapped(arguments, Tensor.detach) if call.agrees else None
+        self.gets_other = self.gets_other or (None if call.agrees else call)
 
     def end(self, call: Call, output: Any) -> None:
         on_one = self._one.calls.get(call.key)

@@ -41,6 +41,9 @@ _NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
+_DIVIDES = ", or, if it divides sums, return these, and divide outside"
+_PADS = "pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
+_IN_REPLICAS = 'see "In the replicas, with balanced memory"'
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
 
@@ -55,6 +58,8 @@ class Investigation:
         self._of_one = self._one.take(index, difference.kind, [self._record])
         modes = [Compared(self._record, i, passes.rows, self._many.module) for i in range(len(passes.rows))]
         self._of_many = self._many.take(index, difference.kind, modes)
+        others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
+        self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
         self._calls = _text_of_calls(self._many.module, self._record.begun, modes, _BY_SAMPLE)
 
     def text(self) -> str:
@@ -123,8 +128,15 @@ class Investigation:
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
             return ""
-        text = _related(*pairs[0], [len(rows.here) for rows in self._passes.rows])
-        return f"{self._difference.text}; {text}" if kind == "gradient" else f"the loss differs: {text}"
+        divides_outside = self._passes.loss is not None and len(pairs) > 1
+        remedy = f"compute it from the gathered output{'' if divides_outside or self._passes.pads else _DIVIDES}"
+        remedy += f", {_IN_REPLICAS}"
+        if kind == "gradient":
+            return f"{self._difference.text}; each replica returns a number: if it is the loss, {remedy}"
+        before = _PADS if self._passes.pads else "something before it mixes samples"
+        gets = f": what {self._gets_other} gets differs, too" if self._gets_other else ""
+        remedy += f"; or {before}{gets}"
+        return f"the loss differs: {_related(*pairs[0], [len(rows.here) for rows in self._passes.rows], remedy)}"
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
@@ -231,21 +243,22 @@ def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[
     return ""
 
 
-def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int]) -> str:
+def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> str:
     """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
         mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
         ways.append(("mean weighted by rows", mean, "weight them by their rows, or return sums and counts"))
-    values = ", ".join([f"{value:.6g}" for value in of_replicas.tolist()])
-    text = f"{name}replicas with {sizes} rows return {values}, one device returns {float(on_one):.6g}"
-    what_to_do = "compute it from the gathered output, or, if it divides sums, return these, and divide outside"
-    if on_one.isfinite() and of_replicas.isfinite().all():
-        equal = [(f"the {way}", remedy) for way, value, remedy in ways if not gap(value, on_one)]
-        same, what_to_do = [*equal, ("none of these", what_to_do)][0]
-        values = ", ".join([f"their {way} is {float(value):.6g}" for way, value, _ in ways])
-        text += f"; {values}: {same} is that of one device"
-    return f'{text}; {what_to_do}, see "In the replicas, with balanced memory" on the page "Where to compute the loss"'
+    values, rows = [", ".join([f"{each:.6g}" for each in of[:4]]) for of in (of_replicas.tolist(), sizes)]
+    more = ", ..." if len(of_replicas) > 4 else ""
+    text = f"{name}replicas with [{rows}{more}] rows return {values}{more}, one device returns {float(on_one):.6g}"
+    if not on_one.isfinite() or not of_replicas.isfinite().all():
+        return f"{text}; {remedy}"
+    for way, value, what_to_do in ways:
+        if not gap(value, on_one):
+            return f"{text}: the {way} is that of one device; {what_to_do}, {_IN_REPLICAS}"
+    names = ", ".join([f"their {way}" for way, *_ in ways])
+    return f"{text}; {names}: none of these is that of one device; {remedy}"
 
 
 def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble], on_one: Mapping[str, int]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..call.processes import active_group
 from ..trees import Tree, leaves_of, named_leaves, tensors_in, with_leaves, written
+from ..wrapper import Arguments
 from .comparing import LEAST, SCALARS, agree, gap, largest, much, tolerance_of
 from .copies import Copy, InDouble, Rows, copied, rows_of_chunks, seed, wrapper_like
 
@@ -52,6 +53,8 @@ class Passes:
             raise ValueError(f"expected dtype=torch.float64 or torch.float32, but got {self.dtype}")
         self.grads = list[Tensor]()  # random gradients of outputs, where there is no loss
         self.rows = list[Rows]()  # of the chunks
+        self.pads = False  # whether a list is cut by its entries, which are tensors of several sizes
+        self.name = f"{self.path}.module" if self.path else ""  # of the module that has replicas
         self.begun: Mapping[str, int] = {}  # calls in the last pass on one device, by the name of the module
         if not self.path:
             self.note_rows(wrapper_like(self.wrapper, self.model, self.replicas), *copied(self.arguments, self.dtype))
@@ -59,6 +62,8 @@ class Passes:
     def note_rows(self, parallel: Any, inputs: Any, kwargs: Any) -> None:
         """Take note of the rows of each chunk, when the wrapper gets the whole batch."""
         self.rows = self.rows or rows_of_chunks(parallel, self.replicas, inputs, kwargs)
+        lists = [leaf.value for leaf in Arguments(parallel, inputs, kwargs, 1).tree.leaves if leaf.is_list()]
+        self.pads = any(len({entry.shape for entry in entries if isinstance(entry, Tensor)}) > 1 for entries in lists)
 
 
 class Side(Copy):
@@ -220,6 +225,7 @@ class Difference(NamedTuple):
 def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = None) -> Iterator[Difference]:
     """Yield what differs for the caller by more than `rounding`, in the order of the pass."""
     yield from _different_structures(one, many)
+    is_number = any(True for _ in scalars(one, many))  # Each replica returns a loss, or sums for one.
     grads = [grad for grad in one["gradient"].values() if grad is not None]
     sizes, agreed = {"loss": largest(*one["output"].values()), "gradient": largest(*grads)}, ""
     for (kind, name), actual, expected in pairs_of(many, one):
@@ -232,7 +238,7 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
             look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
-            yield Difference(kind, name, text, why, look if kind == "gradient" else "")
+            yield Difference(kind, name, text, why, look if kind == "gradient" and not is_number else "")
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"
 

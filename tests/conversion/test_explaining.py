@@ -247,8 +247,9 @@ WAY = "it goes another way: "
 OTHERS = "what it returns for a sample depends on other samples of the batch"
 RANDOM = "it draws random numbers, which differ in replicas"
 NO_MEAN = (
-    "none of these is that of one device; compute it from the gathered output, or, if it divides sums, return these, "
-    "and divide outside, see"
+    "their sum, their mean: none of these is that of one device; compute it from the gathered output, or, if it "
+    'divides sums, return these, and divide outside, see "In the replicas, with balanced memory"; or something before '
+    "it mixes samples$"
 )
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
@@ -487,11 +488,10 @@ ELSEWHERE = {
         ),
     },
     # Losses
-    'the mean is that of one device; take their mean, see "In the replicas, with balanced memory" on the page "Where '
-    'to compute the loss"$': {
+    'the mean is that of one device; take their mean, see "In the replicas, with balanced memory"$': {
         "means that are added up": (
             lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 2)),
-            "the loss differs: replicas with [2, 2] rows return ...; their sum is ..., their mean is",
+            "the loss differs: replicas with [2, 2] rows return ..., one device returns",
             {"loss": torch.sum},
         ),
     },
@@ -589,7 +589,8 @@ ELSEWHERE = {
             GRADIENT,
         )
     },
-    ".bias: its norm in replicas is 1.0 times that on one device...; replicas with [2, 2] rows return": {
+    ".bias: its norm in replicas is 1.0 times that on one device; each replica returns a number: if it is the loss, "
+    "compute it from the gathered output, or, if it divides sums, return these, and divide outside, see": {
         "class weights that hardly matter": (
             lambda: labelled(weight=torch.tensor([1.0, 1.0, 1.00001])),
             GRADIENT,

@@ -833,6 +833,65 @@ def test_without_a_loss_the_numbers_are_those_that_the_module_returns():
         assert_matches_one_device(convert_model(model), BATCH)
 
 
+def losses(self, x):
+    """Return the loss of each sample, of what a norm makes of a fault before it."""
+    return self.last(self.norm(mix(self, self.first(x))).relu()).square().mean(1)
+
+
+BEFORE_A_LOSS = {  # a model that returns its loss, or what makes it, and options; what is said, and what is not
+    "sums and counts": (
+        lambda self, x: (losses(self, x).sum(), x.new_tensor(len(x))),
+        {"loss": lambda output: output[0].sum() / output[1].sum()},
+        "or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets differs, too$",
+        "return these",
+    ),
+    "a mean": (
+        lambda self, x: losses(self, x).mean(),
+        {},
+        "divide outside, see...; or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets",
+        "take their mean",
+    ),
+    "behind the last module": (
+        lambda self, x: mix(self, self.last(self.norm(self.first(x)))).square().mean(),
+        {},
+        "return these, and divide outside, see...; or something before it mixes samples$",
+        "gets differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE_A_LOSS)
+def test_a_loss_that_no_sum_explains_may_follow_a_fault_before_it(kind):
+    forward, options, text, never = BEFORE_A_LOSS[kind]
+    layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
+    model = convert_model(Net(forward, **layers))
+    assert never not in assert_names([text], model, BATCH, **options)
+    inside = Apply(lambda self, x: self.parts[0](x), wrapped(model))
+    assert never not in assert_names([text.replace("what norm", "what parts.0.module.norm")], inside, BATCH, **options)
+
+
+def detect(self, images):
+    size = max(image.shape[-1] for image in images)
+    batch = torch.stack([F.pad(image, (0, size - image.shape[-1])) for image in images])
+    return self.parts[0](batch).square().mean((1, 2, 3)).mean()
+
+
+def test_a_loss_of_images_that_are_padded_within_their_chunk_is_one_of_padding():
+    images = [torch.rand(3, 4, size) for size in (4, 9, 6, 7, 5)]
+    parallel = wrapped(convert_model(Apply(detect, nn.Conv2d(3, 4, 1))), in_dims={"args": {0: 0}})
+    text = (
+        "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk: "
+        "what parts.0 (Conv2d) gets differs, too$"
+    )
+    assert "divide outside" not in assert_names([text], parallel, images)
+
+
+def test_a_gradient_beside_a_loss_of_each_replica_is_that_of_the_loss():
+    model = Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)).square().sum(), nn.Linear(6, 3))
+    text = assert_names(["; each replica returns a number: if it is the loss, compute"], model, BATCH, loss=torch.sum)
+    assert "detach" not in text
+
+
 def test_a_loss_that_uses_parameters_of_the_user_leaves_no_gradient_on_them():
     model, judge = nn.Linear(6, 3), nn.Linear(3, 1)
     judge.weight.grad = torch.ones(1, 3)
