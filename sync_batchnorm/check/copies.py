@@ -165,8 +165,9 @@ class Copy:
                 self.module._apply(_Copying(dtype).converted)  # Module.to(dtype) would make complex numbers real.
             self._take_over_attributes(model)
         except Exception as error:
-            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {error}; keep a lock or an iterator"
-            raise RuntimeError(f"{text} outside of the model, or write a __deepcopy__ for its class") from error
+            remedy = "; keep a lock or an iterator outside of the model, or write a __deepcopy__ for its class"
+            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {shortened(error, 45)}"
+            raise RuntimeError(text + (remedy if "pickle" in str(error) else "")) from error
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)
@@ -234,6 +235,12 @@ def _numbers_like(parameter: Tensor, name: str) -> Tensor:
     generator, size = torch.Generator().manual_seed(zlib.crc32(name.encode())), parameter.numel()
     numbers = torch.randn(min(size, 1021), generator=generator, dtype=torch.float64)
     return numbers.to(parameter.dtype).repeat(size // len(numbers) + 1)[:size].reshape(parameter.shape)
+
+
+def shortened(error: Exception, most: int) -> str:
+    """Return the first words of an error's text."""
+    words = str(error).split()
+    return " ".join(words[:most]) + (" ..." if len(words) > most else "")
 
 
 def closure_of(function: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers import _SynchronizedBatchNorm, why_left
 from ..meeting import ReplicaSyncError
 from ..torch_private import HOOKS, BatchNormBase
-from ..trees import children_of, tensors_in
+from ..trees import children_of, is_list, tensors_in
 from .comparing import (
     SCALARS,
     Compared,
@@ -178,7 +178,8 @@ class Investigation:
         if operation is None:  # The module is one of torch, or runs a script.
             if has_norms or not self._mixes_samples(call, suspect):
                 return [self._calls or self._whole_list(suspect, call) or self._changed_attributes(call)]
-            return [SAMPLES, self._whole_list(suspect, call) or self._rows_of_arguments()]
+            is_of_torch = type(module).__module__.startswith("torch.nn")  # whose code is right
+            return [SAMPLES, self._whole_list(suspect, call) or self._rows_of_arguments(is_of_torch)]
         if line and line.why:
             return [self._changed_attributes(call)] if line.why == CHANGES else []
         return [self._whole_list(suspect, call) or self._rows_of_arguments()]
@@ -196,11 +197,13 @@ class Investigation:
         return False
 
     def _whole_list(self, suspect: Call, call: Call) -> str:
-        return _LIST if _holds_list(suspect.arguments, call.arguments, self._passes.rows[0].total) else ""
+        arguments = [[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)]
+        total = self._passes.rows[0].total
+        return _LIST if any(_holds_list(*pair, total) for pair in zip(*arguments, strict=False)) else ""
 
-    def _rows_of_arguments(self) -> str:
+    def _rows_of_arguments(self, is_open: bool = False) -> str:
         # Whose rows are cut wrongly cannot be known, unless there is a single tensor.
-        return _NO_SAMPLES if self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
+        return _NO_SAMPLES if is_open or self._passes.path or len(tensors_in(self._passes.arguments)) > 1 else ""
 
     def _changed_attributes(self, call: Call) -> str:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
@@ -303,13 +306,17 @@ def _plain(value: Any, depth: int = 4) -> Any:  # containers that are looked int
 
 
 def _holds_list(some: Any, whole: Any, length: int) -> bool:
-    """Return whether a replica got a whole tensor, or list without tensors, of this length; `whole`: what all have."""
+    """Return whether a replica got a whole tensor, or all entries of a list, of this length; `whole`: what all have.
+
+    A list of tensors whose rows are cut is none with an entry for each sample.
+    """
     if isinstance(some, Tensor):
         return some.dim() > 0 and len(some) == length and some.shape == getattr(whole, "shape", None)
-    is_list = isinstance(some, (list, tuple)) and len(some) == length and not tensors_in(some)
+    entries = [*some] if is_list(type(some)) else []
+    is_whole = len(entries) == length and not all(isinstance(entry, Tensor) and entry.dim() for entry in entries)
     of_some, parts = children_of(some), children_of(whole)
     inside = [_holds_list(child, parts.get(key), length) for key, child in of_some.items()]
-    return is_list or (len(of_some) == len(parts) and any(inside))
+    return is_whole or (len(of_some) == len(parts) and any(inside))
 
 
 def _name_of_call(call: Call, model: nn.Module) -> str:
@@ -332,7 +339,7 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
         return f"{text} separately; set it to None, unless meant"
     base = next(cls.__name__ for cls in type(module).__mro__ if cls.__module__ == _SynchronizedBatchNorm.__module__)
     text = f"its forward never calls that of {base}; call {base}.forward(self, input), not F.batch_norm; {_FORMULA}"
-    return "" if "sync_batch_norm" in called else text
+    return "" if "sync_batch_norm" in called or not module.training else text
 
 
 def text_of_hooks(model: nn.Module) -> str:

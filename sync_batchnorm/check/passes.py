@@ -238,6 +238,7 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
             look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
+                why = ""
             yield Difference(kind, name, text, why, look if kind == "gradient" and not is_number else "")
         elif kind == "gradient" and expected.any():
             agreed = f", while that of {name}, before it, agrees; if no branch leads past that, look between these two"

@@ -8,6 +8,7 @@ import re
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 
@@ -21,7 +22,7 @@ from torch.nn.parallel import gather
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 from torch.utils.checkpoint import checkpoint
 
-from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device, convert_model
+from sync_batchnorm import DataParallelWithCallback, SynchronizedBatchNorm1d, assert_matches_one_device, convert_model
 
 BATCH = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 LINE = "it begins with `"
@@ -665,6 +666,30 @@ def test_what_the_wrapper_warns_of_is_left_to_the_training_of_a_model_that_passe
         DataParallelWithCallback(Net(late, step=0), ["cpu"] * 2)(BATCH)
 
 
+LISTS = {
+    "numbers": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "dicts": [{"number": torch.ones(5) * i} for i in range(5)],
+    "dicts of tensors without dimensions": [{"number": torch.ones(()) * i} for i in range(5)],
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_with_an_entry_for_each_sample_that_nobody_named_is_said(kind):
+    def forward(self, x, numbers):
+        numbers = [float(number["number"].max()) if isinstance(number, dict) else number for number in numbers]
+        return torch.stack([row * number for row, number in zip(x, numbers, strict=False)])
+
+    with suppress(TypeError):  # of the wrapper, for tensors without dimensions
+        assert_names(
+            ["a whole list or tensor of as many items as the batch has samples"], Apply(forward), BATCH, LISTS[kind]
+        )
+
+
+def test_tensors_whose_number_is_that_of_the_samples_are_no_list_with_an_entry_for_each():
+    text = assert_names([""], Apply(lambda self, x, y: mix(self, x + y)), BATCH[:2], BATCH[:2])
+    assert "whole list" not in text
+
+
 def test_a_list_that_each_replica_gets_whole_is_said():
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(AssertionError, match=r"which gets .*a whole list or tensor of as many items as the"):
@@ -707,6 +732,47 @@ def test_a_norm_that_is_called_for_each_sample_is_named_with_both_numbers_of_cal
         "each sample, call it once for all rows, or set its group_size to 1$"
     )
     assert_names([text], convert_model(model), BATCH[:4])
+
+
+def test_a_recurrent_layer_of_torch_is_not_blamed_where_in_dims_may_name_another_dimension():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.last = nn.GRU(6, 4), nn.Linear(4, 2)
+
+        def forward(self, steps):
+            return self.last(self.rnn(steps)[0])
+
+    steps = torch.randn(5, 3, 6)
+    text = "(GRU)...depends on other samples of the batch...unless in_dims should name an argument whose rows are no"
+    assert_names([text], Steps(), steps)
+    assert_matches_one_device(wrapped(Steps(), in_dims={"steps": 1}, out_dims=1), steps)
+
+
+def test_a_class_of_ones_own_is_not_said_to_synchronize_in_eval_mode():
+    model = convert_model(nn.Sequential(nn.Linear(6, 6), InEval(6)), classes={InEval: SynchronizedInEval})
+    assert_matches_one_device(model, BATCH)
+    assert "never calls" not in assert_names(["1 (SynchronizedInEval)"], model.eval(), BATCH)
+
+
+class InEval(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.1)
+
+
+class SynchronizedInEval(InEval, SynchronizedBatchNorm1d):
+    def forward(self, x):
+        return SynchronizedBatchNorm1d.forward(self, x)
+
+
+def test_a_layer_that_forward_makes_is_told_where_to_make():
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            torch.manual_seed(0)
+            self.late = nn.Linear(6, 3).to(x)
+        return self.late(x)
+
+    assert_names(["late.weight is there on one device only; make it in __init__$"], Net(forward), BATCH)
 
 
 def in_packed_order(self, x, lengths):
