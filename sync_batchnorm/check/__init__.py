@@ -16,7 +16,7 @@ from torch import nn
 from ..meeting import add_note
 from ..messages import check_module, check_number, collected_warnings, warn
 from .comparing import agree, gap, largest, numbers_of
-from .explaining import Investigation, text_of_failure
+from .explaining import Investigation, text_of_failure, text_of_hooks
 from .passes import ROUNDING, Difference, FailsInReplicas, Key, Loss, Pass, Passes, Side, differences, pairs_of, scalars
 
 __all__ = ["assert_matches_one_device"]
@@ -150,6 +150,8 @@ def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
     except Exception as error:
         where = f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}"
         add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
+        if hooks := text_of_hooks(one.module, passes.model):
+            add_note(error, hooks.lstrip("; "))
         raise
 
 

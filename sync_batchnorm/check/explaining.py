@@ -1,8 +1,9 @@
 """Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
 
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Investigation:
         self._of_many = self._many.take(index, difference.kind, modes)
         others = [mode.gets_other for mode in modes if mode.gets_other and mode.gets_other.key[0] != passes.name]
         self._gets_other = _name_of_call(others[0], self._many.module) if others else ""
+        self._hooks = text_of_hooks(self._one.module, passes.model)
         self._calls = _text_of_calls(self._many.module, self._record.begun, modes, _BY_SAMPLE)
 
     def text(self) -> str:
@@ -71,6 +73,9 @@ class Investigation:
         where = self._where(state) if evidence or kind != "loss" or self._of_one["unseen"] else ""
         if where:
             text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
+            text = f"{self._difference.text}; {where}" if self._difference.name is None else text
+        elif self._hooks and self._difference.name is None:  # On one device, the model may return other shapes.
+            text = "outputs differ"
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
@@ -80,7 +85,7 @@ class Investigation:
         in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         dropped = f" (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else ""
-        return f"{in_pass}{text}{text_of_hooks(self._one.module)}{dropped}"
+        return f"{in_pass}{text}{self._hooks}{dropped}"
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
@@ -106,7 +111,7 @@ class Investigation:
         differs = f"{', '.join(self._lost)} differs from one device" if self._lost else ""
         why = f"what forward() sets on self ends with the replica, so {differs}; change a buffer in place instead, or"
         # A hook may have set it, on the model.
-        return differs if not differs or text_of_hooks(self._one.module) else f"{why} set it outside the forward pass"
+        return differs if not differs or self._hooks else f"{why} set it outside the forward pass"
 
     def _changes(self, modes: Sequence[InDouble]) -> bool:
         """Return whether the caller sees something else in replicas with these modes."""
@@ -264,9 +269,9 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     return f"{text}; {names}: none of these is that of one device; {remedy}"
 
 
-def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble], on_one: Mapping[str, int]) -> str:
-    """Return what only replicas raise, and in which module; `model` has the replicas, `on_one` the calls of modules."""
-    calls = _text_of_calls(model, on_one, modes) if isinstance(error, ReplicaSyncError) else ""
+def text_of_failure(error: Exception, passes: Passes, model: nn.Module, modes: Sequence[InDouble]) -> str:
+    """Return what only replicas raise, and in which module; `model` has the replicas."""
+    calls = _text_of_calls(model, passes.begun, modes) if isinstance(error, ReplicaSyncError) else ""
     text = f"{type(error).__name__}: {error}{calls and '; '}{calls}"
     # Its peers were released with errors of their own.
     for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
@@ -274,7 +279,7 @@ def text_of_failure(error: Exception, model: nn.Module, modes: Sequence[InDouble
         module = model.get_submodule(call.key[0])
         if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
             text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(model)}"
+    return f"runs on one device, but not in replicas: {text}{text_of_hooks(model, passes.model)}"
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
@@ -342,28 +347,49 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
     return "" if "sync_batch_norm" in called or not module.training else text
 
 
-def text_of_hooks(model: nn.Module) -> str:
-    """Return which hooks read or write attributes of the original in replicas; `model` has run."""
+def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
+    """Return which hooks read or write attributes of the original in replicas; `model`, a copy of it, has run."""
+    attributes = {id(value): f"{name}.{key}".strip(".") for name, key, value in _containers(original)}
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
             function = getattr(hook, "__func__", hook)
-            held = [getattr(hook, "__self__", None), *closure_of(function)] if hasattr(function, "__code__") else []
+            held = [getattr(hook, "__self__", None), *_held_by(function)] if hasattr(function, "__code__") else []
+            used = [attributes[id(value)] for value in held if id(value) in attributes]
             for other in [value for value in held if isinstance(value, nn.Module)]:
                 words = [*function.__code__.co_names, *function.__code__.co_consts]  # the latter for setattr
-                used = vars(other).keys() & _names_in_methods(type(other), function.__name__)  # Others log only.
-                if attributes := [word for word in words if isinstance(word, str) and word in used]:
-                    return (
-                        "; hooks that refer to the model read and write attributes of the original, not the replica: "
-                        f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(attributes)}), see "
-                        '"Hooks that refer to the model"'
-                    )
+                readable = vars(other).keys() & _names_in_methods(model, other, function.__name__)  # Others log only.
+                used += [word for word in words if isinstance(word, str) and word in readable - _OF_MODULES]
+            if used:
+                return (
+                    "; hooks that refer to the model read and write attributes of the original, not the replica: "
+                    f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(used)}), see "
+                    '"Hooks that refer to the model"'
+                )
     return ""
 
 
-def _names_in_methods(cls: type, hook: str) -> set[str]:
-    """Return the names that methods of a class use, except for `__init__` and a hook."""
-    methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
-    return {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+def _containers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield the lists, dicts and sets in attributes of modules, with the names of the module and the attribute."""
+    for name, module in model.named_modules():
+        for key in vars(module).keys() - _OF_MODULES:
+            if isinstance(value := vars(module)[key], (MutableMapping, MutableSequence, MutableSet)):
+                yield name, key, value
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """Return the values of variables outside of a function that it uses, and the objects of methods among them."""
+    values = [*closure_of(function), *map(function.__globals__.get, function.__code__.co_names)]
+    return [*values, *(function.__defaults__ or ()), *[getattr(value, "__self__", None) for value in values]]
+
+
+def _names_in_methods(model: nn.Module, module: nn.Module, hook: str) -> set[str]:
+    """Return the names that methods of a module, and of those around it, use, except for `__init__` and a hook."""
+    around = {type(other) for other in model.modules() if any(child is module for child in other.modules())}
+    names = set[str]()
+    for cls in {type(module), *around}:
+        methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
+        names |= {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+    return names
 
 
 def _uses_batch(module: object) -> bool:

@@ -95,7 +95,7 @@ class Side(Copy):
         except Exception as error:
             if self._is_one:
                 raise
-            raise FailsInReplicas(error, self.module, self.parallel.modes, self._passes.begun) from error
+            raise FailsInReplicas(error, self._passes, self.module, self.parallel.modes) from error
 
     def _taken(self, has_backward: bool) -> Pass:
         dtype, module, parallel = self._passes.dtype, self.module, self.parallel
@@ -203,6 +203,7 @@ def go_backward(loss: Tensor, of_copy: Iterable[Any], mode: InDouble) -> None:
         leaf.grad = grad
 
 
+_MOST = 4  # shapes of outputs that are written. Arbitrary.
 _ROWS = "return a row for each sample, and compute what concerns the whole batch from the gathered output"
 IN_PLACE = "only what replica 0 writes into it in place stays, from its own chunk; update it outside the forward pass"
 _ASSIGNED = "forward() assigns another tensor to it, which ends with the replica; update it outside the forward pass"
@@ -265,10 +266,13 @@ def _text_of(kind: str, name: Any, pair: tuple[Tensor, Tensor], how: str, passes
 def _different_structures(one: Pass, many: Pass) -> Iterator[Difference]:
     of_one, of_many = ([tuple(tensor.shape) for tensor in taken["output"].values()] for taken in (one, many))
     if len(of_one) != len(of_many) or any(a != b and math.prod(a) != 1 for a, b in zip(of_one, of_many, strict=True)):
-        yield Difference("output", None, f"outputs have shapes {of_one} on one device, {of_many} in replicas; {_ROWS}")
+        shapes = [
+            f"[{', '.join(map(str, of[:_MOST]))}{', ...' if len(of) > _MOST else ''}]" for of in (of_one, of_many)
+        ]
+        yield Difference("output", None, "outputs have shapes {} on one device, {} in replicas".format(*shapes), _ROWS)
     for path, value in one["value"].items() if one["value"].keys() == many["value"].keys() else ():
         if not agree(other := many["value"][path], value):
-            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas; {_ROWS}")
+            yield Difference("value", path, f"{path} is {value!r} on one device, {other!r} in replicas", _ROWS)
 
 
 def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor]]:

@@ -139,6 +139,49 @@ class Levels(nn.Module):
         return self.net(x * 1) * self.level
 
 
+class KeepsFeatures(nn.Module):
+    """Has a hook that is a method, and sets on itself what the module around it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.net.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.features = output
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def read_child(self, x):
+    return self.child(x) + self.child.features
+
+
+FEATURES = {}
+
+
+def fill_features(module, args, output):
+    FEATURES["net"] = output
+
+
+def filling(hook, features):
+    """Return a net whose hook fills a dict that is an attribute, too."""
+    model = of_class(lambda self, x: (self.net(x), self.features["net"] * 2)[1], features=features)
+    with_hook(model.net, hook)
+    return model
+
+
+def filled_by_closure():
+    features = {}
+    return filling(lambda module, args, output: features.update(net=output), features)
+
+
+def filled_by_default():
+    features = {}
+    return filling(lambda module, args, output, features=features: features.update(net=output), features)
+
+
 def before_norm(function):
     """Return a net that does something in its own forward, before a norm."""
     layers = {"first": nn.Linear(6, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 3)}
@@ -499,6 +542,10 @@ FAULTS = {
         "hook": (lambda: hooked_by_closure(False), "not in replicas: AttributeError...keep of net (features)"),
         "hook, a method": (lambda: hooked(keep, add_features, features=0), "...keep of net (features)"),
         "hook that reads": (lambda: hooked(scaled, set_scale, scale=torch.ones(1, 6)), "...scaled of net (scale)"),
+        "hook of a child that its parent reads": (
+            lambda: of_class(read_child, child=KeepsFeatures()),
+            "not in replicas: AttributeError...KeepsFeatures.keep of child.net (features)",
+        ),
         "hook, by name": (lambda: hooked_by_closure(True), "not in replicas: AttributeError...(features)"),
     },
 }
@@ -765,6 +812,34 @@ class SynchronizedInEval(InEval, SynchronizedBatchNorm1d):
         return SynchronizedBatchNorm1d.forward(self, x)
 
 
+FILLED = {
+    "closure": filled_by_closure,
+    "default": filled_by_default,
+    "global": lambda: filling(fill_features, FEATURES),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_a_hook_that_fills_a_dict_that_is_an_attribute_too_is_named(kind):
+    FEATURES.clear()
+    model = FILLED[kind]()
+    with pytest.raises(KeyError) as caught:
+        assert_matches_one_device(model, BATCH)
+    assert "hooks that refer to the model" in caught.value.__notes__[1]
+    assert "of net (features)" in caught.value.__notes__[1]
+    model(BATCH[:2].float())
+    text = assert_names(["outputs differ; hooks that refer to the model...of net (features)"], model, BATCH)
+    assert "shape" not in text
+
+
+def test_an_output_with_other_rows_is_told_by_their_number():
+    def forward(self, points, batch_size):
+        return torch.stack([self.parts[0](part).amax(0) for part in points.chunk(batch_size)])
+
+    text = "outputs have shapes [(3, 4)] on one device, [(6, 4)] in replicas"
+    assert "x.mean" not in assert_names([text], Apply(forward, nn.Linear(6, 4)), torch.randn(12, 6), 3, replicas=2)
+
+
 def test_a_layer_that_forward_makes_is_told_where_to_make():
     def forward(self, x):
         if not hasattr(self, "late"):
@@ -772,7 +847,8 @@ def test_a_layer_that_forward_makes_is_told_where_to_make():
             self.late = nn.Linear(6, 3).to(x)
         return self.late(x)
 
-    assert_names(["late.weight is there on one device only; make it in __init__$"], Net(forward), BATCH)
+    text = assert_names(["late.weight is there on one device only; make it in __init__"], Net(forward), BATCH)
+    assert "buffer" not in text
 
 
 def in_packed_order(self, x, lengths):
