@@ -85,4 +85,10 @@ def assert_names(texts, model, *inputs, **options):
             assert_matches_one_device(model, *inputs, **options)
     for text in texts:
         caught.match(re.escape(text).replace(r"\.\.\.", ".*").replace(r"\$", "$"))
+    check_length(caught.value)
     return str(caught.value)
+
+
+def check_length(error):
+    """Check that a message of the check has at most 60 words."""
+    assert len(str(error).split()) <= 60, f"{len(str(error).split())} words: {error}"

@@ -151,7 +151,7 @@ def _on_one_device(passes: Passes, one: Side, index: int) -> Pass:
         where = f"This is from a copy of the model on one device: on the CPU, in {str(passes.dtype)[6:]}"
         add_note(error, f"{where}; for operators without float64, pass dtype=torch.float32.")
         if hooks := text_of_hooks(one.module, passes.model):
-            add_note(error, hooks.lstrip("; "))
+            add_note(error, hooks)
         raise
 
 

@@ -50,11 +50,15 @@ def gap(actual: Tensor, expected: Tensor, size: float = LEAST, rounding: float =
     return relative if relative > tolerance else 0.0
 
 
-def much(by: float) -> str:
-    """Return how much a gap is, in words."""
+def much(by: float, actual: Tensor, expected: Tensor) -> str:
+    """Return how much the gap between two tensors is, in words."""
     if by == math.inf:
         return "in its shape"
-    return "as only one of them is finite" if by >= NOT_FINITE else f"by {by:.1e} of its largest value"
+    if by >= NOT_FINITE:
+        return "as only one of them is finite"
+    if by < 10:
+        return f"by {by:.2g} of its largest value"
+    return f"by values up to {largest(actual):.2g} in place of {largest(expected):.2g}"  # which may be zero
 
 
 def largest(*tensors: Tensor) -> float:
@@ -187,7 +191,7 @@ class Compared(InDouble):
         names = {id(leaf): name for name, leaf in named_leaves(output, "output")}
         for actual, right in compared(output, on_one.output, self._rows[self._number]):
             if (by := gap(actual, right)) > call.gap:
-                call.gap, call.part = by, names[id(actual)]
+                call.gap, call.part, call.how = by, names[id(actual)], much(by, actual, right)
         call.module, call.number, call.arguments = None, self._number, call.arguments if call.gap else None
         on_one.in_replicas.append(call)
         if len(on_one.in_replicas) == len(self._rows) and not suspects_in(on_one, self._model):

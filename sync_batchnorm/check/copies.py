@@ -58,6 +58,7 @@ class Call:
     number: int = 0  # of the replica
     agrees: bool = False  # whether it gets in its replica what it gets on one device
     gap: float = 0.0  # of what it returns there
+    how: str = ""  # the gap in words
     part: str = "output"  # which of its outputs that is
 
 

@@ -22,28 +22,29 @@ from .comparing import (
     agree,
     compared,
     gap,
-    much,
     numbers_of,
     suspects_in,
 )
-from .copies import Call, InDouble, closure_of, copied
+from .copies import Call, InDouble, closure_of, copied, shortened
 from .operations import CHANGES, RANDOM, Line, line_of_call, line_of_gradient
 from .passes import IN_FORWARD, IN_PLACE, Difference, FailsInReplicas, Passes, Side, differences, scalars
 
 __all__: list[str] = []
 
 _MOST = 5  # suspects and attributes that are corrected, one in a pass. Arbitrary.
+MOST_WORDS = 60  # of a message
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
-_LIST = "each replica gets a whole list or tensor of as many items as the batch has samples: if one for each, name it"
-_LIST += ', as in DataParallelWithCallback(model, in_dims={"names": 0})'
+_LIST = "each replica gets a whole list or tensor of as many items as the batch: if one for each sample, name it"
+_LIST += ', as in in_dims={"names": 0}'
 _NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
-_FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own" on the page "Extending"'
+_FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
+_AS_OFTEN = "; call it as often in each replica, or, if once for each sample, once for all rows or with group_size 1"
 _BY_SAMPLE = "; if once for each sample, call it once for all rows, or set its group_size to 1"
 _DIVIDES = ", or, if it divides sums, return these, and divide outside"
-_PADS = "pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
+_PADS = "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk"
 _IN_REPLICAS = 'see "In the replicas, with balanced memory"'
 _PLAIN_NORM = "it calls F.batch_norm, or a batch norm that is no submodule; make it an attribute, and convert the model"
 
@@ -68,24 +69,24 @@ class Investigation:
         """Return what differs, where and why."""
         kind, overridden = self._difference.kind, self._many.parallel.overridden
         evidence, state = self._evidence(), self._state()
-        text = evidence or self._difference.text
+        texts = evidence or [self._difference.text]
         # If `loss` itself differs, all outputs agree, unless they cannot be seen.
         where = self._where(state) if evidence or kind != "loss" or self._of_one["unseen"] else ""
         if where:
-            text = where if kind in IN_FORWARD else f"{where}. For the caller, {text}"
-            text = f"{self._difference.text}; {where}" if self._difference.name is None else text
+            seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{self._difference.name} differs"
+            begin = texts if self._difference.name is None else []
+            texts = [*begin, *where.split("; "), "" if kind in IN_FORWARD else seen]
         elif self._hooks and self._difference.name is None:  # On one device, the model may return other shapes.
-            text = "outputs differ"
+            texts = ["outputs differ"]
         else:
             note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
             note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
-            line = "" if why else self._line_of_gradient()
-            text += "" if why or line else self._difference.look
-            text = "; ".join(filter(None, [text, line, self._rows(), note, why, state or self._calls]))
-        in_pass = f"in pass {self._index + 1}, while the passes before agree: " if self._index else ""
+            look = self._line_of_gradient() or self._difference.look if not why else ""
+            texts += [look, self._rows(), note, why, state or self._calls]
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
-        dropped = f" (compared with dropout switched off: {dropped})" if dropped and RANDOM not in text else ""
-        return f"{in_pass}{text}{self._hooks}{dropped}"
+        dropped = f"compared with dropout switched off: {dropped}" if dropped and RANDOM not in texts[0] else ""
+        in_pass = f"first in pass {self._index + 1}: " if self._index else ""
+        return in_pass + joined(texts[0], self._hooks, *texts[1:], dropped, most=MOST_WORDS - len(in_pass.split()))
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
@@ -121,27 +122,25 @@ class Investigation:
             return not agree(seen.get(name, seen), self._of_many[kind].get(name, self._of_many[kind]))
         return False
 
-    def _evidence(self) -> str:
+    def _evidence(self) -> list[str]:
         """Return what is known of numbers that replicas return; of the model as it is, if the loss differs there."""
         kind, name = self._difference[:2]
         is_number = kind == "output" and name is not None and self._of_one[kind][name].numel() == 1
         if kind not in ("loss", "gradient") and not is_number:
-            return ""
+            return []
         one, many = (Side(self._passes, is_one, is_moved=False).take(0, "loss") for is_one in (True, False))
         if self._index or not any(other.kind in IN_FORWARD for other in differences(one, many)):
             one, many = self._of_one, self._of_many
         pairs = sorted(scalars(one, many), key=lambda pair: agree(pair[0].mean(), pair[1]))
         if not pairs:
-            return ""
+            return []
         divides_outside = self._passes.loss is not None and len(pairs) > 1
         remedy = f"compute it from the gathered output{'' if divides_outside or self._passes.pads else _DIVIDES}"
-        remedy += f", {_IN_REPLICAS}"
         if kind == "gradient":
-            return f"{self._difference.text}; each replica returns a number: if it is the loss, {remedy}"
-        before = _PADS if self._passes.pads else "something before it mixes samples"
+            return [self._difference.text, f"if replicas return the loss, {remedy}"]
+        before = _PADS if self._passes.pads else f", {_IN_REPLICAS}; or something before it mixes samples"
         gets = f": what {self._gets_other} gets differs, too" if self._gets_other else ""
-        remedy += f"; or {before}{gets}"
-        return f"the loss differs: {_related(*pairs[0], [len(rows.here) for rows in self._passes.rows], remedy)}"
+        return _related(*pairs[0], [len(rows.here) for rows in self._passes.rows], f"{remedy}{before}{gets}")
 
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
@@ -153,7 +152,7 @@ class Investigation:
             if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
                 where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
-                return f"first difference: {where}, {much(suspect.gap)}{cause and ': '}{cause}"
+                return f"first difference: {where}, {suspect.how}{cause and ': '}{cause}"
         return ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
@@ -212,7 +211,7 @@ class Investigation:
 
     def _changed_attributes(self, call: Call) -> str:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
-        return names and f"{names} changed in this pass, and in replicas otherwise"
+        return names and f"{names} changed in this pass otherwise"
 
     def _cause_in_class(self, module: nn.Module, call: Call) -> str:
         """Return whether a class computes something else, on one device, than the class that it has replaced."""
@@ -251,35 +250,47 @@ def _text_of_calls(model: nn.Module, on_one: Mapping[str, int], modes: Sequence[
     return ""
 
 
-def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> str:
-    """Return how numbers that replicas return are related to that of one device; `sizes`: their numbers of rows."""
+def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], remedy: str) -> list[str]:
+    """Return how numbers of replicas are related to that of one device, and all; `sizes`: their numbers of rows."""
     ways = [("sum", of_replicas.sum(), "add them up"), ("mean", of_replicas.mean(), "take their mean")]
     if len(set(sizes)) > 1 and len(sizes) == len(of_replicas):
         mean = torch.tensor(sizes, dtype=torch.float64) @ of_replicas / sum(sizes)
         ways.append(("mean weighted by rows", mean, "weight them by their rows, or return sums and counts"))
     values, rows = [", ".join([f"{each:.6g}" for each in of[:4]]) for of in (of_replicas.tolist(), sizes)]
     more = ", ..." if len(of_replicas) > 4 else ""
-    text = f"{name}replicas with [{rows}{more}] rows return {values}{more}, one device returns {float(on_one):.6g}"
+    numbers = f"replicas with [{rows}{more}] rows return {values}{more}, one device returns {float(on_one):.6g}"
+    text = f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}"
     if not on_one.isfinite() or not of_replicas.isfinite().all():
-        return f"{text}; {remedy}"
+        text = f"the loss differs: {name}{remedy}"
     for way, value, what_to_do in ways:
         if not gap(value, on_one):
-            return f"{text}: the {way} is that of one device; {what_to_do}, {_IN_REPLICAS}"
-    names = ", ".join([f"their {way}" for way, *_ in ways])
-    return f"{text}; {names}: none of these is that of one device; {remedy}"
+            text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
+            return [f"{text}, {_IN_REPLICAS}", numbers]
+    return [text, numbers]
 
 
 def text_of_failure(error: Exception, passes: Passes, model: nn.Module, modes: Sequence[InDouble]) -> str:
     """Return what only replicas raise, and in which module; `model` has the replicas."""
-    calls = _text_of_calls(model, passes.begun, modes) if isinstance(error, ReplicaSyncError) else ""
-    text = f"{type(error).__name__}: {error}{calls and '; '}{calls}"
+    calls = _text_of_calls(model, passes.begun, modes, _AS_OFTEN) if isinstance(error, ReplicaSyncError) else ""
+    text = f"runs on one device, but not in replicas: {type(error).__name__}: {calls or shortened(error, 30)}"
+    where = ""
     # Its peers were released with errors of their own.
     for call, _ in [mode.failed for mode in modes if mode.failed and mode.failed[1] is error]:
-        text += f"; raised in {_name_of_call(call, model)}"
+        where = f"raised in {_name_of_call(call, model)}"
         module = model.get_submodule(call.key[0])
         if "batch_norm" in call.called and "Expected more than 1 value" in text and not _uses_batch(module):
-            text += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
-    return f"runs on one device, but not in replicas: {text}{text_of_hooks(model, passes.model)}"
+            where += f": {_cause_in_norm(module, call.called, 1) or _PLAIN_NORM}"
+    return joined(text, where, text_of_hooks(model, passes.model))
+
+
+def joined(*texts: str, most: int = MOST_WORDS) -> str:
+    """Join texts, as many as make at most so many words."""
+    result, *others = filter(None, texts)
+    for text in others:
+        if len(f"{result} {text}".split()) > most:
+            break
+        result = f"{result}; {text}"
+    return result
 
 
 def _different_attributes(one: nn.Module, many: nn.Module, module: str = "") -> list[str]:
@@ -335,7 +346,7 @@ def _name_of_call(call: Call, model: nn.Module) -> str:
 def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
     """Return why a batch norm does not synchronize in a replica; nothing if that is not the cause."""
     if reason := why_left(module, {}):
-        return f"a batch norm that convert_model leaves as it is, because it {reason.partition(' ')[2]}"
+        return f"a batch norm that convert_model leaves as it is: it {reason.partition(' ')[2]}"
     if not isinstance(module, _SynchronizedBatchNorm):
         is_plain = isinstance(module, BatchNormBase)
         return "a batch norm that is not synchronized; call convert_model(model)" if is_plain else ""
@@ -361,7 +372,7 @@ def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
                 used += [word for word in words if isinstance(word, str) and word in readable - _OF_MODULES]
             if used:
                 return (
-                    "; hooks that refer to the model read and write attributes of the original, not the replica: "
+                    "hooks that refer to the model read and write attributes of the original, not the replica: "
                     f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(used)}), see "
                     '"Hooks that refer to the model"'
                 )

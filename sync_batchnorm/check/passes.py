@@ -235,7 +235,7 @@ def differences(one: Pass, many: Pass, rounding: Mapping[Key, float] | None = No
         rounding_of_largest = ROUNDING.get(expected.real.dtype, 1e-12) * sizes.get(kind, 0.0)
         size = max(LEAST, rounding_of_largest / tolerance_of(expected))
         if by := gap(actual, expected, size, (rounding or {}).get((kind, name), 0.0)):
-            text, why = _text_of(kind, name, (actual, expected), much(by), (one, many))
+            text, why = _text_of(kind, name, (actual, expected), much(by, actual, expected), (one, many))
             look = f"{agreed or '; look'} for detach, no_grad, hooks on tensors and a torch.autograd.Function"
             if kind == "parameter" and name not in many[kind]:
                 text = f"after the forward pass, the parameter {name} is there on one device only; make it in __init__"
@@ -288,7 +288,7 @@ def pairs_of(actual: Pass, expected: Pass) -> Iterator[tuple[Key, Tensor, Tensor
 def _norms(actual: Tensor, expected: Tensor) -> str:
     size, whole = float(actual.norm()), float(expected.norm())
     if whole <= LEAST * size or not size:
-        return "only replicas have one" if size else "it is missing, or zero, in replicas, as after detach or no_grad"
+        return "only replicas have one" if size else "it is missing, or zero, in replicas"
     return f"its norm in replicas is {size / whole:.3} times that on one device"
 
 

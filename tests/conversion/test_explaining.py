@@ -247,9 +247,9 @@ WAY = "it goes another way: "
 OTHERS = "what it returns for a sample depends on other samples of the batch"
 RANDOM = "it draws random numbers, which differ in replicas"
 NO_MEAN = (
-    "their sum, their mean: none of these is that of one device; compute it from the gathered output, or, if it "
+    "no sum or mean of what replicas return is that of one device; compute it from the gathered output, or, if it "
     'divides sums, return these, and divide outside, see "In the replicas, with balanced memory"; or something before '
-    "it mixes samples$"
+    "it mixes samples; replicas with [2, 2] rows return"
 )
 GRADIENT = (
     "outputs and loss agree; the first gradient that differs, in the order of the backward pass, is that of parts.0"
@@ -410,14 +410,14 @@ IN_MODULES = {
             {"loss": lambda output: (output - output.detach().mean()).mean() * 1e6},
         ),
     },
-    "a batch norm that convert_model leaves as it is, because it has a forward of its own; write class": {
+    "a batch norm that convert_model leaves as it is: it has a forward of its own; write class": {
         "of a ResNet-18": (
             resnet_with_own_norm,
-            "layer2.0.bn2 (MyNorm), in replica 0, by ...e-0",
+            "layer2.0.bn2 (MyNorm), in replica 0, by 0...",
             torch.randn(4, 3, 32, 32),
         )
     },
-    f"because it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
+    f"leaves as it is: it has a forward of its own; write class MySynchronizedBatchNorm1d({__name__}.BatchNorm1d, "
     f"SynchronizedBatchNorm1d), in which SynchronizedBatchNorm1d.forward computes the norm, and call "
     f"convert_model(model, classes={{{__name__}.BatchNorm1d: MySynchronizedBatch": {
         "norm with a name of torch's": (lambda: nn.Sequential(BatchNorm1d(3)), f"0 ({__name__}.BatchNorm1d)")
@@ -488,26 +488,27 @@ ELSEWHERE = {
         ),
     },
     # Losses
-    'the mean is that of one device; take their mean, see "In the replicas, with balanced memory"$': {
+    'of what replicas return, the mean is that of one device; take their mean, see "In the replicas, with balanced '
+    'memory"; replicas with [2, 2] rows return ..., one device returns': {
         "means that are added up": (
             lambda: Apply(lambda self, x: self.parts[0](x).square().mean(), nn.Linear(3, 2)),
-            "the loss differs: replicas with [2, 2] rows return ..., one device returns",
+            "the loss differs: ",
             {"loss": torch.sum},
         ),
     },
     "the sum is that of one device; add them up": {
         "averaged": (
             lambda: Apply(lambda self, x: (x, x.square().sum())),
-            "the loss differs: as output[1], replicas",
+            "the loss differs: as output[1], of what replicas",
             {"loss": lambda output: output[1].mean()},
         ),
         "without a loss": (lambda: Apply(lambda self, x: x.square().sum()), "the loss differs:"),
     },
-    "the mean weighted by rows is that of one device; weight them by": {
-        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "replicas with [3, 2] rows return", IMAGES),
+    "the mean weighted by rows is that of one device; weight them by...replicas with [3, 2] rows return": {
+        "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "the loss differs:", IMAGES),
         "uneven means from the second pass on": (
             lambda: Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0),
-            "in pass 2, while the passes before agree: the loss differs: replicas with [3, 2] rows return",
+            "first in pass 2: the loss differs: of what replicas return, ",
             IMAGES,
         ),
     },
@@ -521,19 +522,19 @@ ELSEWHERE = {
         "ignored labels": (lambda: labelled(ignore_index=9), "the loss differs:", LABELS_TO_IGNORE),
         "Dice": (
             lambda: Apply(dice, nn.Linear(3, 2)),
-            "the loss differs: as output[1], replicas",
+            "the loss differs: as output[1], ",
             {"loss": lambda output: output[1].mean()},
         ),
     },
-    "compute it from the ga": {
+    "compute it from the ga...; replicas with [2, 2] rows return nan, ": {
         "nothing but ignored labels": (
             lambda: labelled(ignore_index=9),
-            "the loss differs: replicas with [2, 2] rows return nan, ",
+            "the loss differs: ",
             {"kwargs": {"labels": torch.tensor([9, 9, 2, 2])}},
         ),
         "NaN that one device has as well": (
             lambda: Apply(lambda self, x: x.mean()),
-            "the loss differs: replicas with [2, 2] rows return nan, 2.5, one device returns nan;",
+            "the loss differs: ",
             torch.tensor([[math.nan], [1.0], [2.0], [3.0]]),
             {"loss": lambda losses: losses.reshape(-1)[-1]},
         ),
@@ -544,11 +545,11 @@ ELSEWHERE = {
         "state that changes little": (lambda: Apply(hide, nn.Softmax(0)), "", loss_with_state(0.001)),
     },
     # Gradients
-    "it is missing, or zero, in replicas, as after detach or no_grad, while that of parts.1..., before it, "
+    "it is missing, or zero, in replicas; while that of parts.1..., before it, "
     "agrees; if no branch leads past that, look between these two for": {
         "that replicas drop": (lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), GRADIENT, CROSS_ENTROPY),
     },
-    "it is missing, or zero, in replicas, as after detach or no_grad; look for": {
+    "it is missing, or zero, in replicas; look for": {
         "behind one of zero": (lambda: Apply(drop_gradient_beside_zero, nn.Linear(3, 2), nn.Linear(3, 2)), GRADIENT)
     },
     "only replicas have one": {
@@ -589,8 +590,8 @@ ELSEWHERE = {
             GRADIENT,
         )
     },
-    ".bias: its norm in replicas is 1.0 times that on one device; each replica returns a number: if it is the loss, "
-    "compute it from the gathered output, or, if it divides sums, return these, and divide outside, see": {
+    ".bias: its norm in replicas is 1.0 times that on one device; if replicas return the loss, compute it from the "
+    "gathered output, or, if it divides sums, return these, and divide outside$": {
         "class weights that hardly matter": (
             lambda: labelled(weight=torch.tensor([1.0, 1.0, 1.00001])),
             GRADIENT,
@@ -609,7 +610,7 @@ ELSEWHERE = {
     KEPT: {
         "counter": (
             lambda: Apply(count, seen=0),
-            "outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 5.0e-01 of",
+            "outputs, loss and gradients agree; the buffer seen differs after the forward pass, by 0.5 of",
         ),
         "buffer that only the whole batch makes": (
             lambda: Apply(keep_whole),
@@ -626,7 +627,7 @@ ELSEWHERE = {
     "forward() changes it, in each replica once; make it a buffer, which only replica 0 writes, or do so outside": {
         "parameter that is changed": (
             lambda: Net(change_parameter, threshold=nn.Parameter(torch.ones(()), requires_grad=False)),
-            "gradients agree; the parameter threshold differs after the forward pass, by 1.7e-01 of its largest value",
+            "gradients agree; the parameter threshold differs after the forward pass, by 0.17 of its largest value",
         )
     },
     "the parameter w is there on one device only": {

@@ -516,13 +516,13 @@ FAULTS = {
             lambda: Apply(
                 lambda self, x: self.parts[0](x).mean(), wrapped(behind(Apply(lambda self, x: x.square().mean())))
             ),
-            *("the loss differs: replicas with [3, 2] rows", "outputs agree", "depends on more"),
+            *("the loss differs: ...; replicas with [3, 2] rows", "outputs agree", "depends on more"),
         )
     },
     "compute it from the gathered output, or": {
         "one of two losses": (
             lambda: behind(Net(two_losses)),
-            *("as output['divided'], replicas with [3, 2] rows", "weight them"),
+            *("as output['divided'], no sum or mean", "weight them"),
         )
     },
     "compared with dropout switched off: 1.drop_prob, dropout": {
@@ -569,7 +569,8 @@ ERRORS = {
     ),
     "a norm that is called for each sample": (
         lambda: convert_model(Apply(by_sample, nn.BatchNorm1d(2))),
-        "ReplicaSyncError...group_size=1...; number of calls of parts.0: 3 on one device, [2, 1] in replicas; ",
+        "ReplicaSyncError: number of calls of parts.0: 3 on one device, [2, 1] in replicas; ...once for all rows or with "
+        "group_size 1; raised in parts.0 (SynchronizedBatchNorm1d, call 2)$",
     ),
 }
 
@@ -984,7 +985,7 @@ BEFORE_A_LOSS = {  # a model that returns its loss, or what makes it, and option
     "sums and counts": (
         lambda self, x: (losses(self, x).sum(), x.new_tensor(len(x))),
         {"loss": lambda output: output[0].sum() / output[1].sum()},
-        "or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets differs, too$",
+        "or something before it mixes samples: what norm (SynchronizedBatchNorm1d) gets differs, too",
         "return these",
     ),
     "a mean": (
@@ -996,7 +997,7 @@ BEFORE_A_LOSS = {  # a model that returns its loss, or what makes it, and option
     "behind the last module": (
         lambda self, x: mix(self, self.last(self.norm(self.first(x)))).square().mean(),
         {},
-        "return these, and divide outside, see...; or something before it mixes samples$",
+        "return these, and divide outside, see...; or something before it mixes samples; replicas with [3, 2] rows",
         "gets differs",
     ),
 }
@@ -1023,14 +1024,14 @@ def test_a_loss_of_images_that_are_padded_within_their_chunk_is_one_of_padding()
     parallel = wrapped(convert_model(Apply(detect, nn.Conv2d(3, 4, 1))), in_dims={"args": {0: 0}})
     text = (
         "; or pad the entries of the list to one size outside, if forward() pads them to the largest of its chunk: "
-        "what parts.0 (Conv2d) gets differs, too$"
+        "what parts.0 (Conv2d) gets differs, too"
     )
     assert "divide outside" not in assert_names([text], parallel, images)
 
 
 def test_a_gradient_beside_a_loss_of_each_replica_is_that_of_the_loss():
     model = Apply(lambda self, x: MeanInBackward.apply(self.parts[0](x)).square().sum(), nn.Linear(6, 3))
-    text = assert_names(["; each replica returns a number: if it is the loss, compute"], model, BATCH, loss=torch.sum)
+    text = assert_names(["; if replicas return the loss, compute"], model, BATCH, loss=torch.sum)
     assert "detach" not in text
 
 
@@ -1213,6 +1214,6 @@ def test_replica_that_returns_no_number_is_named(value):
 
 def test_hard_mining_within_the_chunk_is_evidence_and_no_advice_to_weight():
     model = Apply(lambda self, x: self.parts[0](x).square().sum(1).topk(2).values.mean(), nn.Linear(6, 3))
-    with pytest.raises(AssertionError, match="none of these is that of one device") as caught:
+    with pytest.raises(AssertionError, match="no sum or mean of what replicas return is that of one device") as caught:
         assert_matches_one_device(model, BATCH)
     assert "weight them" not in str(caught.value)
