@@ -166,9 +166,10 @@ class Copy:
                 self.module._apply(_Copying(dtype).converted)  # Module.to(dtype) would make complex numbers real.
             self._take_over_attributes(model)
         except Exception as error:
+            is_lock = "pickle" in str(error)
             remedy = "; keep a lock or an iterator outside of the model, or write a __deepcopy__ for its class"
-            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: {shortened(error, 45)}"
-            raise RuntimeError(text + (remedy if "pickle" in str(error) else "")) from error
+            text = f"{type(model).__name__} cannot be copied to the CPU in {dtype}: "
+            raise RuntimeError(f"{text}{shortened(error, 30 if is_lock else 45)}{remedy if is_lock else ''}") from error
         copies = dict(zip(map(id, model.modules()), self.module.modules(), strict=True))
         for name, module in self.module.named_modules():
             self._switch_off_dropout(name, module)

@@ -36,8 +36,8 @@ MOST_WORDS = 60  # of a message
 _OF_MODULES = {*vars(nn.Module()), "eps_mode"}
 
 SAMPLES = "what it returns for a sample depends on other samples of the batch"
-_LIST = "each replica gets a whole list or tensor of as many items as the batch: if one for each sample, name it"
-_LIST += ', as in in_dims={"names": 0}'
+_LIST = "each replica gets a whole list or tensor as long as the batch: if it lists samples, name it: "
+_LIST += 'in_dims={"names": 0}'
 _NO_SAMPLES = "unless in_dims should name an argument whose rows are no samples"
 _FORMULA = 'for another formula than F.batch_norm, use sync_moments, see "Norms of your own"'
 _GRADIENT = "it calls torch.autograd.grad, which in a replica sees only its chunk; compute it outside the forward pass"
@@ -67,26 +67,38 @@ class Investigation:
 
     def text(self) -> str:
         """Return what differs, where and why."""
-        kind, overridden = self._difference.kind, self._many.parallel.overridden
-        evidence, state = self._evidence(), self._state()
-        texts = evidence or [self._difference.text]
+        kind, name = self._difference[:2]
+        what, *evidence = self._evidence() or [self._difference.text]
+        if self._hooks and name is None:  # On one device, the model may return other shapes.
+            what = "outputs differ"
         # If `loss` itself differs, all outputs agree, unless they cannot be seen.
-        where = self._where(state) if evidence or kind != "loss" or self._of_one["unseen"] else ""
+        is_inside = evidence or kind != "loss" or self._of_one["unseen"]
+        where, cause = self._where(self._state()) if is_inside else ("", "")
+        texts = [what, self._hooks, *evidence, *([] if where else self._of_caller(bool(evidence)))]
         if where:
-            seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{self._difference.name} differs"
-            begin = texts if self._difference.name is None else []
-            texts = [*begin, *where.split("; "), "" if kind in IN_FORWARD else seen]
-        elif self._hooks and self._difference.name is None:  # On one device, the model may return other shapes.
-            texts = ["outputs differ"]
-        else:
-            note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
-            note, why = note if overridden and kind in IN_FORWARD else "", "" if evidence else self._why()
-            look = self._line_of_gradient() or self._difference.look if not why else ""
-            texts += [look, self._rows(), note, why, state or self._calls]
+            place, *causes = (
+                [where, *cause.split("; ")] if self._hooks else f"{where}{cause and ': '}{cause}".split("; ")
+            )
+            seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{name} differs"
+            texts = [*[what][: name is None], place, self._hooks, *causes, *[seen][: kind not in IN_FORWARD]]
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
-        dropped = f"compared with dropout switched off: {dropped}" if dropped and RANDOM not in texts[0] else ""
-        in_pass = f"first in pass {self._index + 1}: " if self._index else ""
-        return in_pass + joined(texts[0], self._hooks, *texts[1:], dropped, most=MOST_WORDS - len(in_pass.split()))
+        texts += [f"compared with dropout switched off: {dropped}"] if dropped and RANDOM not in cause else []
+        in_pass = f"in pass {self._index + 1}: " if self._index else ""
+        return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
+
+    def _of_caller(self, has_evidence: bool) -> list[str]:
+        """Return what is known where no module is found."""
+        kind, overridden = self._difference.kind, self._many.parallel.overridden
+        note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
+        why = "" if has_evidence or (self._hooks and self._difference.name is None) else self._why()
+        look = self._line_of_gradient() or self._difference.look if not why else ""
+        return [
+            look,
+            self._rows(),
+            note if overridden and kind in IN_FORWARD else "",
+            why,
+            self._state() or self._calls,
+        ]
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
@@ -145,15 +157,15 @@ class Investigation:
     # NOTE [tried for gradients]: by hooks on tensors, the last call of the backward pass whose output gets the right
     # gradient and whose input does not. In 7 of 11 planted faults that was the module at fault, in 2 the one behind it:
     # a hook of the user's runs first, and what a replica computes under no_grad has no gradient to compare.
-    def _where(self, state: str) -> str:
+    def _where(self, state: str) -> tuple[str, str]:
         """Return the first call that gets what it gets on one device, returns something else, and matters; and why."""
         model, passes = self._many.module, self._passes
         for call in [call for call in self._record.calls.values() if suspects_in(call, model)][:_MOST]:
             if self._changes([Corrected(passes.dtype, call, rows) for rows in passes.rows]):
                 suspect, cause = self._cause(call, suspects_in(call, model), state)
                 where = f"{suspect.part} of {_name_of_call(call, model)}, in replica {suspect.number}"
-                return f"first difference: {where}, {suspect.how}{cause and ': '}{cause}"
-        return ""
+                return f"first difference: {where}, {suspect.how}", cause
+        return "", ""
 
     def _cause(self, call: Call, suspects: Sequence[Call], state: str) -> tuple[Call, str]:
         """Return in which replica a call differs, and the line, or another cause that is known."""
@@ -211,7 +223,7 @@ class Investigation:
 
     def _changed_attributes(self, call: Call) -> str:
         names = ", ".join(_different_attributes(self._one.module, self._many.module, call.key[0]))
-        return names and f"{names} changed in this pass otherwise"
+        return names and f"{names} changed in this pass"
 
     def _cause_in_class(self, module: nn.Module, call: Call) -> str:
         """Return whether a class computes something else, on one device, than the class that it has replaced."""
@@ -262,6 +274,7 @@ def _related(of_replicas: Tensor, on_one: Tensor, name: str, sizes: list[int], r
     text = f"the loss differs: {name}no sum or mean of what replicas return is that of one device; {remedy}"
     if not on_one.isfinite() or not of_replicas.isfinite().all():
         text = f"the loss differs: {name}{remedy}"
+        ways = []
     for way, value, what_to_do in ways:
         if not gap(value, on_one):
             text = f"the loss differs: {name}of what replicas return, the {way} is that of one device; {what_to_do}"
@@ -372,7 +385,7 @@ def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
                 used += [word for word in words if isinstance(word, str) and word in readable - _OF_MODULES]
             if used:
                 return (
-                    "hooks that refer to the model read and write attributes of the original, not the replica: "
+                    "hooks that refer to the model use attributes of the original, not the replica: "
                     f"{hook.__qualname__} of {name or 'the model itself'} ({', '.join(used)}), see "
                     '"Hooks that refer to the model"'
                 )

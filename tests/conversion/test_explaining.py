@@ -385,7 +385,7 @@ IN_MODULES = {
         ),
         "not finite": (lambda: Apply(lambda self, x: x if len(x) == 4 else x * math.nan), ITSELF),
     },
-    "of its largest value: 0.calls changed in this pass, and": {
+    "of its largest value: 0.calls changed in this pass": {
         "class that cannot run again": (
             lambda: convert_model(nn.Sequential(Once(3)), classes={Once: SynchronizedOnce}),
             "0 (SynchronizedOnce)",
@@ -508,7 +508,7 @@ ELSEWHERE = {
         "uneven means": (lambda: Apply(lambda self, x: x.square().mean()), "the loss differs:", IMAGES),
         "uneven means from the second pass on": (
             lambda: Apply(lambda self, x: x.square().mean() * (self.count.add_(1) > 1), count=0.0),
-            "first in pass 2: the loss differs: of what replicas return, ",
+            "in pass 2: the loss differs: of what replicas return, ",
             IMAGES,
         ),
     },

@@ -101,7 +101,7 @@ FAULTS = {
     "size": ([nn.BatchNorm1d(4), Apply(lambda self, x: x * len(x))], r"output of backbone\.module\.2 \(Apply\)"),
     "counter": (
         [nn.Tanh(), Apply(lambda self, x: setattr(self, "n", getattr(self, "n", 0) + 1) or x * self.n)],
-        r"in pass 2, .*so backbone\.module\.2\.n differs from",
+        r"in pass 2: .*so backbone\.module\.2\.n differs from",
     ),
 }
 

@@ -535,7 +535,7 @@ FAULTS = {
             "1 (Linear)",
         ),
     },
-    "level differs from one device; hooks that refer to the model": {
+    "hooks that refer to the model...; level differs from one device": {
         "backward hook": (Levels, "pass 2...keep of net (level)", "sets on self")
     },
     "hooks that refer to the model": {
@@ -729,7 +729,7 @@ def test_a_list_with_an_entry_for_each_sample_that_nobody_named_is_said(kind):
 
     with suppress(TypeError):  # of the wrapper, for tensors without dimensions
         assert_names(
-            ["a whole list or tensor of as many items as the batch has samples"], Apply(forward), BATCH, LISTS[kind]
+            ["a whole list or tensor as long as the batch: if it lists samples"], Apply(forward), BATCH, LISTS[kind]
         )
 
 
@@ -740,10 +740,10 @@ def test_tensors_whose_number_is_that_of_the_samples_are_no_list_with_an_entry_f
 
 def test_a_list_that_each_replica_gets_whole_is_said():
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
-    with pytest.raises(AssertionError, match=r"which gets .*a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match=r"which gets .*a whole list or tensor as long as the"):
         assert_matches_one_device(ByNumbers(), BATCH, numbers)
     assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": 0}), BATCH, numbers)
-    with pytest.raises(AssertionError, match="a whole list or tensor of as many items as the"):
+    with pytest.raises(AssertionError, match="a whole list or tensor as long as the"):
         assert_matches_one_device(wrapped(ByNumbers(), in_dims={"numbers": None}), BATCH, torch.tensor(numbers))
 
 
