@@ -15,11 +15,6 @@ from sync_batchnorm import DataParallelWithCallback, assert_matches_one_device
 # One batch in every run: of a few, rows that should differ agree to the tolerance of the check.
 _drawn = torch.Generator().manual_seed(0)
 IMAGES, VECTORS = torch.randn(5, 3, 6, 6, generator=_drawn), torch.randn(4, 3, generator=_drawn)
-WARNINGS_OF_TORCH = (
-    "Calling .zero_grad",
-    "The .grad attribute",
-    "Full backward hook is firing",
-)  # of what forward() does in training, too
 LABELS = torch.tensor([0, 1, 0, 1])
 
 
@@ -74,6 +69,10 @@ def with_hook(module, hook, kind="forward_hook"):
 
 def wrapped(module, **options):
     return DataParallelWithCallback(module, ["cpu"] * 2, **options)
+
+
+# Warnings of torch about what forward() does in training, too.
+WARNINGS_OF_TORCH = ("Calling .zero_grad", "The .grad attribute", "Full backward hook is firing")
 
 
 def assert_names(texts, model, *inputs, **options):

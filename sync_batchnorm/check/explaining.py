@@ -74,31 +74,28 @@ class Investigation:
         # If `loss` itself differs, all outputs agree, unless they cannot be seen.
         is_inside = evidence or kind != "loss" or self._of_one["unseen"]
         where, cause = self._where(self._state()) if is_inside else ("", "")
-        texts = [what, self._hooks, *evidence, *([] if where else self._of_caller(bool(evidence)))]
         if where:
-            place, *causes = (
+            first, *causes = (
                 [where, *cause.split("; ")] if self._hooks else f"{where}{cause and ': '}{cause}".split("; ")
             )
             seen = f"for the caller, the {kind} {'of ' * (kind == 'gradient')}{name} differs"
-            texts = [*[what][: name is None], place, self._hooks, *causes, *[seen][: kind not in IN_FORWARD]]
+            texts = [what if name is None else "", first, self._hooks, *causes, "" if kind in IN_FORWARD else seen]
+        else:
+            texts = self._of_caller(what, evidence)
         dropped = ", ".join(list(self._one.dropped | self._record.dropped)[:3])
         texts += [f"compared with dropout switched off: {dropped}"] if dropped and RANDOM not in cause else []
         in_pass = f"in pass {self._index + 1}: " if self._index else ""
         return in_pass + joined(*texts, most=MOST_WORDS - len(in_pass.split()))
 
-    def _of_caller(self, has_evidence: bool) -> list[str]:
+    def _of_caller(self, what: str, evidence: Sequence[str]) -> list[str]:
         """Return what is known where no module is found."""
         kind, overridden = self._difference.kind, self._many.parallel.overridden
         note = f"your wrapper has its own {' and '.join(overridden)}, which the check has used"
-        why = "" if has_evidence or (self._hooks and self._difference.name is None) else self._why()
-        look = self._line_of_gradient() or self._difference.look if not why else ""
-        return [
-            look,
-            self._rows(),
-            note if overridden and kind in IN_FORWARD else "",
-            why,
-            self._state() or self._calls,
-        ]
+        why = "" if evidence or (self._hooks and self._difference.name is None) else self._why()
+        line = "" if why else self._line_of_gradient()
+        what += "" if why or line or self._hooks else self._difference.look
+        note = note if overridden and kind in IN_FORWARD else ""
+        return [what, self._hooks, line, *evidence, self._rows(), note, why, self._state() or self._calls]
 
     def _why(self) -> str:
         """Return the cause of what differs for the caller, where that is certain."""
@@ -215,7 +212,8 @@ class Investigation:
     def _whole_list(self, suspect: Call, call: Call) -> str:
         arguments = [[*args, *kwargs.values()] for args, kwargs in (suspect.arguments, call.arguments)]
         total = self._passes.rows[0].total
-        return _LIST if any(_holds_list(*pair, total) for pair in zip(*arguments, strict=False)) else ""
+        pairs = zip(*arguments, strict=False)
+        return _LIST if any(_holds_list(some, whole, total) for some, whole in pairs) else ""
 
     def _rows_of_arguments(self, is_open: bool = False) -> str:
         # Whose rows are cut wrongly cannot be known, unless there is a single tensor.

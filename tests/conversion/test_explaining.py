@@ -323,7 +323,7 @@ IN_MODULES = {
             "0 (Linear)",
         )
     },
-    f"{MEAN}... (compared with dropout switched off: 3.drop_prob, dropout)": {
+    f"{MEAN}...; compared with dropout switched off: 3.drop_prob, dropout": {
         "in place": (
             lambda: nn.Sequential(
                 *(nn.Linear(3, 3), nn.Dropout(), Apply(lambda self, x: x.sub_(x.mean(0)))),
@@ -364,7 +364,7 @@ IN_MODULES = {
         ),
         "beside others that are not finite": (
             lambda: Apply(beside_others_not_finite),
-            f"{ITSELF}, in replica 0, by 5.0e-01 of its largest value",
+            f"{ITSELF}, in replica 0, by 0.5 of its largest value",
         ),
     },
     "which gets 2 in place of 3$": {
@@ -545,7 +545,7 @@ ELSEWHERE = {
         "state that changes little": (lambda: Apply(hide, nn.Softmax(0)), "", loss_with_state(0.001)),
     },
     # Gradients
-    "it is missing, or zero, in replicas; while that of parts.1..., before it, "
+    "it is missing, or zero, in replicas, while that of parts.1..., before it, "
     "agrees; if no branch leads past that, look between these two for": {
         "that replicas drop": (lambda: Apply(drop_gradient, nn.Linear(3, 3), nn.Linear(3, 2)), GRADIENT, CROSS_ENTROPY),
     },

@@ -240,7 +240,7 @@ WITHOUT = {  # where no line is certain, what is said in its place
     ),
     "layers in turn": (
         lambda: Net(deals_out, parts=nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), turn=0),
-        "turn changed in this pass, and in replicas otherwise",
+        "turn changed in this pass",
     ),
 }
 
