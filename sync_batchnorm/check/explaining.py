@@ -1,7 +1,7 @@
 """Where a difference begins, and why: by what is exact, or by passes with one thing as it is on one device."""
 
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -371,7 +371,9 @@ def _cause_in_norm(module: nn.Module, called: set[str], replicas: int) -> str:
 
 def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
     """Return which hooks read or write attributes of the original in replicas; `model`, a copy of it, has run."""
-    attributes = {id(value): f"{name}.{key}".strip(".") for name, key, value in _containers(original)}
+    containers = (MutableMapping, MutableSequence, MutableSet)
+    members = [(f"{name}.{key}".strip("."), held) for name, of in original.named_modules() for key, held in _own(of)]
+    attributes = {id(held): name for name, held in members if isinstance(held, containers)}
     for name, module in model.named_modules():
         for hook in [hook for hooks in HOOKS for hook in vars(module).get(hooks, {}).values()]:
             function = getattr(hook, "__func__", hook)
@@ -390,12 +392,8 @@ def text_of_hooks(model: nn.Module, original: nn.Module) -> str:
     return ""
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the lists, dicts and sets in attributes of modules, with the names of the module and the attribute."""
-    for name, module in model.named_modules():
-        for key in vars(module).keys() - _OF_MODULES:
-            if isinstance(value := vars(module)[key], (MutableMapping, MutableSequence, MutableSet)):
-                yield name, key, value
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
 
 
 def _held_by(function: FunctionType) -> list[Any]:
@@ -407,11 +405,9 @@ def _held_by(function: FunctionType) -> list[Any]:
 def _names_in_methods(model: nn.Module, module: nn.Module, hook: str) -> set[str]:
     """Return the names that methods of a module, and of those around it, use, except for `__init__` and a hook."""
     around = {type(other) for other in model.modules() if any(child is module for child in other.modules())}
-    names = set[str]()
-    for cls in {type(module), *around}:
-        methods = [inspect.unwrap(inspect.getattr_static(cls, key)) for key in {*dir(cls)} - {"__init__", hook}]
-        names |= {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
-    return names
+    members = [(cls, key) for cls in {type(module), *around} for key in {*dir(cls)} - {"__init__", hook}]
+    codes = [getattr(inspect.unwrap(inspect.getattr_static(*member)), "__code__", None) for member in members]
+    return {name for code in codes for name in getattr(code, "co_names", ())}
 
 
 def _uses_batch(module: object) -> bool:
