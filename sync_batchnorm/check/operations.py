@@ -69,7 +69,7 @@ _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 RANDOM = "it draws random numbers, which differ in replicas, and may be meant to; switch that off to compare the rest"
 SEEDED = "it draws the same random numbers in each replica, because of a seed or a generator of its own"
-CHANGES = "it returns something else each time for these rows: look for state, a generator of its own, or the time"
+CHANGES = "it returns something else each time: look for state, a generator of its own, or the time"
 
 Key = tuple[str, int]  # the name of a module, and which of its calls it is
 Accepts = Callable[["Operation"], bool]
